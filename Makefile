@@ -8,6 +8,7 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 ORACLE_VENV ?= .venv-oracle
+CLIENT_VENVS ?= .venv-clients
 RAY_VENV ?= .venv-ray
 BIN := $(VENV)/bin
 ORACLE_BIN := $(ORACLE_VENV)/bin
@@ -29,12 +30,13 @@ export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export PYTHONSAFEPATH := 1
 
-# Tests are dealt to this many workers, a whole file at a time; 0: one after the other.
-JOBS ?= 2
+# Tests are dealt to this many workers, a whole file at a time; 0: one after the other. Two workers
+# leave a quarter of two processors idle, because tests of clusters wait.
+JOBS ?= 3
 DEALT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test check test-all test-cluster test-compat test-cuda test-tools \
-	test-oracle test-deploy test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
+	test-oracle test-deploy test-clients test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -95,6 +97,11 @@ test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (do
 	tests/deploy_ray/in_namespaces $(RAY_BIN)/python -m pytest -q -p no:cacheprovider tests/deploy_ray $(ARGS)
 	$(RAY_BIN)/python -m pytest -q -m deploy --ignore tests/deploy_ray $(ARGS)
 
+# Each client has an environment of its own. RECORD=1 writes tests/data/http anew.
+CLIENTS ?= openai_python openai_node litellm_client langchain_client schemathesis aiperf guidellm
+test-clients: $(VENV)/.installed $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed)  ## OpenAI's clients and load generators against a gateway (downloads 3 GB; CLIENTS="openai_python ..." less)
+	CLIENT_VENVS="$(abspath $(CLIENT_VENVS))" $(BIN)/python -m pytest -q -n 0 -m clients tests/cluster/test_clients.py $(ARGS)
+
 # The files stay where they are; they are somebody else's and never enter the repository.
 FILES ?=
 test-third-party: $(VENV)/.installed  ## FILES="PATH ...", tests written for the reference pages, on baton.proto
@@ -129,13 +136,13 @@ $(GPU_SITE)/.installed: $(wildcard $(WHEELS)/*.whl)
 	@touch "$@"
 
 clean:  ## remove everything the other verbs made
-	rm -rf $(VENV) $(ORACLE_VENV) $(RAY_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(ORACLE_VENV) $(RAY_VENV) $(CLIENT_VENVS) build dist .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis .coverage src/*.egg-info engine/kernels/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 lock:  ## resolve requirements.lock anew (needs uv)
 	uv pip compile --quiet --universal --generate-hashes --python-version 3.11 \
-		--fork-strategy fewest --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+		--fork-strategy fewest --no-header --no-annotate \
 		--group dev pyproject.toml --output-file requirements.lock
 
 # ---------------------------------------------------------------- set-up
@@ -172,6 +179,24 @@ $(RAY_VENV)/.installed: $(RAY_VENV)/.locked $(BUILD_INPUTS)
 	@$(RAY_BIN)/python -m pip install $(PIP_QUIET) "$$($(RAY_BIN)/python -c 'import tomllib; \
 	print(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"][0])')"
 	@$(RAY_BIN)/python -m pip install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
+	@touch "$@"
+
+PACKAGES_openai_python := "openai>=3"
+PACKAGES_litellm_client := litellm
+PACKAGES_langchain_client := langchain-openai
+PACKAGES_schemathesis := schemathesis
+PACKAGES_aiperf := aiperf
+PACKAGES_guidellm := guidellm # its torch is a build for the CPU where the index has one
+$(CLIENT_VENVS)/guidellm/.installed: TORCH := "torch==2.13.0"
+
+$(CLIENT_VENVS)/openai_node/.installed:
+	@npm install --silent --no-audit --no-fund --prefix "$(@D)" openai
+	@touch "$@"
+
+$(CLIENT_VENVS)/%/.installed: | $(CLIENT_VENVS)/%/bin/python
+	@echo "installing $* into $(@D)"
+	@if [ -n '$(TORCH)' ]; then "$(@D)/bin/python" -m pip install $(PIP_QUIET) $(TORCH); fi
+	@"$(@D)/bin/python" -m pip install $(PIP_QUIET) $(PACKAGES_$*)
 	@touch "$@"
 
 .PRECIOUS: %/bin/python %/.locked

@@ -1,4 +1,4 @@
-"""Builds the C kernels. Without a compiler the slow NumPy kernels serve instead, and it says so."""
+"""Builds the C kernels. Without a compiler it warns, and the slow NumPy kernels serve instead."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ baton: Install a C compiler (such as gcc) and Python's headers, then install Bat
 
 
 class BuildKernels(build_ext):
-    """Says in plain words what it means that the optional kernels could not be built."""
+    """Builds the optional kernels, and explains the effect of a failure."""
 
     def build_extension(self, ext):
         try:

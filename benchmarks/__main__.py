@@ -1,6 +1,6 @@
 """All measurements, one after the other: ``python -m baton.benchmarks [NAME ...]``.
 
-Each runs in a process of its own and prints its figures beside its peers and limits. With
+Each runs in a separate process and prints its figures beside its peers and limits. With
 ``--peer-python PATH`` (a Python that has torch and transformers; by default the environment
 ``make test-oracle`` makes, when it is there) the engine is measured beside transformers.
 """
@@ -20,10 +20,15 @@ ORDER = (
     "codec",
     "kernels",
     "engine",
+    "speech",
+    "vision",
+    "pictures",
     "handoff",
     "loop",
     "router",
+    "core",
     "lone",
+    "gateway",
     "cluster",
     "cancel",
     "burst",
@@ -59,6 +64,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ORDER)}")
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--vllm-python", help="a Python with vLLM's CPU build")
+    parser.add_argument("--router-python", help="a Python with sglang-router or vllm-router")
     options = parser.parse_args()
     leave_on_signals()
     unknown = [name for name in options.names if name not in ORDER]
@@ -70,10 +76,12 @@ def main() -> int:
     for name in options.names or ORDER:
         print(f"\n== {name}", flush=True)
         command = [sys.executable, "-m", f"baton.benchmarks.{name}"]
-        if name == "engine" and peer:
+        if name in ("engine", "speech", "vision", "pictures") and peer:
             command += ["--peer-python", peer]
         if name == "engine" and options.vllm_python:
             command += ["--vllm-python", options.vllm_python]
+        if name == "gateway" and options.router_python:
+            command += ["--peer-python", options.router_python]
         if run(command):
             failed.append(name)
     if failed:

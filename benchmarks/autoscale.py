@@ -19,9 +19,9 @@ from ..deploy.autoscale.metrics import ROLES
 from ..deploy.autoscale.policy import Autoscaler
 from ..deploy.autoscale.settings import ScaleSettings
 from ..deploy.plan.bounds import Bounds
-from .replay.cases import GOAL, SLOS, VARIATIONS, WHERE_ANY_CAN, Variation, case
+from .replay.cases import GOAL, SLOS, VARIATIONS, WHERE_ANY_CAN, Case, Variation, case
 from .replay.cluster import Outcome, Targets
-from .replay.oracle import Case, Schedule, refine, search, smallest
+from .replay.oracle import Schedule, refine, search, smallest
 
 COST = 1.3
 """Times the oracle's worker-hours that the policy may take."""

@@ -3,8 +3,8 @@
 A real cluster, one prefill and one decode process. How long a prompt takes alone is measured
 first. Then bursts: for the time of BURST prompts, OVERLOAD times as many come as can be computed,
 each with the same limit for its first token; then quiet until all are answered. The same bursts
-go to a cluster that begins prompts in the order of their coming and to one that begins those
-first that can still be in time. The limit is what any order could keep: what can be computed,
+go to two clusters: the first begins prompts in the order of arrival, the second begins prompts that
+can still be in time. The limit is what any order could keep: what can be computed,
 as fast as in these bursts, from the first arrival to the last moment that is in time.
 
     python -m baton.benchmarks.burst [--model m25] [--rounds 5]

@@ -6,8 +6,8 @@ the Abort, the scheduler has freed the blocks, on the later of the two workers. 
 end: one cancel at a time with nothing beside it, clients that are killed, and a storm of random
 cancels beside streams that run to their end, which is more work than the machine has cores for.
 
-The limit is a layer of a step whose requests have all left, and a whole step where somebody else
-waits for it: until then its blocks stay taken. Exit code 1: a p99 missed the bar.
+The limit is a layer of a step whose requests have all left, and a whole step if another request
+needs the step: until then its blocks stay taken. Exit code 1: a p99 missed the bar.
 
     python -m baton.benchmarks.cancel [--models NAME ...] [--storm 1000]
 
@@ -66,7 +66,7 @@ class Running:
     cancel_at: float = float("inf")
     cancel_tokens: int = 1 << 30
     tokens: int = 0
-    heard: float = 0.0  # its last tokens
+    heard: float = 0.0  # when its last tokens arrived
 
 
 Choice = Callable[[], Running | None]

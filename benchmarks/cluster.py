@@ -3,9 +3,9 @@
 Engine alone: scheduler and executor in one loop of one process. Cluster: router, one prefill
 and one decode process, tokens counted at the client. Both decode the same prompts greedily,
 taking turns; a rate counts the tokens after the first of each stream. "Wait" is how much of that
-time the decode worker's engine computed no step, by its own books. The last columns are what the
-kernel says of its compute thread, for a step: µs on a processor, µs it could have run and had none
-(others ran there), µs it slept, and how often it went to sleep: within a step only for the GIL.
+time the decode worker's engine computed no step, by its own books. The last columns are the
+kernel's figures for its compute thread, per step: µs on a processor, µs ready to run without a
+processor, µs asleep, and how often it went to sleep: within a step only for the GIL.
 
     python -m baton.benchmarks.cluster [--models m25] [--streams 1 8] [--tokens 256]
 """

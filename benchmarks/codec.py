@@ -1,7 +1,7 @@
-"""Codec: envelopes beside arrays as maps, pickle 5, msgpack-numpy and a plain copy.
+"""Codec benchmark: envelopes compared with msgpack maps, pickle 5, msgpack-numpy and a copy.
 
-Microseconds per call, best of several rounds taken in turn, so that a busy machine slows
-all columns alike. msgpack-numpy is measured where it is installed.
+Each number is microseconds per call, the best of several rounds. The calls are measured in turn, so
+that a busy machine slows all columns equally. msgpack-numpy is measured only if it is installed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _KV_HEADER = KVFrame(
 
 
 def measure(calls: dict[str, Call], rounds: int = 7, seconds: float = 0.02) -> dict[str, float]:
-    """Best microseconds of each call, the calls measured in turn."""
+    """Return the best microseconds of each call; the calls are measured in turn."""
     best = dict.fromkeys(calls, float("inf"))
     counts = {}
     for name, call in calls.items():
@@ -78,7 +78,7 @@ def measure(calls: dict[str, Call], rounds: int = 7, seconds: float = 0.02) -> d
 
 
 def submit_message(tokens: int) -> Submit:
-    """A typical request with a prompt of ``tokens`` tokens."""
+    """Return a typical request with a prompt of ``tokens`` tokens."""
     context = WireContext(
         tokens=WireTokens(np.arange(tokens, dtype=np.int32) % 32000),
         max_length=tokens + 256,
@@ -90,7 +90,7 @@ def submit_message(tokens: int) -> Submit:
 
 
 def tokens_message(runs: int) -> Tokens:
-    """One step of a worker with ``runs`` requests."""
+    """Return the message of one step of a worker with ``runs`` requests."""
     return Tokens(
         runs=[
             TokenRun(request=bytes([i]) * 16, attempt=1, position=1000 + i, tokens=[20000 + i])
@@ -170,9 +170,16 @@ def _growing(sequences: list[list[int]]) -> TextContext:
 def _update_row() -> None:
     batch, tokens = [_growing([]) for _ in range(64)], [7] * 64
     stops = [[1, 2, 3], [4, 5, 7]]
+    delivered = _growing([])
+
+    def update_and_output() -> None:
+        delivered.update(7)
+        delivered.to_generation_output()
+
     figures = measure(
         {
             "update": partial(_growing([]).update, 7),
+            "and its output": update_and_output,
             "2 stop sequences": partial(_growing(stops).update, 7),
             "per request of 64": partial(update_batch, batch, tokens),
         }
@@ -182,7 +189,7 @@ def _update_row() -> None:
 
 
 def _peer(value: object) -> dict[str, Call]:
-    """msgpack-numpy on the same value, if it is there."""
+    """Return the calls of msgpack-numpy for the same value; empty if it is not installed."""
     try:
         peer = importlib.import_module("msgpack_numpy")
     except ImportError:
@@ -201,13 +208,14 @@ def _long_context(ids: np.ndarray) -> TextContext:
 
 
 def _snapshot_rows() -> None:
-    """A whole context of 32k tokens, in the middle of its generation.
+    """Measure a whole context of 32k tokens in the middle of its generation.
 
-    Sent before; sent with one token more each time (and its update); sent for the first time,
-    made of an array, which is copied and narrowed then (its construction is a figure of its own);
-    sent for the first time around a buffer's own int64 array, which is narrowed now; and while
-    somebody else holds the array of its buffer, so that all ids are looked at each time. Peers are
-    the map form and pickle 5 of the context, and an int32 array of its tokens.
+    Cases: the context was sent before; it gets one more token before each send, and the update
+    counts; it is sent for the first time. The first send is measured for a context made from an
+    array, which is copied and narrowed to int32 when the context is made (``make``), and for a
+    context around its buffer's own int64 array, which is narrowed when it is sent. In the last
+    case other code holds the buffer's array, so every send checks all token ids. Peers: the map
+    and pickle 5 of the context, and an int32 array of its tokens.
     """
     ids = np.arange(32768, dtype=np.int64) % 32000
     context, growing, shared = (_long_context(array) for array in (ids.copy(), ids.copy(), ids))
@@ -265,7 +273,7 @@ _CONTEXT_BAR, _ROUND_TRIP_BAR = 15.0, 90.0
 
 
 def _once(make: Callable[[], TextContext], send: Callable[[TextContext], object]) -> float:
-    """Best microseconds of a call that is made once per context."""
+    """Return the best microseconds of a call that happens once per context."""
     best = float("inf")
     for _ in range(300):
         context = make()
@@ -276,7 +284,7 @@ def _once(make: Callable[[], TextContext], send: Callable[[TextContext], object]
 
 
 def _array_rows() -> None:
-    """A KV array of 16 MiB as a data message, beside a context, and as one buffer."""
+    """Measure a KV array of 16 MiB as a data message, as part of a context, and as one buffer."""
     array = np.ones((16, 2, 8, 64, 256), np.float32)
     header = msgspec.structs.replace(_KV_HEADER, nbytes=array.nbytes)
 
@@ -317,9 +325,10 @@ def _array_rows() -> None:
 
 
 def _round_trip_row(title: str) -> None:
-    """A request of 32k tokens over ipc to a ROUTER and back, both ends in one thread.
+    """Measure a request of 32k tokens over ipc to a ROUTER and back, both ends in one thread.
 
-    Beside it as many raw bytes; sockets have threads of their own, so cores matter.
+    The peer is the same number of raw bytes. ZeroMQ's sockets have their own threads, so the number
+    of cores matters.
     """
     message = submit_message(32768)
     encoder = EnvelopeEncoder()
@@ -349,7 +358,7 @@ def _round_trip_row(title: str) -> None:
 
 
 def _round_trip_rows() -> None:
-    """On all cores, then on one, where no idle core has to be woken at every hop."""
+    """Measure on all cores, then on one, where no hop has to wake an idle core."""
     cores = os.sched_getaffinity(0)
     _round_trip_row(f"round trip, 32k, {len(cores)} cores")
     try:
@@ -360,7 +369,7 @@ def _round_trip_rows() -> None:
 
 
 def _hostile_row() -> None:
-    """CPU time of decoders given messages with a few wrong bytes."""
+    """Measure the CPU time of decoders for messages with a few wrong bytes."""
     rng = random.Random(5)
     context = _long_context(np.arange(300))
     context.update(7)

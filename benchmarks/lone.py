@@ -1,6 +1,6 @@
 """A lone request: what a router adds to the time in which a client and a worker could do it.
 
-Client and worker are processes of their own, as they always are, and idle until something
+Client and worker are separate processes, as in a cluster, and idle until something
 comes. The client asks the worker directly, through ``zmq.proxy`` and through a router, taking
 turns; a prefill worker ends the request with its first token, at once. Before the next one the
 router has done everything, acknowledgement included. Most of the time are wake-ups: each

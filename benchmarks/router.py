@@ -103,15 +103,16 @@ class Cluster:
 # ---------------------------------------------------------------------------------- requests
 
 
-def answer_assign(cluster: Cluster, prefill: Link, assign: Assign) -> None:
+def answer_assign(cluster: Cluster, number: int, assign: Assign) -> None:
     """A whole handoff in no time: first token, report, second token and the end."""
     key = assign.request
     first = TokenRun(key, assign.attempt, PROMPT, [11])
-    prefill.out += [
+    cluster.prefills[number].out += [
         Accepted(request=key, attempt=assign.attempt),
         Tokens(runs=[first]),
         HandoffReport(
-            request=key, attempt=assign.attempt, prefill="p", decode="d", transport="zmq",
+            request=key, attempt=assign.attempt, prefill=f"prefill-{number}",
+            decode=assign.decode.removeprefix("ipc:///"), transport="zmq",
             bytes_sent=1, bytes_received=1, blocks=2, cached_tokens=0,
         ),
     ]  # fmt: skip
@@ -127,10 +128,10 @@ def pump_requests(cluster: Cluster, next_submit: Callable[[], Submit]) -> int:
     """One turn: answer everything that came; returns how many requests ended."""
     ended = 0
     cluster.turn()
-    for prefill in cluster.prefills:
+    for number, prefill in enumerate(cluster.prefills):
         for message in prefill.read():
             if type(message) is Assign:
-                answer_assign(cluster, prefill, message)
+                answer_assign(cluster, number, message)
     for decode in cluster.decodes.values():
         decode.read()
     for client in cluster.clients:
@@ -174,10 +175,10 @@ def settle(cluster: Cluster) -> None:
     while idle < 5:
         cluster.turn(50)
         idle += 1
-        for prefill in cluster.prefills:
+        for number, prefill in enumerate(cluster.prefills):
             for message in prefill.read():
                 if type(message) is Assign:
-                    answer_assign(cluster, prefill, message)
+                    answer_assign(cluster, number, message)
                     idle = 0
         for link in cluster.decodes.values():
             link.read()

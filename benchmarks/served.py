@@ -43,6 +43,7 @@ class Served:
         command = [sys.executable, "-P", "-m", "baton.cli", "serve"]
         command += [] if model is None else [str(model)]
         command += [f"--prefill={prefill}", f"--decode={decode}", f"--address={self.address}"]
+        command.append("--no-http")
         parent = os.getpid()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -18,7 +18,7 @@ from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.wire.messages import Hello, Message, RouterToWorker, Submit
 from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from ..router.config import AdmissionConfig, RouterConfig
-from ..runtime.process.config import dump
+from ..runtime.process.main import dump_settings
 
 PROMPT = 32
 CARD = ModelCard(
@@ -73,7 +73,9 @@ class Link:
             self.out = []
 
 
-def worker_link(context: Context, address: str, role: str, number: int) -> Link:
+def worker_link(
+    context: Context, address: str, role: str, number: int, card: ModelCard = CARD
+) -> Link:
     """A worker's connection to the router at ``address``, with its Hello to be flushed."""
     link = Link(context, address, RouterToWorker, f"{role}-{number}")
     hello = Hello(
@@ -83,7 +85,7 @@ def worker_link(context: Context, address: str, role: str, number: int) -> Link:
         incarnation=number + 1 + 2 * (role == "decode"),
         pid=os.getpid(),
         endpoint=f"ipc:///{role}-{number}",
-        model=CARD,
+        model=card,
     )
     link.out.append(hello)
     return link
@@ -110,16 +112,17 @@ def child(arguments: list[str]) -> Iterator[int]:
         process.wait()
 
 
-def router_in(folder: Path) -> tuple[RouterConfig, list[str]]:
+def router_in(folder: Path, model_folder: str = "") -> tuple[RouterConfig, list[str]]:
     """Settings of a router with its sockets in ``folder``, and the arguments of its process."""
     config = RouterConfig(
         client_address=f"ipc://{folder}/clients",
         worker_address=f"ipc://{folder}/workers",
         cluster_key="ab" * 32,
         admission=AdmissionConfig(max_context_bytes=4 << 30),
+        model_folder=model_folder,
     )
     path = folder / "router.json"
-    path.write_text(dump(config))
+    path.write_text(dump_settings(config))
     return config, ["baton.router", "--config", str(path)]
 
 

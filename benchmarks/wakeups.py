@@ -4,7 +4,7 @@ A hop wakes ZeroMQ's thread and the peer's; a lone request and a small handoff w
 them. First eight bytes go to another process and back by eventfd, with both on one processor, on
 two, and where the kernel puts them; at once again, and after 2 ms in which nothing ran. Then the
 same work, a request decoded, checked and encoded as a router does it, in a loop, and after as
-long an idle time: who was just woken finds its caches cold.
+long an idle time: a process that was just woken finds its caches cold.
 
     python -m baton.benchmarks.wakeups [--rounds 500]
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from ..client import Client
 from ..proto.errors import BatonError
@@ -21,6 +22,13 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_address(parser)
     add_sampling(parser, max_new_tokens=256)
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="image in front of the first line of a conversation; may be repeated",
+    )
     parser.set_defaults(run=run)
 
 
@@ -34,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if interactive:
         print(HELP)
     first = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    messages = list(first)
+    messages: list[dict[str, Any]] = list(first)
     params = sampling_of(arguments)
     failures = 0
     with connect(arguments) as client:
@@ -42,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             if line == "/reset":
                 messages = list(first)
                 continue
-            messages.append({"role": "user", "content": line})
+            messages.append({"role": "user", "content": _content(line, messages, arguments.image)})
             try:
                 reply = answer(client, messages, params)
             except BatonError as problem:
@@ -52,6 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
                 continue
             messages.append({"role": "assistant", "content": reply})
     return 1 if failures and not interactive else 0
+
+
+def _content(line: str, messages: list[dict[str, Any]], images: list[str]) -> Any:
+    """Return the content of a message: its text, and the images if it is the user's first."""
+    if not images or any(message["role"] == "user" for message in messages):
+        return line
+    return [*({"type": "image", "image": one} for one in images), {"type": "text", "text": line}]
 
 
 def read_lines(prompt: str) -> Iterator[str]:
@@ -67,13 +82,13 @@ def read_lines(prompt: str) -> Iterator[str]:
             yield line
 
 
-def answer(client: Client, messages: list[dict[str, str]], params: SamplingParamsInput) -> str:
+def answer(client: Client, messages: list[dict[str, Any]], params: SamplingParamsInput) -> str:
     """Stream one answer and return its text. Ctrl-C cancels only this answer."""
     parts: list[str] = []
     with client.chat(messages, params) as generation:
         try:
             for output in generation:
-                parts.append(output.text or "")
+                parts.append(output.text)
                 print(parts[-1], end="", flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="")

@@ -11,13 +11,10 @@ import os
 import msgspec
 
 from ..client import Client
-from ..client.routers import router_addresses
-from ..deploy.plan.addresses import trusted_default_address
+from ..client.environment import ADDRESS_VARIABLE, KEYS_VARIABLE, find_cluster
 from ..deploy.report import ClusterReport
 from .numbers import seconds
 
-ADDRESS_VARIABLE = "BATON_ADDRESS"
-KEYS_VARIABLE = "BATON_KEYS"
 TIMEOUT = 5.0
 
 
@@ -45,8 +42,7 @@ def add_address(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> No
 
 def addresses_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the checked addresses of the cluster's routers. Raises ConfigError."""
-    given: str | None = arguments.address
-    return router_addresses(given or os.environ.get(ADDRESS_VARIABLE) or trusted_default_address())
+    return find_cluster(arguments.address or None, None)[0]
 
 
 def keys_of(arguments: argparse.Namespace) -> str:

@@ -19,8 +19,9 @@ from ..proto.errors import BatonError, ConfigError
 from .parser import EXIT_USAGE, Parser, did_you_mean, warn
 
 VERBS = (
-    "serve", "launch", "gateway", "demo", "generate", "chat", "embed", "status", "wait-ready",
-    "scale", "drain", "rollout", "down", "keygen", "ray-config", "ray-certs", "install", "doctor",
+    "serve", "launch", "gateway", "demo", "generate", "chat", "embed", "speak", "bench", "status",
+    "top", "trace", "wait-ready", "scale", "drain", "rollout", "down", "keygen", "ray-config",
+    "ray-certs", "install", "doctor",
 )  # fmt: skip
 """The commands. Each command has a module with the same name."""
 
@@ -114,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hint(problem: BatonError) -> str:
-    return "" if problem.retry_after is None else f" (try again in {problem.retry_after:.1f} s)"
+    if problem.retry_after is None or "retry in" in str(problem):
+        return ""
+    return f" (try again in {problem.retry_after:.1f} s)"
 
 
 def _place(problem: OSError) -> str:

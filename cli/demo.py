@@ -1,14 +1,20 @@
-"""``baton demo``: start a whole cluster, answer prompts, survive a killed worker, and stop."""
+"""``baton demo``: start a whole cluster, answer prompts, survive a killed worker, and stop.
+
+One answer comes over HTTP.
+"""
 
 from __future__ import annotations
 
 import argparse
+import http.client
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from ..client import Client
 from ..deploy.config import ServeSettings
@@ -29,6 +35,8 @@ QUESTIONS = (
 )
 
 REPORT_TIMEOUT = 5.0
+HTTP_QUESTION = "Who are you?"
+HTTP_TIMEOUT = 60.0
 KILL_QUESTION = "Tell me a story about a fox."
 KILL_TOKENS = 1200
 """Long enough for a kill in mid-stream at 2,000 tokens/s, and within the model's 2,048 tokens."""
@@ -50,10 +58,15 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Run the supervisor in the main thread, and ask the questions from another thread."""
     settings = ServeSettings(
-        prefill=1, decode=2, address=arguments.address, kv_memory="64MiB", stats_interval=0
+        prefill=1,
+        decode=2,
+        http_port=0,
+        address=arguments.address,
+        kv_memory="64MiB",
+        stats_interval=0,
     )
     check_model(settings)
-    print("starting one router, one prefill worker and two decode workers ...", flush=True)
+    print("starting a gateway, a router, one prefill worker and two decode workers ...", flush=True)
     cluster = LocalCluster(settings, terminal, private=not arguments.address)
     asker = _Asker(cluster, tuple(arguments.questions) or QUESTIONS)
     cluster.on_ready(asker.start)
@@ -81,6 +94,7 @@ class _Asker(threading.Thread):
             with Client(self._cluster.plan.address) as client:
                 for question in self._questions:
                     show(client, question)
+                show_http(self._cluster.plan.http_url, HTTP_QUESTION)
                 show_kill(client)
             self.done = True
         except (BatonError, OSError) as problem:  # OSError: the reader closed the output pipe
@@ -128,7 +142,7 @@ def show(client: Client, question: str) -> None:
     output = None
     for output in client.chat([message], SamplingParamsInput(temperature=0.0, max_new_tokens=200)):
         timing.count(len(output.tokens), time.monotonic())
-        print(output.text or "", end="", flush=True)
+        print(output.text, end="", flush=True)
     if output is None:
         raise InternalError("the answer had no output")
     if timing.tokens > 1:
@@ -136,6 +150,34 @@ def show(client: Client, question: str) -> None:
     else:  # the first token ended the answer: no handoff
         said = f"{output.prefill} read the prompt and ended the answer"
     print(f"\n  [{said}]\n  [{timing.line()}]", flush=True)
+
+
+def show_http(url: str, question: str) -> None:
+    """Ask over HTTP, as ``curl`` would, and print the command with the answer.
+
+    Raises InternalError for a refused request.
+    """
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0}
+    print(f"\n$ curl {url}/chat/completions -d '{json.dumps(body)}'", flush=True)
+    parts = urlsplit(url)
+    gateway = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HTTP_TIMEOUT)
+    try:
+        gateway.request("POST", f"{parts.path}/chat/completions", json.dumps(body))
+        response = gateway.getresponse()
+        content = response.read().decode("utf-8", "replace")
+    except http.client.HTTPException as problem:
+        raise InternalError(f"the gateway's answer is damaged: {problem!r}") from problem
+    finally:
+        gateway.close()
+    if response.status != 200:
+        raise InternalError(f"the gateway answered {response.status}: {content[:200]}")
+    answer = json.loads(content)
+    usage = answer["usage"]
+    print(
+        f"  {answer['choices'][0]['message']['content']}\n"
+        f"  [HTTP 200, {usage['prompt_tokens']} + {usage['completion_tokens']} tokens]",
+        flush=True,
+    )
 
 
 def wait_handoff(client: Client, before: int) -> HandoffRecord:
@@ -227,7 +269,7 @@ def _answer(client: Client, kill: Callable[[int], None] | None = None) -> Answer
         answer.gap = max(answer.gap, now - last if last else 0.0)
         last = now
         answer.tokens += output.tokens
-        answer.text += output.text or ""
+        answer.text += output.text
         answer.decode = output.decode
         if kill is not None and len(answer.tokens) >= KILL_AFTER:
             kill(len(answer.tokens))

@@ -23,13 +23,14 @@ from baton import DISTRIBUTION
 from ..deploy.config import ServeSettings, demo_model_folder
 from ..deploy.local.banner import kernels_warning
 from ..deploy.local.run_folder import socket_in_use
-from ..deploy.plan.addresses import default_address, free_ports, ipc_path
+from ..deploy.plan.addresses import free_ports, ipc_path
 from ..deploy.ray.connect import INSTALL_RAY
 from ..engine.kernels import kernels_title, load_backend
 from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY
 from ..engine.loading.checkpoint import load_checkpoint, require_tokenizer
 from ..proto.errors import BatonError
 from ..proto.wire.endpoints import MAX_IPC_PATH_BYTES
+from ..runtime.net.user_address import default_address
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _MIN_SHM = 64 << 20

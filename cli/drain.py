@@ -20,8 +20,8 @@ _FOREVER = float("inf")
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = verbs.add_parser("drain", help="remove a worker after its running requests")
-    parser.add_argument("worker", metavar="WORKER", help="worker id, such as decode-1")
+    parser = verbs.add_parser("drain", help="remove a worker or gateway after its requests")
+    parser.add_argument("worker", metavar="WORKER", help="worker or gateway, such as decode-1")
     add_operator(parser)
     parser.add_argument(
         "--force", action="store_true", help="drain also the last ready worker of a role"
@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         if has_controller(arguments):
             with operator(arguments) as controller:
                 request = DrainWorker(worker=arguments.worker[:128], force=arguments.force)
-                state = carry_out(controller, request, wait=False)
+                # The routers, which are asked below, do not know gateways.
+                state = carry_out(controller, request, wait=arguments.wait and worker is None)
         else:
             state = client.drain(arguments.worker, force=arguments.force)
         print(f"{arguments.worker}: {state}", flush=True)

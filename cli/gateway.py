@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
-from pathlib import Path
 
 from ..client import Client
+from ..gateway.chat_style import REASONING_PARSERS, TOOL_CALL_PARSERS
 from ..gateway.config import GatewayConfig
-from ..proto.errors import ConfigError
+from ..runtime.keys.api_keys import KEY_VARIABLE, api_key_digests
+from ..runtime.metrics.vllm import METRICS_COMPAT
 from ..runtime.process.log import configure
 from .cluster import add_address, addresses_of, keys_of
 from .numbers import count
+from .parser import one_of, shown, warn
 
-KEY_VARIABLE = "BATON_API_KEY"
 EPILOG = """\
 Clients of OpenAI work unchanged: base_url is the printed address, and any model name that
 /v1/models lists. An address that other machines reach requires an API key.
@@ -46,6 +46,37 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--api-key-file", metavar="FILE", help="file with one key per line")
     parser.add_argument("--ssl-certfile", metavar="FILE", default="", help="certificate for HTTPS")
     parser.add_argument("--ssl-keyfile", metavar="FILE", default="", help="its private key")
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests; needs the "
+        "extra otel (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        default="auto",
+        choices=TOOL_CALL_PARSERS,
+        help="how answers write tool calls; auto asks the chat template [auto]",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        default="auto",
+        choices=REASONING_PARSERS,
+        help="split reasoning between <think> tags from the content; auto asks the template [auto]",
+    )
+    parser.add_argument(
+        "--image-hosts",
+        metavar="HOST",
+        action="append",
+        help="host from which images of requests may be fetched: a name, or an address or network, "
+        "which allows private addresses; may be repeated [none]",
+    )
+    parser.add_argument(
+        "--metrics-compat",
+        type=one_of(METRICS_COMPAT[1:]),
+        metavar=shown(METRICS_COMPAT[1:]),
+        help="also export the metric names of vLLM at /metrics",
+    )
     parser.set_defaults(run=run)
 
 
@@ -54,15 +85,21 @@ def run(arguments: argparse.Namespace) -> int:
     from ..gateway.server import serve  # uvicorn takes long to import, and --help needs it not
 
     routers, keys = addresses_of(arguments), keys_of(arguments)
+    api_keys = (arguments.api_key, os.environ.get(KEY_VARIABLE))
     config = GatewayConfig(
         routers=routers,
         host=arguments.host,
         port=arguments.http_port,
         model_names=tuple(arguments.served_model_name or ()),
-        api_keys=api_key_digests(arguments),
+        api_keys=api_key_digests(arguments.api_key_file or "", api_keys),
+        metrics_compat=arguments.metrics_compat or "",
         keys=keys,
         ssl_certfile=arguments.ssl_certfile,
         ssl_keyfile=arguments.ssl_keyfile,
+        otlp_endpoint=_collector(arguments),
+        tool_call_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
+        image_hosts=tuple(arguments.image_hosts or ()),
     )
     with Client(routers, keys=keys, connect_timeout=arguments.timeout) as client:
         client.describe()  # a wrong address shall be an error here, not in every answer
@@ -70,19 +107,13 @@ def run(arguments: argparse.Namespace) -> int:
     return serve(config, on_listening=announce)
 
 
-def api_key_digests(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the digests of the API keys of the flags and the environment. Raises ConfigError."""
-    keys = [arguments.api_key, os.environ.get(KEY_VARIABLE)]
-    if arguments.api_key_file:
-        try:
-            keys += Path(arguments.api_key_file).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file {arguments.api_key_file}: {error}") from None
-    stripped = [key.strip() for key in keys if key and key.strip()]
-    for key in stripped:
-        if not key.isascii() or not key.isprintable():
-            raise ConfigError("API keys must be printable ASCII")
-    return tuple(dict.fromkeys(hashlib.sha256(key.encode()).hexdigest() for key in stripped))
+def _collector(arguments: argparse.Namespace) -> str:
+    """Return the URL of the OpenTelemetry collector, or an empty string."""
+    from .settings import collector_of  # the import takes long, and --help needs it not
+
+    if arguments.otlp_endpoint is None:
+        return collector_of(os.environ, warn).get("otlp_endpoint", "")
+    return str(arguments.otlp_endpoint)
 
 
 def announce(url: str, model: str, keyed: bool) -> None:

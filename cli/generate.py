@@ -23,6 +23,14 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_address(parser)
     add_sampling(parser, max_new_tokens=128)
     parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="image of the prompt, which needs one placeholder for each unless --chat is given; "
+        "may be repeated",
+    )
+    parser.add_argument(
         "--target-endpoint", metavar="ADDRESS", help="send the request to this worker"
     )
     parser.add_argument(
@@ -41,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("the prompt is empty; give PROMPT or pipe text to standard input")
     with connect(arguments) as client, _start(client, prompt, arguments) as generation:
         for output in generation:
-            print(output.text or "", end="", flush=True)
+            print(output.text, end="", flush=True)
     print()
     return 0
 
@@ -52,6 +60,7 @@ def _start(client: Client, prompt: str, arguments: argparse.Namespace) -> Genera
         "target_endpoint": arguments.target_endpoint,
         "deadline": arguments.deadline,
         "json_schema": _schema(arguments.json_schema),
+        "images": arguments.image,
     }
     if arguments.chat:
         return client.chat([{"role": "user", "content": prompt}], params, **options)

@@ -6,9 +6,15 @@ import argparse
 from pathlib import Path
 
 from ..proto.errors import ConfigError
-from ..runtime.keys import files as keyfiles
 from ..runtime.keys.allowed import ROLES, KeyEntry
-from ..runtime.keys.keyring import KEY_SUFFIX
+from ..runtime.keys.keyring import (
+    KEY_SUFFIX,
+    add_key,
+    make_folder,
+    retire,
+    revoke,
+    rotate,
+)
 from ..runtime.keys.shares import write_share
 from .parser import one_of, shown
 
@@ -68,21 +74,21 @@ def run(arguments: argparse.Namespace) -> int:
         write_share(folder, arguments.to, arguments.roles.split(","), arguments.host)
         print(f"made {arguments.to}: " + " ".join(sorted(p.name for p in arguments.to.iterdir())))
     elif arguments.add:
-        entry = keyfiles.add_key(folder, arguments.add, arguments.name, arguments.host)
+        entry = add_key(folder, arguments.add, arguments.name, arguments.host)
         print(f"made {_shown(folder, entry)}")
     elif arguments.rotate:
-        entry = keyfiles.rotate(folder, arguments.rotate)
+        entry = rotate(folder, arguments.rotate)
         print(f"made {_shown(folder, entry)}")
         print(
             "next: copy allowed.toml to every host, then copy the key; restart its processes; "
             "then run --retire"
         )
     elif arguments.retire:
-        _struck(keyfiles.retire(folder, arguments.retire))
+        _struck(retire(folder, arguments.retire))
     elif arguments.revoke:
-        _struck(keyfiles.revoke(folder, arguments.revoke))
+        _struck(revoke(folder, arguments.revoke))
     else:
-        for entry in keyfiles.make_folder(folder):
+        for entry in make_folder(folder):
             print(f"made {_shown(folder, entry)}")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from ..deploy.local.cluster import LocalCluster
 from ..deploy.local.daemon import Daemon
 from ..deploy.local.terminal import terminal
 from ..deploy.plan.addresses import admin_address, claim_admin, client_addresses, ipc_path
+from ..deploy.plan.hub import is_hub_name, with_local_model
 from ..deploy.plan.plan import key_folder, model_folder, router_names
 from ..deploy.plan.prepare import check_start, with_task
 from ..proto.errors import ConfigError, ConnectionLost, RequestFailed
+from ..runtime.keys.api_keys import KEY_VARIABLE
 from .parser import one_of, shown, warn
 from .serve import add_settings, run_cluster, settings_of
 
@@ -64,9 +67,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the cluster, unless it runs already."""
-    settings = absolute(settings_of(arguments))
+    settings = settings_of(arguments)
     if arguments.where == "ray":
         return on_ray(settings, arguments)
+    settings = absolute(with_local_model(settings, terminal))
     check_start(settings)
     running = running_cluster(settings)
     if running is not None:
@@ -88,17 +92,33 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         return already(settings, running)
     print(f"serving at {address} (pid {daemon.pid}, log {log})")
+    running = running_cluster(settings)
+    if running is not None and running.http:
+        print(f"HTTP at {running.http}")
     return 0
 
 
 def on_ray(settings: ServeSettings, arguments: argparse.Namespace) -> int:
     """Start a controller on Ray's head. Ray starts the other processes as hosts become free."""
-    from ..deploy.ray.launch import launch  # Ray is an extra
-
+    if is_hub_name(settings.model):
+        raise ConfigError(
+            f"{settings.model} is a name on the Hugging Face hub, and no folder here; under Ray "
+            "each host reads the model from a folder: download it to the same path on all hosts, "
+            "and give that path"
+        )
     if not arguments.detach:
         raise ConfigError("--no-detach cannot be combined with --backend ray")
-    facts, found = launch(settings, arguments.ray_address)
+    if settings.gateways and not settings.api_key_file and os.environ.get(KEY_VARIABLE):
+        raise ConfigError(
+            f"{KEY_VARIABLE} does not reach the gateways under Ray; give --api-key-file instead, a "
+            "file on the head"
+        )
+    from ..deploy.ray.launch import launch  # Ray is an extra
+
+    facts, found = launch(absolute(settings), arguments.ray_address)
     print(f"{'already running' if found else 'launched'} at {facts.address}")
+    if facts.http:
+        print(f"HTTP at {facts.http}")
     print(f"wait for it with: baton wait-ready --address {facts.address}")
     return 0
 
@@ -110,8 +130,9 @@ def absolute(settings: ServeSettings) -> ServeSettings:
         changes["model"] = model_folder(settings)
     if settings.keys:
         changes["keys"] = key_folder(settings)
-    if settings.run_dir:
-        changes["run_dir"] = str(Path(settings.run_dir).absolute())
+    for name in ("run_dir", "api_key_file", "ssl_certfile", "ssl_keyfile"):
+        if getattr(settings, name):
+            changes[name] = str(Path(getattr(settings, name)).absolute())
     return msgspec.structs.replace(settings, **changes)
 
 

@@ -26,6 +26,14 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
 
 
+def positive(text: str) -> float:
+    """Parse a finite number greater than 0."""
+    value = number(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number greater than 0")
+    return value
+
+
 def count(text: str) -> int:
     """Parse a whole number, 0 or more."""
     if not text.strip().isdecimal():

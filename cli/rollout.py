@@ -19,10 +19,11 @@ from .parser import did_you_mean, warn
 from .settings import read_file
 
 EPILOG = """\
-Replaces the workers, then the routers at the same addresses. Each worker's replacement starts
-before the old worker stops, so a pool needs room for one more worker; --in-place stops the old
-worker first. If a replacement does not become ready, the rollout stops and the remaining processes
-keep their settings. If the cluster is still starting, wait up to --timeout.
+Replaces the workers, then the routers at the same addresses, then the gateways at the same port.
+Each worker's replacement starts before the old worker stops, so a pool needs room for one more
+worker; --in-place stops the old worker first. If a replacement does not become ready, the rollout
+stops and the remaining processes keep their settings. If the cluster is still starting, wait up to
+--timeout.
 """
 _PAUSE = 0.1
 

@@ -1,4 +1,4 @@
-"""``baton scale prefill=2 decode=3``: change the sizes of the worker pools."""
+"""``baton scale prefill=2 decode=3 gateway=2``: change the numbers of workers and gateways."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ..deploy.controller.admin import ScalePools
 from ..proto.errors import ConfigError
 from .operator import add_operator, assignments, carry_out, operator
 
-POOLS = ("prefill", "decode")
+POOLS = ("prefill", "decode", "gateway")
 _MOST_DIGITS = 9
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = verbs.add_parser("scale", help="change the number of workers per pool")
+    parser = verbs.add_parser("scale", help="change the number of workers per pool, or of gateways")
     parser.add_argument("pools", metavar="POOL=N", nargs="+", help="such as decode=3")
     add_operator(parser)
     parser.add_argument("--wait", action="store_true", help="return after the pools have that size")
@@ -35,10 +35,10 @@ def sizes(words: list[str]) -> dict[str, int]:
     found = {}
     for pool, text in assignments(words).items():
         if pool not in POOLS:
-            raise ConfigError(f"no pool {pool!r}; the pools are {' and '.join(POOLS)}")
+            raise ConfigError(f"no pool {pool!r}; scale prefill, decode or gateway")
         if not text.isdecimal():
-            raise ConfigError(f"{pool}={text}: {text!r} is not a number of workers")
+            raise ConfigError(f"{pool}={text}: {text!r} is not a number of workers or gateways")
         if len(text) > _MOST_DIGITS:
-            raise ConfigError(f"{pool}={text}: the number of workers is too large")
+            raise ConfigError(f"{pool}={text}: the number of workers or gateways is too large")
         found[pool] = int(text)
     return found

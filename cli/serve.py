@@ -12,6 +12,7 @@ import msgspec
 from ..deploy.config import CHOICES, RENAMED, RENAMED_VALUES, ServeSettings
 from ..deploy.local.cluster import LocalCluster
 from ..deploy.local.terminal import terminal
+from ..deploy.plan.hub import with_local_model
 from ..deploy.plan.plan import describe_plan
 from ..deploy.plan.prepare import check_start, make_plan
 from ..proto.errors import RequestFailed
@@ -56,6 +57,14 @@ def add_settings(parser: argparse.ArgumentParser, without: Container[str] = ()) 
                 metavar=_metavar(field, types[field]),
                 help=text.replace("%", "%%"),
             )
+        if "gateways" in fields:
+            group.add_argument(
+                "--no-http",
+                dest="gateways",
+                action="store_const",
+                const=0,
+                help="serve no HTTP, as --gateways 0",
+            )
     for old, field in RENAMED.items():
         if old not in without:
             kind = _type(field, types[field])
@@ -76,6 +85,10 @@ def _metavar(field: str, kind: type) -> str:
         return "SIZE"
     if field in ("run_dir", "keys"):
         return "FOLDER"
+    if field in ("api_key_file", "ssl_certfile", "ssl_keyfile"):
+        return "FILE"
+    if field == "served_model_name":
+        return "NAME"
     return {int: "N", float: "SECONDS"}.get(kind, "ADDRESS")
 
 
@@ -92,7 +105,7 @@ def settings_of(arguments: argparse.Namespace) -> ServeSettings:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve, or print the plan for ``--dry-run``."""
-    settings = settings_of(arguments)
+    settings = with_local_model(settings_of(arguments), terminal, fetch=not arguments.dry_run)
     check_start(settings)
     if arguments.dry_run:
         plan = make_plan(settings, folder=None)

@@ -13,22 +13,49 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..deploy.config import RENAMED, ServeSettings, check, convert, with_present_names
+from ..deploy.config import (
+    ANY_HTTP_PORT,
+    HTTP_PORT,
+    RENAMED,
+    ServeSettings,
+    check,
+    convert,
+    with_present_names,
+)
 from ..proto.codec.shared_memory import KEY_VARIABLE, SWITCH_VARIABLE
 from ..proto.errors import ConfigError
+from ..runtime.keys.api_keys import KEY_VARIABLE as API_KEY_VARIABLE
+from ..runtime.process.otlp import EXTRA, is_installed
 from .parser import did_you_mean
 
 ENV_PREFIX = "BATON_"
+OTEL_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _OTHER_VARIABLES = frozenset({"BATON_RAY_SESSION", SWITCH_VARIABLE, KEY_VARIABLE})
 _SERVICE = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)$")
 """Suffixes of the variables that Kubernetes sets in every pod for a service named ``baton...``."""
 
 HELP = {
-    "model": "folder of the checkpoint (default: the embedded demo model)",
+    "model": "folder of the checkpoint, or org/name on the Hugging Face hub (default: the embedded "
+    "demo model)",
     "task": "generate text or embed (default: from the model); embed needs no decode workers",
     "prefill": "number of prefill workers",
     "decode": "number of decode workers",
     "routers": "number of routers; give clients all their addresses, separated by commas",
+    "gateways": "number of gateways, which serve HTTP at one port (0: none, as --no-http)",
+    "http_host": "address of the gateways; an address that other hosts reach requires an API key",
+    "http_port": f"port of the gateways (0: any free port; {ANY_HTTP_PORT}: {HTTP_PORT}, or a free "
+    f"port if {HTTP_PORT} is in use)",
+    "served_model_name": "name of the model over HTTP, or several separated by commas (default: "
+    "the name of its folder)",
+    "api_key_file": f"file with one API key per line, which requests over HTTP must have; "
+    f"the variable {API_KEY_VARIABLE} adds one",
+    "ssl_certfile": "certificate for HTTPS",
+    "ssl_keyfile": "private key of the certificate",
+    "tool_call_parser": "how answers write tool calls (auto: as the chat template says)",
+    "reasoning_parser": "split reasoning between <think> tags from the content (auto: if the chat "
+    "template has such tags)",
+    "image_hosts": "hosts from which the gateways may fetch images of requests: names, or "
+    "addresses and networks, which allow private addresses, separated by commas (default: none)",
     "prefill_min": "minimum number of prefill workers (0: no minimum)",
     "prefill_max": "maximum number of prefill workers (0: no maximum); KV memory is divided among "
     "this many",
@@ -68,8 +95,18 @@ HELP = {
     "worker_timeout": "seconds without heartbeat or progress before a worker is declared dead",
     "handoff_timeout": "seconds without an answer before a live prefill worker and a live decode "
     "worker count as unreachable for each other",
-    "stats_interval": "seconds between log lines with metrics (0: no such lines)",
+    "stats_interval": "seconds between log lines with metrics, while there are requests (0: no "
+    "such lines)",
+    "trace_requests": "number of ended requests whose stories each router keeps for baton trace "
+    "(0: none)",
+    "otlp_endpoint": "URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of "
+    "requests; needs the extra otel (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)",
+    "metrics_port": "port of the first router's /metrics for Prometheus; further routers, then "
+    "gateways use the next ports (0: none)",
+    "metrics_host": "address of /metrics; an address that other hosts can reach needs an API key",
+    "metrics_compat": "also export the metric names of vLLM",
     "log_level": "lowest severity of log lines shown",
+    "log_format": "format of all lines on standard output; json: one object per line",
     "run_dir": "parent of the private folder of sockets (default: the system's temporary folder)",
     "admin": "controller address for scale, drain, rollout and down (default: a socket file of "
     "this user)",
@@ -81,6 +118,10 @@ HELP = {
 GROUPS = {
     "model": ("task", "device", "kernels", "max_model_len"),
     "processes": ("prefill", "decode", "routers"),
+    "HTTP": (
+        "gateways", "http_host", "http_port", "served_model_name", "api_key_file", "ssl_certfile",
+        "ssl_keyfile", "tool_call_parser", "reasoning_parser", "image_hosts",
+    ),
     "addresses and keys": ("address", "admin", "keys", "transport", "handoff", "run_dir"),
     "KV memory": (
         "block_size", "kv_memory", "kv_blocks", "prefill_kv_memory", "prefill_kv_blocks",
@@ -94,8 +135,10 @@ GROUPS = {
         "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max", "slo_ttft",
         "slo_itl", "stabilization_window",
     ),
+    "metrics": ("metrics_port", "metrics_host", "metrics_compat"),
     "failures, stopping and log": (
-        "worker_timeout", "handoff_timeout", "grace", "stats_interval", "log_level",
+        "worker_timeout", "handoff_timeout", "grace", "stats_interval", "trace_requests",
+        "otlp_endpoint", "log_level", "log_format",
     ),
 }  # fmt: skip
 """Headings of ``baton serve --help`` and their fields. ``model`` is a positional argument."""
@@ -131,6 +174,7 @@ def resolve(
     Raises ConfigError for a wrong setting, with the setting's name in the source that set it.
     """
     layers = [
+        Layer(collector_of(environment, warn), lambda _: OTEL_VARIABLE),
         Layer(read_file(file) if file else {}, lambda name: f"{file}: {name}"),
         Layer(from_environment(environment), variable),
         Layer({key: value for key, value in flags.items() if value is not None}, spell),
@@ -156,10 +200,33 @@ def _blamed(message: str, layers: Iterable[Layer]) -> str:
     return f"{spells[-1](name)} {rule}" if spells else message
 
 
+def collector_of(
+    environment: Mapping[str, str], warn: Callable[[str], None] = lambda _: None
+) -> dict[str, str]:
+    """Return the setting that OpenTelemetry's own variable makes, if its packages are installed.
+
+    Other programs may need the variable, so that without the packages it is only warned of.
+    """
+    endpoint = environment.get(OTEL_VARIABLE, "")
+    if not endpoint:
+        return {}
+    if not is_installed():
+        warn(f"{OTEL_VARIABLE} has no effect: pip install 'baton-serve[{EXTRA}]' exports spans")
+        return {}
+    return {"otlp_endpoint": endpoint}
+
+
 def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the fields that ``BATON_<FIELD>`` variables set."""
+    """Return the fields that ``BATON_<FIELD>`` variables set.
+
+    Kubernetes sets BATON_HTTP_PORT=tcp://... in every pod for a service named ``baton-http``.
+    """
     names = {variable(field): field for field in (*ServeSettings.__struct_fields__, *RENAMED)}
-    return {names[key]: value for key, value in environment.items() if key in names}
+    return {
+        names[key]: value
+        for key, value in environment.items()
+        if key in names and not (_SERVICE.search(key) and value.startswith("tcp://"))
+    }
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:

@@ -1,9 +1,14 @@
-"""``baton status``: workers, handoffs, latencies and dropped messages of a running cluster."""
+"""``baton status``: requests, throughput, latencies and workers of a running cluster.
+
+With ``-v`` also recent handoffs and dropped messages; ``--watch`` repeats it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,32 +17,76 @@ import msgspec
 
 from ..client import Client
 from ..deploy.controller.admin import Overview
+from ..deploy.controller.backend import GATEWAY, ROUTER
 from ..deploy.controller.health import DEGRADED
-from ..deploy.messages import mebibytes
-from ..deploy.report import DRAINED, ClusterReport, HandoffRecord, WorkerReport
+from ..deploy.messages import duration, mebibytes
+from ..deploy.report import DRAINED, ClusterReport, HandoffRecord, RouterReport, WorkerReport
 from ..deploy.supervise.core import Phase
 from ..proto.errors import BatonError, ConnectionLost, VersionMismatch
 from .cluster import addresses_of, keys_of, parsed
-from .numbers import count
+from .numbers import count, seconds
 from .operator import add_operator, overview
 
+HANDOFFS = 16
+WATCH_S = 2.0
+LEAST_WATCH_S = 0.1
+_CLEAR = "\x1b[H\x1b[2J"
 READY = "ready"
 """State of a worker that receives requests, in reports of routers and controller."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = verbs.add_parser("status", help="show workers and handoffs of a running cluster")
+    parser = verbs.add_parser("status", help="show requests, latencies and workers of a cluster")
     add_operator(parser)
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument(
-        "--handoffs", type=count, default=16, metavar="N", help="recent handoffs to list [16]"
+        "-v", "--verbose", action="store_true", help="also recent handoffs and dropped messages"
+    )
+    parser.add_argument(
+        "--watch",
+        type=seconds,
+        nargs="?",
+        const=WATCH_S,
+        metavar="SECONDS",
+        help=f"show it again every {WATCH_S:g} seconds, or as often as given, until Ctrl-C",
+    )
+    parser.add_argument(
+        "--handoffs",
+        type=count,
+        metavar="N",
+        help=f"recent handoffs to list [{HANDOFFS} with -v or --json, else 0]",
+    )
+    parser.add_argument(
+        "--requests",
+        type=count,
+        default=100,
+        metavar="N",
+        help="with --json: recent requests to describe [100]; baton trace shows them as text",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report of each router. Raises BatonError if no router answers."""
+    """Print the report of each router, with ``--watch`` again and again until Ctrl-C.
+
+    Raises BatonError if no router answers.
+    """
+    if arguments.watch is None:
+        _show(arguments)
+        return 0
+    while True:
+        if sys.stdout.isatty():
+            print(_CLEAR, end="")
+        try:
+            _show(arguments)
+        except ConnectionLost as problem:  # the cluster may come back
+            print(f"baton: {problem}")
+        print(flush=True)
+        time.sleep(max(LEAST_WATCH_S, arguments.watch))
+
+
+def _show(arguments: argparse.Namespace) -> None:
     addresses = addresses_of(arguments)
     controller = overview(arguments)  # before the routers, whose reports are then newer
     answers = {address: _ask(address, arguments) for address in addresses}
@@ -50,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         if controller is not None:
             shown["controller"] = msgspec.to_builtins(controller)
         print(json.dumps(shown, indent=2))
-        return 0
+        return
     if controller is not None:
         reports = [parsed(answer) for answer in answers.values() if isinstance(answer, dict)]
         print("\n".join(describe_controller(controller, reports)), end="\n\n")
@@ -58,8 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         if len(answers) > 1:
             print("" if number == 0 else "\n", _heading(address, answer), sep="")
         if isinstance(answer, dict):
-            print("\n".join(describe(parsed(answer))))
-    return 0
+            print("\n".join(describe(parsed(answer), verbose=arguments.verbose)))
 
 
 def describe_controller(found: Overview, reports: Sequence[ClusterReport] = ()) -> list[str]:
@@ -75,16 +123,20 @@ def describe_controller(found: Overview, reports: Sequence[ClusterReport] = ()) 
         if worker.state != READY
     }
     lines = [f"{DEGRADED}: {problem}" for problem in found.problems]
-    for role, wanted in (("router", 0), *found.targets.items()):
+    gateways = any(member.role == GATEWAY for member in found.members)
+    fixed = [(ROUTER, 0), (GATEWAY, 0)] if gateways else [(ROUTER, 0)]
+    for role, wanted in (*fixed, *found.targets.items()):
         stages = Counter(
             states.get(member.name, READY) if member.stage == READY else member.stage
             for member in found.members
             if member.role == role
         )
         others = [f"{count} {stage}" for stage, count in sorted(stages.items()) if stage != READY]
-        wanted = wanted or (sum(stages.values()) if role == "router" else 0)
+        wanted = wanted or (sum(stages.values()) if (role, 0) in fixed else 0)
         extra = f"  ({', '.join(others)})" if others else ""
         lines.append(f"{role:<12} {stages[READY]} of {wanted} ready{extra}")
+    if found.http and gateways:
+        lines.append(f"HTTP         {found.http}")
     if found.phase != Phase.SERVING.value:  # a serving cluster lists these among its problems
         lines += [f"{m.name}: waits for a host: {m.note}" for m in found.members if m.note]
     return [*lines, f"rollout      {found.rollout}"] if found.rollout else lines
@@ -95,7 +147,11 @@ def _ask(address: str, arguments: argparse.Namespace) -> dict[str, Any] | BatonE
     try:
         keys = keys_of(arguments)
         with Client(address, keys=keys, connect_timeout=arguments.timeout) as client:
-            return client.status(handoffs=arguments.handoffs)
+            requests = arguments.requests if arguments.json else 0
+            handoffs = HANDOFFS if arguments.verbose or arguments.json else 0
+            if arguments.handoffs is not None:
+                handoffs = arguments.handoffs
+            return client.status(handoffs=handoffs, requests=requests)
     except (ConnectionLost, VersionMismatch) as problem:
         return problem
 
@@ -120,12 +176,18 @@ def _heading(address: str, answer: dict[str, Any] | BatonError) -> str:
     )
 
 
-def describe(report: ClusterReport) -> list[str]:
-    """Lines of the report as a table."""
+def describe(report: ClusterReport, *, verbose: bool = False) -> list[str]:
+    """Lines of the report: requests, latencies, workers; ``verbose``: also dropped messages.
+
+    Handoffs are listed if the report has any.
+    """
     head = f"{'worker':<12} {'state':<9} {'pid':>7} {'running':>7} {'waiting':>7} {'KV blocks':>12}"
     totals = report.handoffs
     return [
-        f"{head}  endpoint",
+        *_requests(report.router),
+        *_latency(report),
+        "",
+        f"{head} {'restarts':>8}  endpoint",
         *(_worker_line(worker) for worker in report.workers),
         "",
         (
@@ -134,8 +196,29 @@ def describe(report: ClusterReport) -> list[str]:
         ),
         *(f"  {describe_handoff(record)}" for record in totals.last),
         *_failed_pairs(report),
-        *_latency(report),
-        *_dropped(report),
+        *(_dropped(report) if verbose else ()),
+    ]
+
+
+def _requests(router: RouterReport) -> list[str]:
+    """Lines with the requests by outcome, the throughput and the uptime."""
+    counts, rates = router.requests, router.rates
+    reasons = ", ".join(f"{name} {n}" for name, n in sorted(counts.refused_by_reason.items()))
+    refused = f"{counts.refused} refused" + (f" ({reasons})" if reasons else "")
+    cached = 100 * router.cached_tokens / max(1, router.prompt_tokens)
+    restarts = f"{router.restarts} restart{'' if router.restarts == 1 else 's'} of workers"
+    requests = (
+        f"{counts.finished} ok, {counts.failed} failed, {refused}, {counts.cancelled} cancelled, "
+        f"{counts.replayed} replayed, {counts.in_flight} in flight, {counts.queued} queued"
+    )
+    throughput = (
+        f"{rates.requests_per_s:.1f} requests/s, prompt {rates.prompt_tokens_per_s:.1f} tok/s "
+        f"({cached:.0f} % cached), generation {rates.generated_tokens_per_s:.1f} tok/s"
+    )
+    return [
+        f"requests     {requests}",
+        f"throughput   {throughput}",
+        f"uptime       {duration(router.uptime_s)}, {restarts}",
     ]
 
 
@@ -196,7 +279,7 @@ def _worker_line(worker: WorkerReport) -> str:
     state = "left" if left else worker.state
     return (
         f"{worker.id:<12} {state:<9} {worker.pid:>7} {worker.requests_running:>7} "
-        f"{worker.requests_waiting:>7} {blocks:>12}  {worker.endpoint}"
+        f"{worker.requests_waiting:>7} {blocks:>12} {worker.restarts:>8}  {worker.endpoint}"
     )
 
 

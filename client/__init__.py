@@ -17,20 +17,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .async_client import AsyncClient, AsyncGeneration
+    from .async_client import AsyncClient
+    from .async_generation import AsyncGeneration
     from .client import Client, Generation
+    from .logprobs import TokenLogprob
     from .model import Description
+    from .options import RequestOptions
     from .output import Output
+    from .result import Completion, Result, Usage
 
-__all__ = ["AsyncClient", "AsyncGeneration", "Client", "Description", "Generation", "Output"]
+__all__ = [
+    "AsyncClient",
+    "AsyncGeneration",
+    "Client",
+    "Completion",
+    "Description",
+    "Generation",
+    "Output",
+    "RequestOptions",
+    "Result",
+    "TokenLogprob",
+    "Usage",
+]
 
 _HOME = {
     "AsyncClient": "async_client",
-    "AsyncGeneration": "async_client",
+    "AsyncGeneration": "async_generation",
     "Client": "client",
+    "Completion": "result",
     "Description": "model",
     "Generation": "client",
     "Output": "output",
+    "RequestOptions": "options",
+    "Result": "result",
+    "TokenLogprob": "logprobs",
+    "Usage": "result",
 }
 
 
@@ -40,3 +61,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

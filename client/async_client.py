@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
-from collections.abc import Coroutine, Sequence
-from types import TracebackType
-from typing import Any, Self, Unpack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Self, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,31 +21,38 @@ from ..proto.errors import BatonError, ConnectionLost, InputError
 from ..proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.keys.keyring import GivenKeys, client_keys
 from ..runtime.net.loop import Loop
-from .calls import Answer, Calls, Draft, answer_of_kind, at_prompt
+from .async_generation import AsyncGeneration
+from .calls import Answer, Calls, Draft, Each, Whole, answer_of_kind, at_prompt
 from .connection import Connection
 from .embedding import Embedding, embed_specs
+from .environment import find_cluster
 from .events import Ended, NewTokens
+from .images import image_threads
 from .model import (
     DESCRIBED_FILES,
     Description,
+    Messages,
     ModelCache,
     Prepared,
+    Prompt,
+    Prompts,
+    Sampling,
     ServedModel,
     TokensOrText,
     described,
 )
 from .options import (
     RequestOptions,
+    StatusOptions,
     check_timeouts,
-    drain_question,
-    question_timeout,
-    status_question,
+    drain_query,
+    query_timeout,
+    status_query,
 )
-from .output import Assembler, Output
-from .routers import router_addresses
-from .window import Sink, Window
-
-_Preparing = Coroutine[Any, Any, Prepared]
+from .output import Output
+from .result import Completion, Result
+from .speech import F32, Audio, AudioStream, chunks_of, speech_context
+from .window import Window
 
 
 class AsyncClient(Calls["AsyncGeneration"]):
@@ -56,24 +63,28 @@ class AsyncClient(Calls["AsyncGeneration"]):
     ``generate`` and ``chat`` return at once, with an iterator for ``async for``. The iterator also
     raises the errors of encoding its prompt. Cancel a request with ``aclose`` on its iterator, or
     by deleting the iterator.
+
+    ``model_folder``: your own folder of the served model. If its tokenizer files are those of the
+    cluster, prompts are rendered and tokenized in this process, and not in guarded processes.
     """
 
     def __init__(
         self,
-        address: str | Sequence[str],
+        address: str | Sequence[str] | None = None,
         *,
         keys: GivenKeys = None,
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
+        model_folder: str = "",
     ) -> None:
         connect, reconnect = check_timeouts(
             connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
         )
-        self._addresses = router_addresses(address)
+        self._addresses, keys = find_cluster(address, keys)
         self._keys = client_keys(keys)
         self._timeout = connect
         self._reconnect_timeout = reconnect
-        self._models = ModelCache()
+        self._models = ModelCache(model_folder)
         self._models_lock = asyncio.Lock()
         self._loop: Loop | None = None
         self._connection: Connection | None = None
@@ -85,19 +96,99 @@ class AsyncClient(Calls["AsyncGeneration"]):
         self, drafts: Sequence[Draft], window: Window | None
     ) -> list[AsyncGeneration]:
         connection = self._connected()
-        return [
-            AsyncGeneration(self, connection, draft.request_id, self._prepare(draft), window)
-            for draft in drafts
-        ]
+        started = [AsyncGeneration(self, connection, one.request_id, window) for one in drafts]
+        first, model = drafts[0], self._models.fresh(connection.connections)
+        if model is not None and window is None and not (first.is_text or first.is_context):
+            started[0].start(partial(first.prepare, model))  # a task would cost half as much again
+            return started
+        for generation, draft in zip(started, drafts, strict=True):
+            generation.start_later(partial(self._prepare, draft))
+        return started
 
     async def _prepare(self, draft: Draft) -> Prepared:
         with at_prompt(draft.index):
             if draft.is_context:
                 return draft.prepare_context()
             model = await self._model()
+            if draft.options.get("images"):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(image_threads(), draft.prepare, model)
             if draft.is_text:
                 return await asyncio.to_thread(draft.prepare, model)
             return draft.prepare(model)
+
+    @overload
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling_params: Sampling = None,
+        *,
+        n: int = 1,
+        **options: Unpack[RequestOptions],
+    ) -> Result: ...
+    @overload
+    async def complete(
+        self,
+        prompt: Prompts,
+        sampling_params: Sampling | Each = None,
+        *,
+        n: int = 1,
+        **options: Unpack[RequestOptions],
+    ) -> list[Result]: ...
+    async def complete(
+        self,
+        prompt: Prompt | Prompts,
+        sampling_params: Sampling | Each = None,
+        *,
+        n: int = 1,
+        **options: Unpack[RequestOptions],
+    ) -> Result | list[Result]:
+        """Like :meth:`baton.client.Client.complete`. Cancelling the task cancels the requests."""
+        return await self._whole(Whole.of_prompt(prompt, sampling_params, n, options))
+
+    @overload
+    async def complete_chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampling = None,
+        *,
+        n: int = 1,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Result: ...
+    @overload
+    async def complete_chat(
+        self,
+        messages: Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        n: int = 1,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Result]: ...
+    async def complete_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        n: int = 1,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Result | list[Result]:
+        """Like :meth:`baton.client.Client.complete_chat`."""
+        return await self._whole(Whole.of_chat(messages, sampling_params, n, variables, options))
+
+    async def _whole(self, call: Whole) -> Result | list[Result]:
+        generations = self._start_requests(call.drafts, call.window)
+        completions: list[Completion] = []
+        try:
+            for at, generation in enumerate(generations):
+                with at_prompt(call.drafts[at].index):
+                    completions.append(await generation.result(call.index(at)))
+        finally:
+            for generation in generations[len(completions) :]:
+                await generation.aclose()
+        return call.result(completions)
 
     async def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
@@ -121,7 +212,25 @@ class AsyncClient(Calls["AsyncGeneration"]):
             raise
         return job.vectors
 
-    # ------------------------------------------------------------------ questions
+    async def speak(
+        self,
+        text: str,
+        sampling_params: Sampling = None,
+        *,
+        audio: Audio,
+        voice: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[F32, None]:
+        """Like :meth:`baton.client.Client.speak`; chunks are decoded on another thread."""
+        model = await self._model()
+        context = await asyncio.to_thread(speech_context, model, text, voice, sampling_params)
+        stream = audio.stream()
+        async with aclosing(self.generate(context, **options)) as outputs:
+            async for output in outputs:
+                for chunk in await asyncio.to_thread(_chunks, output, stream):
+                    yield chunk
+
+    # ------------------------------------------------------------------ queries
 
     async def model(self) -> ServedModel:
         """Return the served model with its tokenizer, confirmed after each reconnection."""
@@ -132,9 +241,11 @@ class AsyncClient(Calls["AsyncGeneration"]):
         answer = await self._ask(Describe(files=DESCRIBED_FILES), Described, self._timeout)
         return described(answer)
 
-    async def status(self, *, handoffs: int = 16, timeout: float | None = None) -> dict[str, Any]:
-        """Fetch the cluster's state: workers and the last ``handoffs`` handoffs."""
-        report = await self._ask(status_question(handoffs), StatusReport, timeout)
+    async def status(
+        self, *, timeout: float | None = None, **options: Unpack[StatusOptions]
+    ) -> dict[str, Any]:
+        """Fetch the router's report: workers, handoffs, requests; see ``StatusOptions``."""
+        report = await self._ask(status_query(**options), StatusReport, timeout)
         state: dict[str, Any] = json.loads(report.report)
         return state
 
@@ -144,7 +255,7 @@ class AsyncClient(Calls["AsyncGeneration"]):
         Returns the router's description of the drain. Raises InputError for the last ready worker
         of a role, unless ``force``.
         """
-        return (await self._ask(drain_question(worker, force), Drained, timeout)).message
+        return (await self._ask(drain_query(worker, force), Drained, timeout)).message
 
     # ------------------------------------------------------------------ end
 
@@ -160,12 +271,7 @@ class AsyncClient(Calls["AsyncGeneration"]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # ------------------------------------------------------------------ inner
@@ -189,6 +295,9 @@ class AsyncClient(Calls["AsyncGeneration"]):
 
     async def _model(self) -> ServedModel:
         """Return the served model. Confirm it with the router after each reconnection."""
+        model = self._models.fresh(self._connected().connections)
+        if model is not None:
+            return model
         failures = self._models.failures
         async with self._models_lock:
             with self._models.attempt(failures):
@@ -204,146 +313,17 @@ class AsyncClient(Calls["AsyncGeneration"]):
             model = self._models.store(await self.describe(), connections)
         return model
 
-    async def _ask(self, question: Message, kind: type[Answer], timeout: float | None) -> Answer:
+    async def _ask(self, query: Message, kind: type[Answer], timeout: float | None) -> Answer:
         future: asyncio.Future[Message | BatonError] = asyncio.get_running_loop().create_future()
 
         def settle(answer: Message | BatonError) -> None:
             if not future.done():  # the awaiting task may have been cancelled
                 future.set_result(answer)
 
-        seconds = question_timeout(timeout, self._timeout)
-        self._connected().ask(question, seconds, settle)
-        return answer_of_kind(kind, question, await future)
+        seconds = query_timeout(timeout, self._timeout)
+        self._connected().ask(query, seconds, settle)
+        return answer_of_kind(kind, query, await future)
 
 
-class _Mailbox:
-    """Events of one request, for one reader.
-
-    The connection holds the mailbox and not its reader, an :class:`AsyncGeneration`. So a reader
-    without other references is deleted, which cancels the request.
-    """
-
-    def __init__(self) -> None:
-        self._news: deque[NewTokens | Ended] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, news: NewTokens | Ended) -> None:
-        """Add an event and wake the reader."""
-        self._news.append(news)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> NewTokens | Ended:
-        """Wait for the next event."""
-        while not self._news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._news.popleft()
-
-
-async def _begin(
-    connection: Connection, preparing: _Preparing, sink: Sink, window: Window | None
-) -> Assembler:
-    prepared = await preparing
-    connection.start(prepared.spec, sink, window)
-    return prepared.assembler
-
-
-def _retrieve(task: asyncio.Task[Assembler]) -> None:
-    """Mark the task's exception as retrieved, or asyncio logs it for a deleted generation."""
-    if not task.cancelled():
-        task.exception()
-
-
-class AsyncGeneration:
-    """Async iterator over the outputs of one request.
-
-    :meth:`aclose`, or deleting the iterator, cancels the request.
-    """
-
-    def __init__(
-        self,
-        client: AsyncClient,
-        connection: Connection,
-        request_id: str,
-        preparing: _Preparing,
-        window: Window | None = None,
-    ) -> None:
-        self._client = client
-        self._connection = connection
-        self._mailbox = _Mailbox()
-        self._sink: Sink = self._mailbox.put
-        self._assembler: Assembler | None = None
-        self._done = False
-        self._event_loop = asyncio.get_running_loop()
-        self._starting = self._event_loop.create_task(
-            _begin(connection, preparing, self._sink, window)
-        )
-        self._starting.add_done_callback(_retrieve)
-        self.request_id = request_id
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Output:
-        while not self._done:
-            if self._assembler is None:
-                self._assembler = await self._started()
-            output = self._take(self._assembler, await self._mailbox.get())
-            if output is not None:
-                return output
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Cancel the request if it still runs. The iterator then stops."""
-        self._cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-    def __del__(self) -> None:
-        if getattr(self, "_done", True) or self._event_loop.is_closed():
-            return
-        self._done = True
-        # The garbage collector may run on another thread. The callback must not use `self`.
-        self._event_loop.call_soon_threadsafe(
-            _end, self._starting, self._connection, self.request_id, self._sink
-        )
-
-    async def _started(self) -> Assembler:
-        try:
-            # Shielded: cancelling the wait for an output must not cancel the request.
-            return await asyncio.shield(self._starting)
-        except BatonError:
-            self._done = True
-            raise
-
-    def _take(self, assembler: Assembler, news: NewTokens | Ended) -> Output | None:
-        if isinstance(news, Ended):
-            self._done = True
-            return assembler.end(news)
-        output = assembler.tokens(news)
-        if output is not None and assembler.stopped:
-            self._connection.stop(self.request_id, self._sink, report=True)
-        return output
-
-    def _cancel(self) -> None:
-        if not self._done:
-            self._done = True
-            _end(self._starting, self._connection, self.request_id, self._sink)
-
-
-def _end(
-    starting: asyncio.Task[Assembler], connection: Connection, request_id: str, sink: Sink
-) -> None:
-    if not starting.done():
-        starting.cancel()
-    connection.stop(request_id, sink)
+def _chunks(output: Output, stream: AudioStream) -> list[F32]:
+    return list(chunks_of(output, stream))

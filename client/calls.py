@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, Unpack, overload
 
@@ -17,7 +18,9 @@ import numpy as np
 from ..proto.contexts.text import TextContext
 from ..proto.errors import BatonError, InputError, InternalError
 from ..proto.ids import RequestID
-from ..proto.sampling import SamplingParams
+from ..proto.requests import check_features
+from ..proto.sampling import MAX_SEED, SamplingParams
+from ..proto.value_checks import whole
 from ..proto.wire.messages import Message
 from .model import (
     Messages,
@@ -26,16 +29,25 @@ from .model import (
     Prompts,
     Sampling,
     ServedModel,
+    chat_with_images,
     check_sampling,
-    encode_chat,
     prepare,
     prepare_context,
     prepare_text,
 )
-from .options import RequestOptions, check_options, check_variables
+from .options import (
+    RequestOptions,
+    batch_options,
+    check_options,
+    check_variables,
+    options_of_each,
+)
+from .result import Completion, Result, results_of
 from .window import Window
 
 Each = Sequence[Sampling]
+MAX_ANSWERS = 128
+"""Maximum ``n``: answers to one prompt of one call."""
 Answer = TypeVar("Answer", bound=Message)
 Started = TypeVar("Started")
 """Iterator over the outputs of one request: Generation or AsyncGeneration."""
@@ -47,6 +59,7 @@ class Draft:
 
     ``prompt``: text, token ids or a TextContext; or the messages of a chat, if there are
     ``variables`` for its template. ``index``: position of the prompt if the call has a list.
+    ``whole``: the caller wants the whole answer, with its text if the model has a tokenizer.
     """
 
     request_id: str
@@ -55,23 +68,39 @@ class Draft:
     options: RequestOptions
     variables: Mapping[str, Any] | None
     index: int | None = None
+    whole: bool = False
 
     @property
     def is_context(self) -> bool:
-        """Whether the prompt is complete: it needs no tokenizer and no defaults of the model."""
-        return self.variables is None and isinstance(self.prompt, TextContext)
+        """Whether the prompt is complete: it needs no tokenizer and no fact of the model.
+
+        The model's card shows whether the cluster reads a ``logit_bias``.
+        """
+        prompt = self.prompt
+        if self.variables is not None or not isinstance(prompt, TextContext):
+            return False
+        return not prompt.sampling_params.logit_bias
 
     @property
     def is_text(self) -> bool:
-        """Whether the prompt must be tokenized, which takes a while for a long text."""
-        return self.variables is not None or isinstance(self.prompt, str)
+        """Whether the prompt must be tokenized, or has images; both take a while."""
+        return bool(
+            self.variables is not None or isinstance(self.prompt, str) or self.options.get("images")
+        )
 
     def prepare(self, model: ServedModel) -> Prepared:
         """Encode the prompt and make the request. Raises InputError."""
         options: RequestOptions = {**self.options, "request_id": self.request_id}
+        if self.whole:
+            options.setdefault("show_text", model.has_tokenizer)
+        prompt: object = self.prompt
+        if isinstance(prompt, TextContext) and self.variables is None:
+            prepared = self.prepare_context()
+            check_features(prepared.spec.context, model.card)
+            return prepared
         if self.variables is None:
             return prepare(self.prompt, self.sampling, options, model)
-        tokens = encode_chat(self.prompt, model, self.variables)
+        tokens, options = chat_with_images(self.prompt, model, self.variables, options)
         return prepare_text(tokens, self.sampling, options, model)
 
     def prepare_context(self) -> Prepared:
@@ -166,26 +195,123 @@ class Calls(ABC, Generic[Started]):
             draft = Draft(_name(prompt, options), prompt, one, options, variables)
             return self._start_requests([draft], None)[0]
         each = sampling_of_each(len(prompts), sampling, options)
+        own = options_of_each(len(prompts), batch_options(options))
         drafts = [
-            Draft(_name(prompt, options), prompt, each[index], options, variables, index)
+            Draft(_name(prompt, options), prompt, each[index], own[index], variables, index)
             for index, prompt in enumerate(prompts)
         ]
         refuse_same_ids([draft.request_id for draft in drafts])
         return self._start_requests(drafts, Window())
 
 
+class Whole:
+    """A call for whole answers, for one prompt or several: its requests, and their results."""
+
+    def __init__(
+        self,
+        prompt: Any,
+        prompts: Sequence[Any] | None,
+        sampling: Sampling | Each,
+        options: RequestOptions,
+        *,
+        n: object,
+        variables: Mapping[str, Any] | None,
+    ) -> None:
+        self._single = prompts is None
+        self._n = number = int(_count("n", n))
+        given = [prompt] if prompts is None else prompts
+        each = [sampling_of_one(sampling)] if prompts is None else []
+        each = each or sampling_of_each(len(given), sampling, options)
+        several = len(given) * number > 1
+        if several:
+            _refuse_one_id(options, len(given) * number)
+            options = batch_options(options)
+        self.window = Window() if several else None
+        own = [options] if prompts is None else options_of_each(len(given), options)
+        self.drafts = [
+            Draft(
+                _name(one, options),
+                one,
+                params,
+                own[index],
+                variables,
+                None if self._single else index,
+                whole=True,
+            )
+            for index, one in enumerate(given)
+            for params in _samplings(each[index], number)
+        ]
+        refuse_same_ids([draft.request_id for draft in self.drafts])
+
+    @classmethod
+    def of_prompt(
+        cls, prompt: Any, sampling: Sampling | Each, n: object, options: RequestOptions
+    ) -> Whole:
+        """Check a call of ``complete``. Raises InputError."""
+        checked = check_options(options)
+        return cls(prompt, prompts_of(prompt), sampling, checked, n=n, variables=None)
+
+    @classmethod
+    def of_chat(
+        cls,
+        messages: Any,
+        sampling: Sampling | Each,
+        n: object,
+        variables: Mapping[str, Any] | None,
+        options: RequestOptions,
+    ) -> Whole:
+        """Check a call of ``complete_chat``. Raises InputError."""
+        checked, given = check_options(options), check_variables(variables)
+        return cls(messages, chats_of(messages), sampling, checked, n=n, variables=given)
+
+    def index(self, draft: int) -> int:
+        """Return the index of a draft's answer among the answers to its prompt."""
+        return draft % self._n
+
+    def result(self, completions: Sequence[Completion]) -> Result | list[Result]:
+        """Return the call's result."""
+        prompts = [draft.prompt for draft in self.drafts[:: self._n]]
+        results = results_of(completions, prompts)
+        return results[0] if self._single else results
+
+
+_count = whole(1, MAX_ANSWERS, f"a whole number, 1 to {MAX_ANSWERS}")
+
+
+def _samplings(sampling: Sampling, number: int) -> list[Sampling]:
+    """Return parameters for ``number`` answers, with a random stream each.
+
+    With a seed, answer 0 has this seed and the others the next ones.
+    """
+    if sampling is None or sampling.seed is None:
+        return [sampling] * number
+    several: list[Sampling] = [sampling]
+    for index in range(1, number):
+        other = copy(sampling)
+        other.seed = (sampling.seed + index) & MAX_SEED
+        several.append(other)
+    return several
+
+
+def _refuse_one_id(options: RequestOptions, count: int) -> None:
+    if options.get("request_id") is not None:
+        raise InputError(f"request_id names one request, but the call has {count} requests")
+
+
 def _name(prompt: object, options: RequestOptions) -> str:
     """Return the request id: from the options, from the context, or random."""
-    own = prompt.request_id if isinstance(prompt, TextContext) else RequestID()
-    return options.get("request_id") or str(own)
+    given = options.get("request_id")
+    if given:
+        return given
+    return str(prompt.request_id if isinstance(prompt, TextContext) else RequestID())
 
 
-def answer_of_kind(kind: type[Answer], question: Message, answer: Message | BatonError) -> Answer:
+def answer_of_kind(kind: type[Answer], query: Message, answer: Message | BatonError) -> Answer:
     """Return the answer to a query. Raises the error that prevented it, or InternalError."""
     if isinstance(answer, BatonError):
         raise answer
     if not isinstance(answer, kind):
-        raise InternalError(f"a {type(question).__name__} got a {type(answer).__name__}")
+        raise InternalError(f"a {type(query).__name__} got a {type(answer).__name__}")
     return answer
 
 
@@ -251,6 +377,6 @@ def at_prompt(index: int | None) -> Iterator[None]:
     try:
         yield
     except BatonError as error:
-        if index is None:
+        if index is None or str(error).startswith("prompts["):
             raise
         raise type(error)(f"prompts[{index}]: {error}", retry_after=error.retry_after) from error

@@ -11,9 +11,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,27 +21,35 @@ from ..proto.errors import BatonError, ConnectionLost
 from ..proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.keys.keyring import GivenKeys, Keys, client_keys
 from ..runtime.net.loop import Loop
-from .calls import Answer, Calls, Draft, answer_of_kind, at_prompt
+from .calls import Answer, Calls, Draft, Each, Whole, answer_of_kind, at_prompt
 from .connection import Connection
 from .embedding import Embedding, embed_specs
+from .environment import find_cluster
 from .events import Ended, NewTokens, RequestSpec
 from .model import (
     DESCRIBED_FILES,
     Description,
+    Messages,
     ModelCache,
     Prepared,
+    Prompt,
+    Prompts,
+    Sampling,
     ServedModel,
     TokensOrText,
     described,
 )
 from .options import (
     RequestOptions,
+    StatusOptions,
     check_timeouts,
-    drain_question,
-    question_timeout,
-    status_question,
+    drain_query,
+    query_timeout,
+    status_query,
 )
 from .output import Output
+from .result import Completion, Result, collected
+from .speech import F32, Audio, chunks_of, speech_context
 from .window import Sink, Window
 
 Item = TypeVar("Item")
@@ -55,7 +62,7 @@ class _Background:
 
     def __init__(
         self,
-        address: str | Sequence[str],
+        address: Sequence[str],
         keys: Keys | None,
         timeouts: tuple[float, float],
     ) -> None:
@@ -123,10 +130,11 @@ class _Background:
 class Client(Calls["Generation"]):
     """Connection to a cluster's router at ``address`` (``ipc://path`` or ``tcp://host:port``).
 
-    ``address`` may contain several routers of the cluster: a list, or a text with addresses
-    separated by commas. The client uses one router, drawn at random. If that router dies or times
-    out, the client moves to the next router with all running requests. It returns to the first
-    router after that is back, when no request runs.
+    Without ``address``, the client uses BATON_ADDRESS (and BATON_KEYS), else the default address of
+    this user's cluster. ``address`` may contain several routers of the cluster: a list, or a text
+    with addresses separated by commas. The client uses one router, drawn at random. If that router
+    dies or times out, the client moves to the next router with all running requests. It returns to
+    the first router after that is back, when no request runs.
 
     ``connect_timeout``: seconds that a new request waits for routers that do not answer.
     ``reconnect_timeout``: the same for running requests, for example while the router restarts.
@@ -139,7 +147,7 @@ class Client(Calls["Generation"]):
 
     def __init__(
         self,
-        address: str | Sequence[str],
+        address: str | Sequence[str] | None = None,
         *,
         keys: GivenKeys = None,
         connect_timeout: float = 5.0,
@@ -148,7 +156,8 @@ class Client(Calls["Generation"]):
         connect, reconnect = check_timeouts(
             connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
         )
-        self._background = _Background(address, client_keys(keys), (connect, reconnect))
+        addresses, keys = find_cluster(address, keys)
+        self._background = _Background(addresses, client_keys(keys), (connect, reconnect))
         self._timeout = connect
         self._models = ModelCache()
         self._models_lock = threading.Lock()
@@ -164,14 +173,98 @@ class Client(Calls["Generation"]):
         with at_prompt(draft.index):
             return draft.prepare_context() if draft.is_context else draft.prepare(self._model())
 
+    @overload
+    def complete(
+        self,
+        prompt: Prompt,
+        sampling_params: Sampling = None,
+        *,
+        n: int = 1,
+        **options: Unpack[RequestOptions],
+    ) -> Result: ...
+    @overload
+    def complete(
+        self,
+        prompt: Prompts,
+        sampling_params: Sampling | Each = None,
+        *,
+        n: int = 1,
+        **options: Unpack[RequestOptions],
+    ) -> list[Result]: ...
+    def complete(
+        self,
+        prompt: Prompt | Prompts,
+        sampling_params: Sampling | Each = None,
+        *,
+        n: int = 1,
+        **options: Unpack[RequestOptions],
+    ) -> Result | list[Result]:
+        """Like :meth:`generate`, but wait for the whole answers.
+
+        Returns a :class:`Result`, or for a list of prompts a list in the same order. ``n``: number
+        of answers to each prompt; with a seed, the first has this seed and the others the next
+        ones. A list of any length stays within the cluster's limit of requests. The first error
+        ends the call and cancels its other requests.
+        """
+        return self.run(Whole.of_prompt(prompt, sampling_params, n, options))
+
+    @overload
+    def complete_chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampling = None,
+        *,
+        n: int = 1,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Result: ...
+    @overload
+    def complete_chat(
+        self,
+        messages: Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        n: int = 1,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Result]: ...
+    def complete_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Sampling | Each = None,
+        *,
+        n: int = 1,
+        variables: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Result | list[Result]:
+        """Like :meth:`complete`, for messages that the model's chat template renders."""
+        return self.run(Whole.of_chat(messages, sampling_params, n, variables, options))
+
+    def run(
+        self, call: Whole, on_end: Callable[[Completion], object] | None = None
+    ) -> Result | list[Result]:
+        """Run a checked call for whole answers; ``on_end`` gets each completion, in order."""
+        generations = self._start_requests(call.drafts, call.window)
+        completions: list[Completion] = []
+        try:
+            for at, generation in enumerate(generations):
+                with at_prompt(call.drafts[at].index):
+                    completions.append(collected(generation, call.index(at)))
+                if on_end is not None:
+                    on_end(completions[-1])
+        finally:
+            for generation in generations[len(completions) :]:
+                generation.close()
+        return call.result(completions)
+
     def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
     ) -> npt.NDArray[np.float32]:
         """Return the embeddings of all texts (or token ids), float32 ``[len(texts), dim]``.
 
-        Rows are in the order of the texts. ``options``: target_endpoint, pin, fallback, pool, and
-        deadline, in seconds for the whole call. Raises the error of the first text that fails,
-        and TaskMismatch if the cluster serves a generation model.
+        Rows are in the order of the texts. ``options``: target_endpoint, pin, fallback, pool,
+        max_retries, and deadline, in seconds for the whole call. Raises the error of the first
+        text that fails, and TaskMismatch if the cluster serves a generation model.
         """
         began, model = time.monotonic(), self._model()
         job = Embedding(embed_specs(texts, options, model), model.card.embedding_size, began)
@@ -187,6 +280,28 @@ class Client(Calls["Generation"]):
             self._stop_all(job.running, sink)
             raise
         return job.vectors
+
+    def speak(
+        self,
+        text: str,
+        sampling_params: Sampling = None,
+        *,
+        audio: Audio,
+        voice: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generator[F32, None, None]:
+        """Yield the speech of a text in chunks of samples, float32 in -1..1, as they arrive.
+
+        ``audio``: decodes the model's audio tokens, ``load_audio(FOLDER)[1]`` of
+        ``baton.engine.audio.chunks``; its ``sample_rate`` is that of the samples. ``voice``: None
+        for the model's first. Closing the iterator cancels the request. Raises TaskMismatch if the
+        model does not speak, InputError for an empty text or an unknown voice.
+        """
+        context = speech_context(self._model(), text, voice, sampling_params)
+        stream = audio.stream()
+        with self.generate(context, **options) as outputs:
+            for output in outputs:
+                yield from chunks_of(output, stream)
 
     def _start_all(self, specs: Sequence[RequestSpec], sink: Sink) -> None:
         connection = self._background.connection
@@ -208,17 +323,23 @@ class Client(Calls["Generation"]):
         with contextlib.suppress(ConnectionLost):
             self._background.post(stop)
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ queries
+
+    def model(self) -> ServedModel:
+        """Return the served model with its tokenizer, confirmed after each reconnection."""
+        return self._model()
 
     def describe(self) -> Description:
         """Fetch the served model's card and text files from the router."""
         answer = self._ask(Describe(files=DESCRIBED_FILES), Described, self._timeout)
         return described(answer)
 
-    def status(self, *, handoffs: int = 16, timeout: float | None = None) -> dict[str, Any]:
-        """Fetch the cluster's state: workers and the last ``handoffs`` handoffs."""
-        report = self._ask(status_question(handoffs), StatusReport, timeout).report
-        state: dict[str, Any] = json.loads(report)
+    def status(
+        self, *, timeout: float | None = None, **options: Unpack[StatusOptions]
+    ) -> dict[str, Any]:
+        """Fetch the router's report: workers, handoffs, requests; see ``StatusOptions``."""
+        report = self._ask(status_query(**options), StatusReport, timeout)
+        state: dict[str, Any] = json.loads(report.report)
         return state
 
     def drain(self, worker: str, *, force: bool = False, timeout: float | None = None) -> str:
@@ -227,7 +348,7 @@ class Client(Calls["Generation"]):
         Returns the router's description of the drain. Raises InputError for the last ready worker
         of a role, unless ``force``.
         """
-        return self._ask(drain_question(worker, force), Drained, timeout).message
+        return self._ask(drain_query(worker, force), Drained, timeout).message
 
     # ------------------------------------------------------------------ end
 
@@ -239,12 +360,7 @@ class Client(Calls["Generation"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------ inner
@@ -263,18 +379,19 @@ class Client(Calls["Generation"]):
                 model = self._models.store(self.describe(), connections)
             return model
 
-    def _ask(self, question: Message, kind: type[Answer], timeout: float | None) -> Answer:
+    def _ask(self, query: Message, kind: type[Answer], timeout: float | None) -> Answer:
         answers: queue.SimpleQueue[Message | BatonError] = queue.SimpleQueue()
-        seconds = question_timeout(timeout, self._timeout)
+        seconds = query_timeout(timeout, self._timeout)
         connection = self._background.connection
-        self._background.post(lambda: connection.ask(question, seconds, answers.put))
-        return answer_of_kind(kind, question, self._background.wait(answers))
+        self._background.post(lambda: connection.ask(query, seconds, answers.put))
+        return answer_of_kind(kind, query, self._background.wait(answers))
 
 
 class Generation:
     """Iterator over the outputs of one request.
 
-    :meth:`close`, or deleting the iterator, cancels the request.
+    :meth:`result` returns the rest as a whole. :meth:`close`, or deleting the iterator, cancels
+    the request.
     """
 
     def __init__(
@@ -305,6 +422,10 @@ class Generation:
                 return output
         raise StopIteration
 
+    def result(self) -> Completion:
+        """Wait for the end, and return all outputs that have not been read, as a whole."""
+        return collected(self)
+
     def close(self) -> None:
         """Cancel the request if it still runs. The iterator then stops."""
         if not self._done:
@@ -314,12 +435,7 @@ class Generation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

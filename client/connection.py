@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import msgspec
 import zmq
 
 from ..proto.errors import BatonError, ConnectionLost, ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.wire.messages import Message, Ping, RouterToClient
+from ..proto.wire.messages import Message, Ping, RouterToClient, StatusReport
 from ..runtime.keys.allowed import ROUTER
 from ..runtime.keys.keyring import Keys, keys_for
 from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
@@ -44,9 +45,12 @@ from .events import (
     Tick,
 )
 from .model import new_identity
+from .options import status_query
 from .routers import router_addresses
-from .window import Sink, Window, overdue_end
+from .window import Sink, Window, overdue_end, size_for
 
+_SIZE_S = 5.0
+"""Seconds to wait for the cluster's size, while a call's requests already run."""
 _LOOK_S = 2.0
 """Seconds for a router to answer a :class:`Look`."""
 # Long heartbeat timeout: while the user's event loop is busy, no heartbeat is read.
@@ -123,6 +127,16 @@ class Connection:
             else:
                 self._leave_window(spec.request_id)
                 sink(overdue)
+
+        if window.wants_size():
+            self.ask(status_query(0), _SIZE_S, lambda answer: self._resize(window, answer))
+
+    def _resize(self, window: Window, answer: Message | BatonError) -> None:
+        """Resize a window by the cluster's status. Without an answer, it keeps its size."""
+        if isinstance(answer, StatusReport):
+            window.resize(size_for(msgspec.json.decode(answer.report)))
+            if not self._closed:
+                self._admit(window)
 
     def _leave_window(self, request_id: str) -> None:
         """Remove a request from its window, and let another request of the window start.
@@ -253,7 +267,10 @@ class Connection:
             self._handle(Malformed(error))
             return
         for message in messages:
-            self._handle(Received(message))
+            for action in self._core.handle(Received(message), self._loop.now()):
+                self._perform(action)
+        self._arm()
+        self._loop.turn_soon()
 
     def _send(self, _peer: None, frames: Buffers) -> SendResult:
         return self._channel.send(frames)
@@ -283,12 +300,12 @@ class Connection:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Send():
-                self._outbox.put(None, action.message)
             case NewTokens():
                 sink = self._sinks.get(action.request_id)
                 if sink is not None:
                     sink(action)
+            case Send():
+                self._outbox.put(None, action.message)
             case Ended():
                 sink = self._sinks.pop(action.request_id, None)
                 self._leave_window(action.request_id)

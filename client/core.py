@@ -1,29 +1,38 @@
 """The client's decisions: ``handle(event, now) -> list[Action]``, without I/O or clock.
 
-The connection to a router is in :mod:`.link`, the requests are in :mod:`.requests`, and the
-queries in :mod:`.questions`. The core passes each event to these three, and chooses the order of
-their actions. It handles token ids only, no text.
+The connection to a router is in :mod:`.link`, the requests are in :mod:`.requests`, and the queries
+in :class:`Queries`. The core passes each event to these three, and chooses the order of their
+actions. It handles token ids only, no text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec.structs import replace
 
 from ..proto.errors import (
     BatonError,
+    CapacityError,
+    ConnectionLost,
     DuplicateRequest,
     InternalError,
     VersionMismatch,
     error_from_code,
 )
 from ..proto.wire.messages import (
+    Describe,
     Described,
+    Drain,
     Drained,
+    Message,
     Moved,
     Ping,
     Pong,
     Rejected,
+    Status,
     StatusReport,
     Submitted,
     Terminal,
@@ -31,6 +40,7 @@ from ..proto.wire.messages import (
 )
 from .events import (
     Action,
+    Answered,
     Ask,
     Connected,
     Disconnected,
@@ -46,7 +56,6 @@ from .events import (
     Tick,
 )
 from .link import Link
-from .questions import Questions
 from .requests import Requests
 
 TICK_S = 0.05
@@ -69,12 +78,12 @@ class ClientCore:
         self._requests = Requests(
             self._link, connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
         )
-        self._questions = Questions(self._link.routers.shown)
+        self._queries = Queries(self._link.routers.shown)
 
     @property
     def active(self) -> bool:
         """Whether any request or query is unfinished."""
-        return len(self._requests) > 0 or len(self._questions) > 0
+        return len(self._requests) > 0 or len(self._queries) > 0
 
     @property
     def tick_s(self) -> float | None:
@@ -112,8 +121,8 @@ class ClientCore:
 
     def _ask(self, event: Ask, now: float) -> list[Action]:
         self._wake(now)
-        self._questions.add(event, now)
-        return self._send_questions(now)
+        self._queries.add(event, now)
+        return self._send_queries(now)
 
     def _wake(self, now: float) -> None:
         if not self.active:
@@ -124,8 +133,8 @@ class ClientCore:
     def _connect(self, event: Connected, now: float) -> list[Action]:
         self._link.opened(event.identity, now)
         actions = self._requests.reconnected(now)
-        self._questions.reconnected()
-        return actions + self._send_questions(now)
+        self._queries.reconnected()
+        return actions + self._send_queries(now)
 
     def _disconnect(self, _event: Disconnected, now: float) -> list[Action]:
         return [self._link.move(now)]
@@ -154,7 +163,7 @@ class ClientCore:
         reconnect = self._link.refuse(now)
         if reconnect is not None:
             return [reconnect]
-        return self._requests.fail_all(error) + self._questions.fail_all(error)
+        return self._requests.fail_all(error) + self._queries.fail_all(error)
 
     # ------------------------------------------------------------------ the router
 
@@ -173,7 +182,7 @@ class ClientCore:
             case Rejected():
                 return self._rejected(message, now)
             case Described() | StatusReport() | Drained():
-                answered = self._questions.take(message, now)
+                answered = self._queries.take(message, now)
                 return [] if answered is None else [answered]
             case Ping():
                 return [Send(Pong(nonce=message.nonce))]
@@ -195,7 +204,7 @@ class ClientCore:
         Repeating such a message would not help. The rejection names no request, so it may concern
         any unanswered request. If all requests are answered, it concerns the oldest query.
         """
-        return self._requests.fail_unanswered(error) or self._questions.fail_oldest(error)
+        return self._requests.fail_unanswered(error) or self._queries.fail_oldest(error)
 
     def _ponged(self, message: Pong, now: float) -> list[Action]:
         answered = self._link.ponged(message)
@@ -209,9 +218,9 @@ class ClientCore:
     def _tick(self, _event: Tick, now: float) -> list[Action]:
         link = self._link
         link.tick(now, active=self.active)
-        actions = self._requests.tick(now) + self._questions.expired(now, link.hint)
+        actions = self._requests.tick(now) + self._queries.expired(now, link.hint)
         if self.active and link.connected:
-            actions += self._send_questions(now)
+            actions += self._send_queries(now)
             actions += link.keep_alive(now)
         elif self.active and link.overdue(now):
             actions.append(link.move(now))
@@ -220,10 +229,10 @@ class ClientCore:
             actions += link.look_home(now)
         return actions
 
-    def _send_questions(self, now: float) -> list[Action]:
+    def _send_queries(self, now: float) -> list[Action]:
         if not self._link.connected:
             return []
-        return [Send(message) for message in self._questions.due(now)]
+        return [Send(message) for message in self._queries.due(now)]
 
     _handlers: ClassVar[dict[type, Callable[..., list[Action]]]] = {
         Start: _start,
@@ -237,3 +246,116 @@ class ClientCore:
         Refused: _refused,
         Tick: _tick,
     }
+
+
+REPEAT_S = 1.0
+NO_MODEL_REPEAT_S = 0.1
+"""Seconds until the query for the model is repeated, if the router has no worker yet."""
+_ABOUT: dict[type, tuple[str, str]] = {
+    Describe: ("the model", "connect_timeout"),
+    Status: ("the status", "timeout"),
+    Drain: ("a drain", "timeout"),
+}
+"""Subject of each query, and the setting that limits the wait, for error messages."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A query without an answer."""
+
+    ask: Ask
+    expires: float
+    repeat_at: float
+    modelless: bool = False  # answered, but no worker had registered yet
+
+
+class Queries:
+    """All open queries of a client.
+
+    A query is repeated until its answer arrives, so there may be several answers. A StatusReport
+    belongs to the Status with its nonce, or to the oldest if an old router sends none. Any other
+    answer belongs to the oldest query of its kind. Surplus answers are ignored.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._open: list[_Open] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, ask: Ask, now: float) -> None:
+        """Add a query. The next :meth:`due` returns it."""
+        if isinstance(ask.message, Status):
+            ask = Ask(ask.ticket, replace(ask.message, nonce=ask.ticket), ask.timeout)
+        self._open.append(_Open(ask, now + ask.timeout, now))
+
+    def due(self, now: float) -> list[Message]:
+        """Return the queries to send or repeat now."""
+        due = [query for query in self._open if now >= query.repeat_at]
+        for query in due:
+            query.repeat_at = now + REPEAT_S
+        return [query.ask.message for query in due]
+
+    def reconnected(self) -> None:
+        """Make all open queries due, because the new connection has received none of them."""
+        for query in self._open:
+            query.repeat_at = 0.0
+
+    def take(self, answer: Message, now: float) -> Answered | None:
+        """Match ``answer`` to a query. None if no query is settled."""
+        for query in self._open:
+            if not _answers(query.ask.message, answer):
+                continue
+            if isinstance(answer, Described) and answer.model is None:
+                query.modelless = True
+                query.repeat_at = now + NO_MODEL_REPEAT_S
+                return None
+            self._open.remove(query)
+            return Answered(query.ask.ticket, _checked(answer))
+        return None
+
+    def fail_oldest(self, error: BatonError) -> list[Action]:
+        """Fail the oldest query, which a rejection without a request id must concern."""
+        return [Answered(self._open.pop(0).ask.ticket, error)] if self._open else []
+
+    def fail_all(self, error: BatonError) -> list[Action]:
+        """Fail all queries, because no router can answer them."""
+        failed: list[Action] = [Answered(query.ask.ticket, error) for query in self._open]
+        self._open.clear()
+        return failed
+
+    def expired(self, now: float, hint: str) -> list[Action]:
+        """Remove and fail the queries whose timeout has passed. ``hint``: ends their error."""
+        over = [query for query in self._open if now >= query.expires]
+        self._open = [query for query in self._open if now < query.expires]
+        return [Answered(query.ask.ticket, self._why(query, hint)) for query in over]
+
+    def _why(self, query: _Open, hint: str) -> BatonError:
+        if query.modelless:
+            return CapacityError(
+                f"the router at {self._address} has no worker yet", retry_after=1.0
+            )
+        about, setting = _ABOUT[type(query.ask.message)]
+        return ConnectionLost(
+            f"no answer from {self._address} to the query for {about} within "
+            f"{query.ask.timeout:g} s ({setting}); is a cluster running there? "
+            f"start one with: baton serve{hint}"
+        )
+
+
+def _answers(query: Message, answer: Message) -> bool:
+    match query, answer:
+        case Describe(), Described():
+            return set(answer.files) == set(query.files) & set(answer.available)
+        case Status(), StatusReport():
+            return answer.nonce in (0, query.nonce)
+        case Drain(), Drained():
+            return query.worker == answer.worker
+    return False
+
+
+def _checked(answer: Message) -> Message | BatonError:
+    if isinstance(answer, Drained) and answer.code is not None:
+        return error_from_code(answer.code, answer.message)
+    return answer

@@ -19,19 +19,27 @@ from ..proto.errors import DeadlineExceeded, InputError, InternalError, TaskMism
 from ..proto.requests import build_embed_context
 from .events import Ended, RequestSpec
 from .model import ServedModel, TokensOrText, encode, ids_of, make_spec
-from .options import RequestOptions, check_options
+from .options import RequestOptions, batch_options, check_options
 
 F32 = npt.NDArray[np.float32]
 WINDOW = 256
 """Maximum running requests of a call; more would only wait in the cluster instead of here."""
-_OPTIONS = frozenset({"target_endpoint", "deadline", "pool", "pin", "fallback"})
+_OPTIONS = frozenset(
+    {
+        "target_endpoint", "deadline", "pool", "pin", "fallback", "max_retries", "request_id",
+        "traceparent", "gateway",
+    }
+)  # fmt: skip
 
 
 def embed_specs(
     texts: Sequence[TokensOrText], options: RequestOptions, model: ServedModel
 ) -> list[RequestSpec]:
-    """Make one request per text or token list. Raises InputError, TaskMismatch."""
-    options = check_options(options, _OPTIONS)
+    """Make one request per text or token list. Raises InputError, TaskMismatch.
+
+    If there are several texts, each request id is the one of the options with a number.
+    """
+    options = batch_options(check_options(options, _OPTIONS))
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         what = "one text" if isinstance(texts, str) else type(texts).__name__
         raise InputError(f"embed takes a list of texts, not {what}")
@@ -39,13 +47,18 @@ def embed_specs(
         raise TaskMismatch(
             f"{model.card.name!r} is a generation model; embeddings need an embedding model"
         )
-    return [_spec(text, options, model) for text in texts]
+    given = list(texts)
+    name = options.get("request_id")
+    names = [name and (f"{name}-{row}" if len(given) > 1 else name) for row in range(len(given))]
+    return [_spec(text, options, model, own) for text, own in zip(given, names, strict=True)]
 
 
-def _spec(text: TokensOrText, options: RequestOptions, model: ServedModel) -> RequestSpec:
+def _spec(
+    text: TokensOrText, options: RequestOptions, model: ServedModel, name: str | None
+) -> RequestSpec:
     tokens: Any = encode(text, model) if isinstance(text, str) else ids_of(text)
     wire = build_embed_context(tokens, model.card, target_endpoint=options.get("target_endpoint"))
-    return make_spec(wire, options, None)
+    return make_spec(wire, options, name)
 
 
 class Embedding:

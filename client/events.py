@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,7 +16,11 @@ from ..proto.wire.wire_context import WireContext
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestSpec:
-    """The user's parameters of one request. ``deadline``: seconds from the request's start."""
+    """The user's parameters of one request.
+
+    ``deadline``: seconds from the request's start. ``max_retries``: how often a request that the
+    cluster refuses for lack of room is submitted again.
+    """
 
     request_id: str
     context: WireContext
@@ -23,6 +28,9 @@ class RequestSpec:
     pool: str | None = None
     pin: str = "prefer"
     fallback: bool = False
+    max_retries: int = 0
+    gateway: str = ""
+    traceparent: str = ""
 
 
 # --------------------------------------------------------------------------------- events
@@ -113,8 +121,7 @@ class Send:
     message: Message
 
 
-@dataclass(slots=True, frozen=True)
-class NewTokens:
+class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """The next tokens of a request, each once and in order. ``position``: of the first token."""
 
     request_id: str

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..images.settings import SETTINGS_FILES
 from ..proto.contexts.text import TextContext
 from ..proto.errors import BatonError, InputError, InternalError
 from ..proto.ids import RequestID
@@ -29,14 +30,17 @@ from ..proto.sampling import (
     SamplingParamsInput,
 )
 from ..proto.value_checks import shown
+from ..proto.vision_requests import complete_images
 from ..proto.wire.context_maps import request_map
 from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.wire.messages import ClientToRouter, Described, Message, Submit
 from ..proto.wire.wire_context import WireContext
 from ..text.detokenizer import IncrementalDetokenizer
+from ..text.model_files import SPEECH_FILE, has_tokenizer_files
 from ..text.stop import stop_sequences
 from ..text.tokenizer import TOKENIZER_FILES, Tokenizer
 from .events import RequestSpec
+from .images import ModelImages, PlacedImages, split_messages
 from .options import RequestOptions
 from .output import Assembler
 
@@ -46,7 +50,7 @@ Prompt = TokensOrText | TextContext
 Prompts = list[str] | list[list[int]] | list[npt.NDArray[Any]] | list[TextContext]
 Messages = Sequence[Mapping[str, Any]]
 Sampling = SamplingParams | SamplingParamsInput | None
-DESCRIBED_FILES: list[str] = list(TOKENIZER_FILES)
+DESCRIBED_FILES: list[str] = [*TOKENIZER_FILES, *SETTINGS_FILES, SPEECH_FILE]
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,32 +68,65 @@ class Description:
 
 
 class ServedModel:
-    """A model's description, its generation defaults, and its tokenizer, loaded on first use."""
+    """A model's description, its generation defaults, and its tokenizer, loaded on first use.
 
-    def __init__(self, description: Description) -> None:
+    ``own_folder``: the user's folder of the model. If it has the same tokenizer files, the user
+    vouches for them, and no helper processes are needed.
+    """
+
+    def __init__(self, description: Description, own_folder: str = "") -> None:
+        self._own_folder = own_folder
         self.description = description
         self.card = description.card
         self.defaults = _generation_defaults(description.files)
         self._tokenizer: Tokenizer | None = None
+        self._images = ModelImages(description.files, description.folder or description.card.name)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises CheckpointError if the model has no tokenizer files."""
         if self._tokenizer is None:
             origin = self.description.folder or self.card.name
-            self._tokenizer = Tokenizer.from_files(self.description.files, origin=origin)
+            files = self.description.files
+            trusted = bool(self._own_folder) and has_tokenizer_files(self._own_folder, files)
+            self._tokenizer = Tokenizer.from_files(files, trusted=trusted, origin=origin)
         return self._tokenizer
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model has tokenizer files."""
+        return "tokenizer.json" in self.description.files
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return "TextAndVisionContext" in self.card.kinds
+
+    def place_images(self, tokens: Int32, images: Sequence[Any]) -> PlacedImages:
+        """Prepare images and expand a prompt's placeholders. Raises InputError.
+
+        Raises CheckpointError if the model takes images but has no settings for them.
+        """
+        placeholder = self.tokenizer.image_token_id
+        if not self.takes_images or placeholder is None:
+            raise InputError(f"{self.card.name!r} takes no images")
+        return self._images.place(tokens, images, placeholder)
+
     def close(self) -> None:
-        """Stop the process that renders chat templates, if it runs."""
+        """Stop the processes that render chat templates and decode images, if they run."""
         if self._tokenizer is not None:
             self._tokenizer.close()
+        self._images.close()
 
 
 class ModelCache:
-    """The model last fetched. After a reconnection, the cluster may serve another model."""
+    """The model last fetched. After a reconnection, the cluster may serve another model.
 
-    def __init__(self) -> None:
+    ``own_folder``: as of :class:`ServedModel`.
+    """
+
+    def __init__(self, own_folder: str = "") -> None:
+        self._own_folder = own_folder
         self._model: ServedModel | None = None
         self._connections = -1
         self.failures = 0
@@ -129,7 +166,7 @@ class ModelCache:
     def store(self, description: Description, connections: int) -> ServedModel:
         """Store a fetched model and return it."""
         self.close()
-        self._model = ServedModel(description)
+        self._model = ServedModel(description, self._own_folder)
         self._connections = connections
         return self._model
 
@@ -175,6 +212,18 @@ def encode(text: str, model: ServedModel, *, add_special_tokens: bool = True) ->
     )
 
 
+def chat_with_images(
+    messages: Messages,
+    model: ServedModel,
+    variables: Mapping[str, Any],
+    options: RequestOptions,
+) -> tuple[Int32, RequestOptions]:
+    """Return a conversation's token ids, and options with all of its images."""
+    plain, images = split_messages(messages, options.get("images") or ())
+    tokens = encode_chat(plain, model, variables)
+    return tokens, ({**options, "images": images} if images else options)
+
+
 def encode_chat(
     messages: Sequence[Mapping[str, Any]], model: ServedModel, variables: Mapping[str, Any]
 ) -> Int32:
@@ -196,8 +245,10 @@ def prepare_context(context: TextContext, sampling: Sampling, options: RequestOp
         raise InputError(
             "sampling_params cannot be combined with a context, which contains its own"
         )
+    if options.get("images"):
+        raise InputError("images cannot be combined with a context, which contains its own")
     context.sampling_params.check()
-    wire = request_map(context)
+    wire = complete_images(request_map(context))
     target = options.get("target_endpoint")
     if target is not None:
         wire = msgspec.structs.replace(wire, target_endpoint=target)
@@ -205,7 +256,9 @@ def prepare_context(context: TextContext, sampling: Sampling, options: RequestOp
     if schema is not None:
         wire = msgspec.structs.replace(wire, json_schema=schema)
     name = options.get("request_id") or str(context.request_id)
-    return Prepared(make_spec(wire, options, name), Assembler(None, show_text=False))
+    spec = make_spec(wire, options, name)
+    _check_sendable(spec)
+    return Prepared(spec, Assembler(None, show_text=False))
 
 
 def _prepare(
@@ -218,6 +271,9 @@ def _prepare(
 ) -> Prepared:
     params = _params(sampling, model.defaults)
     stop = params.stop or []
+    images = options.get("images")
+    placed = model.place_images(_int32(tokens), images) if images else None
+    tokens = tokens if placed is None else placed.tokens
     wire = build_wire_context(
         tokens,
         model.card,
@@ -228,31 +284,50 @@ def _prepare(
         cache_salt=options.get("cache_salt", ""),
         json_schema=cast("str | None", options.get("json_schema")),
     )
+    if placed is not None:
+        wire = placed.added_to(wire)
     detokenizer = None
     if stop or (show_text and params.detokenize):
         detokenizer = IncrementalDetokenizer(model.tokenizer, stop)
-    assembler = Assembler(detokenizer, show_text=show_text and params.detokenize)
-    return Prepared(make_spec(wire, options, options.get("request_id")), assembler)
+    shows_logprobs = options.get("log_probabilities") and model.has_tokenizer
+    assembler = Assembler(
+        detokenizer,
+        show_text=show_text and params.detokenize,
+        tokenizer=model.tokenizer if shows_logprobs else None,
+    )
+    spec = make_spec(wire, options, options.get("request_id"))
+    if placed is not None:
+        _check_sendable(spec)
+    return Prepared(spec, assembler)
+
+
+def _int32(tokens: npt.NDArray[Any]) -> Int32:
+    """Return token ids as int32, to find placeholders. Raises InputError."""
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InputError("token ids must be a list of whole numbers")
+    return tokens.astype(np.int32)
 
 
 def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> RequestSpec:
     """Make a request from options. A request without ``name`` gets a random id."""
-    spec = RequestSpec(
+    return RequestSpec(
         request_id=str(RequestID()) if name is None else name,
         context=wire,
         deadline=options.get("deadline"),
         pool=options.get("pool"),
         pin=options.get("pin", "prefer"),
         fallback=options.get("fallback", False),
+        max_retries=options.get("max_retries", 0),
+        gateway=options.get("gateway", ""),
+        traceparent=options.get("traceparent", ""),
     )
-    _check_sendable(spec)
-    return spec
 
 
 def _check_sendable(spec: RequestSpec) -> None:
     """Raise InputError for a request that no router can decode: repeating it would not help.
 
-    Options and parameters have been checked field by field, but a user's context has not.
+    For a user's context, and for images, which may be too large together. Options and parameters
+    are checked field by field.
     """
     message = Submit(request_id=spec.request_id, context=spec.context, pool=spec.pool)
     try:
@@ -274,6 +349,11 @@ def check_sampling(sampling: object) -> None:
     if isinstance(sampling, Real):
         hint = f"; write SamplingParams(temperature={sampling}) to set the temperature"
     raise InputError(f"sampling_params must be SamplingParams, not {shown(sampling)}{hint}")
+
+
+def sampling_with_defaults(sampling: Sampling, model: ServedModel) -> SamplingParams:
+    """Return parameters whose unset fields have the model's defaults."""
+    return _params(sampling, model.defaults)
 
 
 def _params(sampling: Sampling, defaults: SamplingParamsGenerationConfigDefaults) -> SamplingParams:

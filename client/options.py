@@ -8,14 +8,15 @@ accepted values, and the wrong value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import fields
 from numbers import Real
 from typing import Any, TypedDict, cast
 
 from ..proto.errors import ConfigError, DeadlineExceeded, InputError
 from ..proto.ids import RequestID
-from ..proto.json_schema import json_schema_text
+from ..proto.json_schema import grammar_as_schema, json_schema_text
 from ..proto.limits import (
     MAX_CACHE_SALT_CHARS,
     MAX_DEADLINE_S,
@@ -25,13 +26,18 @@ from ..proto.limits import (
     MAX_REQUEST_ID_CHARS,
 )
 from ..proto.sampling import SamplingParams
+from ..proto.trace_context import parse_traceparent
 from ..proto.value_checks import Check, choice, flag, shown, text, unknown_name, whole
 from ..proto.wire.endpoints import check_target_endpoint
 from ..proto.wire.messages import Drain, Status
 
+MAX_GATEWAY_CHARS = 64
 LONGEST_WAIT_S = MAX_DEADLINE_S
 """One day: maximum timeout and deadline in seconds. Larger values and ``inf`` are reduced to it."""
 _MAX_HANDOFFS = 1 << 31
+_MAX_RETRIES = 1 << 31
+BATCH_RETRIES = 100
+"""Default of ``max_retries`` for a list of prompts: more than ten minutes of full queues."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -45,7 +51,15 @@ class RequestOptions(TypedDict, total=False):
     ``request_id``: default random. ``log_probabilities``: for each token, return its log
     probability and those of this many most likely tokens. ``cache_salt``: share the prefix cache
     only with requests of the same salt. ``json_schema``: JSON text or a mapping; constrains the
-    answer to this schema. ``show_text``: outputs contain text also for prompts of token ids.
+    answer to this schema. ``grammar``: in Lark syntax; constrains the answer to this language, in
+    place of a ``json_schema``. ``show_text``: outputs contain text also for prompts of token ids.
+    ``max_retries``: how often a request that is refused for lack of room (CapacityError) is
+    submitted again, after the delay that the cluster asks for or when another request of this
+    client ends (default: 0, for a list of prompts 100). ``images``: images of the prompt in order,
+    each as bytes of a file, a path, a Pillow image or an array; the prompt has one placeholder for
+    each, and a chat one part of type image (or none). For a list of prompts: a list of such lists.
+    ``traceparent``: the trace that the request belongs to, as in W3C Trace Context. ``gateway``:
+    name of the gateway that makes the request for another client.
     """
 
     target_endpoint: str | None
@@ -57,7 +71,12 @@ class RequestOptions(TypedDict, total=False):
     log_probabilities: int
     cache_salt: str
     json_schema: str | Mapping[str, Any] | None
+    grammar: str | None
     show_text: bool
+    max_retries: int
+    images: Sequence[Any]
+    traceparent: str
+    gateway: str
 
 
 def _target(name: str, value: Any) -> str:
@@ -107,6 +126,27 @@ def _schema(name: str, value: Any) -> str:
     return json_schema_text(cast("str | Mapping[str, Any]", value))
 
 
+def _traceparent(name: str, value: Any) -> str:
+    if not isinstance(value, str) or (found := parse_traceparent(value)) is None:
+        raise InputError(
+            f"{name} must be 00-TRACE-SPAN-FLAGS with 32, 16 and 2 lower-case hexadecimal digits, "
+            f"not {shown(value)}"
+        )
+    return found.traceparent
+
+
+def _grammar(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{name} must be text in Lark syntax, not {shown(value)}")
+    return grammar_as_schema(value)
+
+
+def _images(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise InputError(f"{name} must be a list of images, not {shown(value)}")
+    return list(value)
+
+
 _CHECKS: dict[str, Check] = {
     "target_endpoint": _target,
     "deadline": _deadline,
@@ -119,26 +159,51 @@ _CHECKS: dict[str, Check] = {
     ),
     "cache_salt": text(0, MAX_CACHE_SALT_CHARS),
     "json_schema": _schema,
+    "grammar": _grammar,
     "show_text": flag,
+    "traceparent": _traceparent,
+    "gateway": text(0, MAX_GATEWAY_CHARS),
+    "images": _images,
+    "max_retries": whole(0, _MAX_RETRIES, f"a whole number, 0 to {_MAX_RETRIES}"),
 }
 _SAMPLING = frozenset(item.name for item in fields(SamplingParams))
 
 
 def check_options(
-    options: Mapping[str, Any], known: Iterable[str] = RequestOptions.__annotations__
+    options: Mapping[str, Any], known: AbstractSet[str] = RequestOptions.__annotations__.keys()
 ) -> RequestOptions:
     """Check options and convert them to the declared types. Options that are None are left out.
 
     Raises InputError for an unknown or wrong option, DeadlineExceeded for a deadline in the past.
     """
-    names = set(known)
     checked: dict[str, Any] = {}
     for name, value in options.items():
-        if name not in names:
-            raise _unknown(name, names)
+        if name not in known:
+            raise _unknown(name, set(known))
         if value is not None:
             checked[name] = _CHECKS[name](name, value)
+    if "grammar" in checked:
+        if "json_schema" in checked:
+            raise InputError("grammar cannot be combined with json_schema")
+        checked["json_schema"] = checked.pop("grammar")  # it travels as one
     return cast("RequestOptions", checked)
+
+
+def batch_options(options: RequestOptions) -> RequestOptions:
+    """Return the options of a call with several requests, which has another default of retries."""
+    options = options.copy()
+    options.setdefault("max_retries", BATCH_RETRIES)
+    return options
+
+
+def options_of_each(count: int, options: RequestOptions) -> list[RequestOptions]:
+    """Return the options of each of ``count`` prompts; InputError if images fit them not."""
+    images = options.get("images")
+    if images is None:
+        return [options] * count
+    if len(images) != count or not all(isinstance(one, list | tuple) for one in images):
+        raise InputError(f"images must be a list of {count} lists, one for each prompt")
+    return [cast("RequestOptions", {**options, "images": list(one)}) for one in images]
 
 
 def _unknown(name: str, known: set[str]) -> InputError:
@@ -172,19 +237,43 @@ def check_timeouts(**seconds: object) -> list[float]:
         raise ConfigError(str(error)) from None
 
 
-def question_timeout(timeout: object, default: float) -> float:
+def query_timeout(timeout: object, default: float) -> float:
     """Return the seconds to wait for an answer. Raises InputError."""
     return default if timeout is None else _seconds("timeout", timeout)
+
+
+class StatusOptions(TypedDict, total=False):
+    """Keyword arguments of ``status``.
+
+    ``handoffs``: describe that many of the last handoffs (default: 16). ``requests``: also
+    describe that many of the last requests, and unfinished ones. ``request``: describe all requests
+    with this id instead. ``metrics``: also the router's metrics, as families of
+    ``baton.runtime.metrics``.
+    """
+
+    handoffs: int
+    requests: int
+    request: str
+    metrics: bool
 
 
 _handoffs = whole(0, _MAX_HANDOFFS - 1, f"a whole number, 0 to {_MAX_HANDOFFS - 1}")
 
 
-def status_question(handoffs: object) -> Status:
-    """Make a query for the cluster's status and its last handoffs. Raises InputError."""
-    return Status(handoffs=_handoffs("handoffs", handoffs))
+def status_query(
+    handoffs: object = 16, requests: object = 0, request: str = "", metrics: object = False
+) -> Status:
+    """Make a query for the cluster's status, last handoffs and requests. Raises InputError."""
+    if not isinstance(request, str) or len(request) > MAX_NAME_CHARS:
+        raise InputError(f"request must be the id of a request, not {str(request)[:80]!r}")
+    return Status(
+        handoffs=_handoffs("handoffs", handoffs),
+        requests=_handoffs("requests", requests),
+        request=request,
+        metrics=flag("metrics", metrics),
+    )
 
 
-def drain_question(worker: object, force: object = False) -> Drain:
+def drain_query(worker: object, force: object = False) -> Drain:
     """Make an order to drain a worker, given by id or endpoint. Raises InputError."""
     return Drain(worker=text(0, MAX_NAME_CHARS)("worker", worker), force=flag("force", force))

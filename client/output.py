@@ -6,36 +6,57 @@ contains a token after the token that completed a stop string.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..proto.contexts.outputs import LogProbabilities, TokenLogProbs
 from ..proto.contexts.status import GenerationStatus
 from ..proto.errors import InternalError
 from ..text.detokenizer import IncrementalDetokenizer
+from ..text.tokenizer import Tokenizer
 from .events import Ended, NewTokens
+from .logprobs import TokenLogprob, token_logprobs
+
+_FINISH_REASONS = {
+    GenerationStatus.END_OF_SEQUENCE: "stop",
+    GenerationStatus.MAXIMUM_LENGTH: "length",
+    GenerationStatus.CANCELLED: "cancelled",
+}
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would triple the time to make one
 class Output:
     """New tokens of one request.
 
-    ``tokens``: new token ids. ``text``: their text if the prompt was text, else None; an
-    unfinished character or possible stop string is delayed to a later output. ``position``:
-    absolute index of the first token (the prompt starts at 0). ``log_probabilities``: one entry
-    per token if requested. ``final_status``: None except in the last output, which may have no
-    tokens. Only in the last output: ``prefill`` and ``decode`` are the workers' ids, and
-    ``cached_tokens`` is the number of prompt tokens taken from the prefix cache.
+    ``tokens``: new token ids. ``text``: their text, empty for a prompt of token ids unless
+    ``show_text`` is set; an unfinished character or possible stop string is delayed to a later
+    output. ``position``: absolute index of the first token (the prompt starts at 0).
+    ``log_probabilities``: one entry per token if requested; :attr:`logprobs` adds their texts.
+    ``final_status``: None except in the last output, which may have no tokens. Only in the last
+    output: ``prefill`` and ``decode`` are the workers' ids, and ``cached_tokens`` is the number of
+    prompt tokens taken from the prefix cache.
     """
 
     request_id: str
     tokens: list[int]
-    text: str | None
+    text: str
     position: int
     log_probabilities: list[LogProbabilities] | None = None
     final_status: GenerationStatus | None = None
     prefill: str = ""
     decode: str = ""
     cached_tokens: int = 0
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """The log-probabilities with the texts of their tokens, if they were requested."""
+        entries = self.log_probabilities
+        return None if entries is None else token_logprobs(self.tokens, entries, self.tokenizer)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Return "stop", "length" or "cancelled" in the last output, else None."""
+        return None if self.final_status is None else _FINISH_REASONS.get(self.final_status)
 
     @property
     def is_done(self) -> bool:
@@ -47,10 +68,17 @@ class Assembler:
     """Turns the events of one request into outputs.
 
     ``detokenizer``: converts tokens to text and finds stop strings; None: neither is needed.
-    ``show_text``: put the text into the outputs.
+    ``show_text``: put the text into the outputs. ``tokenizer``: for the texts of log-probabilities.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer | None, *, show_text: bool) -> None:
+    def __init__(
+        self,
+        detokenizer: IncrementalDetokenizer | None,
+        *,
+        show_text: bool,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
         self._detokenizer = detokenizer
         self._show_text = show_text
         self._position = 0
@@ -69,9 +97,10 @@ class Assembler:
         return Output(
             request_id=news.request_id,
             tokens=news.tokens[:count],
-            text=text if self._show_text else None,
+            text=text if self._show_text else "",
             position=news.position,
             log_probabilities=_entries(news.logprobs, count),
+            tokenizer=self._tokenizer,
         )
 
     def end(self, ended: Ended) -> Output:
@@ -84,7 +113,7 @@ class Assembler:
         return Output(
             request_id=ended.request_id,
             tokens=[],
-            text=text if self._show_text else None,
+            text=text if self._show_text else "",
             position=self._position if self.stopped else ended.position,
             final_status=self._status(ended),
             prefill=ended.prefill,

@@ -20,6 +20,7 @@ from enum import Enum
 
 from ..proto.errors import (
     BatonError,
+    CapacityError,
     ConnectionLost,
     DeadlineExceeded,
     RequestFailed,
@@ -45,8 +46,13 @@ from .link import Link
 
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 4.0
+FIRST_WAIT_S = 0.05
+"""Shortest delay of a request that was refused for lack of room."""
 FIRST_DOUBT_S = 10.0
 LAST_DOUBT_S = 60.0
+MOST_PATIENCE = 10.0
+"""Longest growth of a refused request's delay, as a factor of the delay that the router asks for.
+"""
 """Seconds without tokens before an open request is resumed: the router may have dropped it."""
 DEADLINE_GRACE_S = 2.0
 """Seconds after the deadline when the client ends a request that the router has not ended."""
@@ -86,6 +92,8 @@ class Request:
         self.asked_at = now  # time of the first unanswered message, or of the last tokens since
         self.stop_until = 0.0
         self.turned_away = 0  # number of rejections by routers that were shutting down
+        self.refusals = 0  # for lack of room
+        self.waits = False  # for room
         self.retry_at = now
         self._backoff = FIRST_RETRY_S
         self._said_at = now  # time of the last message that needs an answer
@@ -138,12 +146,26 @@ class Request:
         # At a stop string, most workers end the request by themselves: wait for that status first.
         self.retry_at = now + STOP_GRACE_S if report else now
 
+    def wait_for_room(self, retry_after: float, serial: int, now: float) -> None:
+        """Submit the request again later, under another key: the router refused it.
+
+        The delay grows with each refusal, and differs between requests refused at once.
+        """
+        self.refusals += 1
+        self.serial, self.secret, self.attempt, self.terminal = serial, b"", 0, None
+        self.state, self.waits = State.PENDING, True
+        growth = min(1.5 ** (self.refusals - 1), MOST_PATIENCE) * (1 + _spread(serial) / 2)
+        self.retry_at = self.asked_at = now + max(retry_after, FIRST_WAIT_S) * growth
+        self._said_at = float("inf")  # a Pong is no reason to repeat it
+        self._backoff = FIRST_RETRY_S
+
     # ------------------------------------------------------------------ messages to send
 
     def repeat(self, now: float) -> Message | None:
         """Return the message to send or repeat in this state, and schedule the next repetition."""
         if self.state is State.OPEN:
             return self._doubted(now)
+        self.waits = False
         self._said_at = now
         self.retry_at = now + self._backoff
         self._backoff = min(2 * self._backoff, LAST_RETRY_S)
@@ -223,6 +245,8 @@ class Request:
             pin=spec.pin,
             fallback=spec.fallback,
             serial=self.serial,
+            gateway=spec.gateway,
+            traceparent=spec.traceparent,
         )
 
     def _resume(self, now: float) -> Resume:
@@ -239,6 +263,8 @@ class Request:
             pool=spec.pool,
             pin=spec.pin,
             fallback=spec.fallback,
+            gateway=spec.gateway,
+            traceparent=spec.traceparent,
         )
 
 
@@ -255,6 +281,7 @@ class Requests:
         self._accept_timeout = max(connect_timeout, reconnect_timeout)
         self._by_id: dict[str, Request] = {}
         self._by_key: dict[bytes, Request] = {}
+        self._waiting: dict[str, Request] = {}  # refused for lack of room
         self._started = 0  # number of started requests, the serial of the latest
 
     def __len__(self) -> int:
@@ -276,7 +303,7 @@ class Requests:
         request = self._by_id.get(request_id)
         if request is None:
             return []
-        if request.state is State.STOPPING or not self._link.connected:
+        if request.state is State.STOPPING or request.waits or not self._link.connected:
             return self._stopped(request, report=report)
         request.stop(now, report=report)
         return self._send(request, request.repeat(now)) if now >= request.retry_at else []
@@ -330,7 +357,8 @@ class Requests:
             fresh = request.take(run, now)
             if fresh is not None:
                 actions.append(fresh)
-                actions += self._end_if_complete(request)
+                if request.terminal is not None:
+                    actions += self._end_if_complete(request)
             elif request.misses(run):
                 actions += self._send(request, request.resume(now))
         return actions
@@ -345,6 +373,12 @@ class Requests:
         if self._router_closes(request, message):
             # Not connected: another Terminal of the same envelope caused the move.
             return [self._link.move(now)] if self._link.connected else []
+        if self._may_wait(request, message):
+            self._started += 1
+            self._by_key.pop(request.key, None)
+            self._waiting[request.spec.request_id] = request
+            request.wait_for_room(message.retry_after or 0.0, self._started, now)
+            return _acknowledge(message)
         request.terminal = message
         if request.state is State.STOPPING:
             return self._stopped(request, report=request.report)
@@ -359,6 +393,15 @@ class Requests:
             return False
         request.turned_away += 1
         return request.turned_away < self._link.routers.count
+
+    def _may_wait(self, request: Request, message: Terminal) -> bool:
+        """Whether the router refuses the request for lack of room, and it may be retried."""
+        return (
+            message.code in (CapacityError.code, RouterClosing.code)
+            and request.state is not State.STOPPING
+            and request.next == len(request.spec.context.tokens)
+            and request.refusals < request.spec.max_retries
+        )
 
     def on_moved(self, message: Moved, now: float) -> list[Action]:
         """Resume the request here: another router took it over because of a delayed message."""
@@ -429,6 +472,11 @@ class Requests:
     def _remove(self, request: Request) -> list[Action]:
         self._by_id.pop(request.spec.request_id, None)
         self._by_key.pop(request.key, None)
+        self._waiting.pop(request.spec.request_id, None)
+        for waiting in self._waiting.values():  # the end of this request makes room for one
+            if waiting.waits and waiting.retry_at > 0:
+                waiting.retry_at = 0.0
+                break
         return [] if request.terminal is None else _acknowledge(request.terminal)
 
     # ------------------------------------------------------------------ time
@@ -473,9 +521,11 @@ class Requests:
 
     def _unanswered(self) -> ConnectionLost:
         """Return the error of a request that a router leaves unanswered but answers others."""
+        longer = self._connect_timeout > self._reconnect_timeout
+        setting = "connect_timeout" if longer else "reconnect_timeout"
         return ConnectionLost(
             f"the router at {self._link.routers.shown} answers, but has neither accepted nor"
-            f" refused the request within {self._accept_timeout:g} s (reconnect_timeout)"
+            f" refused the request within {self._accept_timeout:g} s ({setting})"
         )
 
     def _send(self, request: Request, message: Message | None) -> list[Action]:
@@ -487,6 +537,11 @@ class Requests:
             request.key = request_key(self._link.identity, request.spec.request_id, request.serial)
             self._by_key[request.key] = request
         return [Send(message)]
+
+
+def _spread(number: int) -> float:
+    """Return a share in [0, 1) that differs much between numbers that follow each other."""
+    return number * 0.6180339887 % 1
 
 
 def _acknowledge(terminal: Terminal) -> list[Action]:

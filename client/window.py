@@ -1,19 +1,34 @@
 """A bounded number of running requests for a call with many prompts. Pure.
 
-Invariant: at most ``size`` requests of a window run. The others wait in order of arrival.
+Invariant: at most ``size`` requests of a window run. The others wait in order of arrival. A window
+starts with :data:`WINDOW` requests. If more wait, it asks for the router's status once, and takes
+the size from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..proto.errors import DeadlineExceeded
 from .events import Ended, NewTokens, RequestSpec
 
 Sink = Callable[[NewTokens | Ended], object]
 WINDOW = 32
-"""Maximum running requests of one call. Even the smallest cluster accepts this many."""
+"""Running requests of one call, as long as the cluster's size is unknown."""
+ROUNDS = 2
+"""Running requests of one call per batch slot of the cluster: the next ones wait there already."""
+LARGEST = 4096
+
+
+def size_for(report: Mapping[str, Any]) -> int:
+    """Return the running requests of a call for a cluster with this status report."""
+    router = report.get("router", {})
+    slots, limit = router.get("batch_slots", 0), router.get("requests", {}).get("limit", 0)
+    if not slots or not limit:  # a router of an earlier version, or no worker
+        return WINDOW
+    return int(min(max(ROUNDS * slots, WINDOW), limit, LARGEST))
 
 
 class Window:
@@ -21,12 +36,24 @@ class Window:
 
     def __init__(self, size: int = WINDOW) -> None:
         self._size = size
+        self._asked = False
         self._running: set[str] = set()
         self._waiting: dict[str, tuple[RequestSpec, Sink, float]] = {}
 
     def enter(self, spec: RequestSpec, sink: Sink, now: float) -> None:
         """Queue a request. :meth:`admit` returns it when there is room."""
         self._waiting[spec.request_id] = (spec, sink, now)
+
+    def wants_size(self) -> bool:
+        """Whether to ask for the cluster's size now: once, if requests wait."""
+        if self._asked or not self._waiting:
+            return False
+        self._asked = True
+        return True
+
+    def resize(self, size: int) -> None:
+        """Change the maximum number of running requests; more may still run."""
+        self._size = size
 
     def admit(self, now: float) -> list[tuple[RequestSpec, Sink]]:
         """Return the requests to start now, with deadlines reduced by the time they waited."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import msgspec
 
@@ -37,7 +37,7 @@ from ..proto.wire.messages import (
 from ..worker.attempts import Key
 from ..worker.base_core import TOMBSTONE_S, Handler, WorkerCore
 from ..worker.events import Fault, StepDone, Tick, ToRouter
-from ..worker.jobs import Jobs
+from ..worker.jobs import Ending, Jobs
 from ..worker.membership import Membership
 from ..worker.steps import EngineSteps
 from .events import (
@@ -254,21 +254,9 @@ class DecodeCore(WorkerCore):
         tokens: list[Action] = [ToRouter(r, Tokens(runs=list_)) for r, list_ in runs.items()]
         return tokens + ends
 
-    def _end(
-        self,
-        job: Job,
-        now: float,
-        *,
-        status: str | None = None,
-        code: str | None = None,
-        message: str = "",
-        retry_after: float | None = None,
-    ) -> list[Action]:
+    def _end(self, job: Job, now: float, **ending: Unpack[Ending]) -> list[Action]:
         tokens = job.known_tokens(job.prompt_length)
-        worker = self._member.identity.worker
-        terminal = job.terminal(
-            worker, status=status, code=code, message=message, retry_after=retry_after
-        )
+        terminal = job.terminal(self._member.identity.worker, now, **ending)
         self._stop(job)
         ended = self._member.end(
             job.router, terminal, now, job.deadline, job.prompt_length,
@@ -296,7 +284,7 @@ class DecodeCore(WorkerCore):
 
     @property
     def idle(self) -> bool:
-        """True if there is no request and no running step, so integrity can be checked."""
+        """True without requests and a running step, so integrity can be checked."""
         return not len(self._jobs) and not self.receiver.granted and not self._steps.running
 
     def load(self) -> WorkerLoad:

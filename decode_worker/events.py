@@ -12,7 +12,7 @@ from ..worker.events import (
     Exit,
     Fault,
     FromRouter,
-    Note,
+    Log,
     RouterDown,
     RouterUp,
     RunStep,
@@ -91,7 +91,7 @@ Action = (
     | AbandonStep
     | CompileGrammar
     | DropGrammar
-    | Note
+    | Log
     | Fault
     | Exit
 )

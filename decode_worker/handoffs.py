@@ -39,7 +39,7 @@ from ..proto.wire.messages import (
     Reserve,
 )
 from ..proto.wire.versions import check_version
-from ..worker.events import Note
+from ..worker.events import Log
 from ..worker.membership import Membership
 from .events import (
     Action,
@@ -183,7 +183,7 @@ class Handoffs:
         outputs = self._receiver.data.on_frame(event.frame, intact=event.intact, now=now)
         if event.intact:
             return [*outputs]
-        return [Note("handoff.frame_damaged", {"frame": event.frame.index}), *outputs]
+        return [Log("handoff.frame_damaged", {"frame": event.frame.index}), *outputs]
 
     # ------------------------------------------------------------------ links
 
@@ -200,8 +200,8 @@ class Handoffs:
 
     def _mapped(self, event: PoolMapped) -> list[Output]:
         if event.failure:
-            note = Note("handoff.not_shared", {"reason": event.failure})
-            return [note, ToPeer(event.peer, self._opened(STREAMED))]
+            line = Log("handoff.not_shared", {"reason": event.failure})
+            return [line, ToPeer(event.peer, self._opened(STREAMED))]
         return [ToPeer(event.peer, self._opened(event.transport))]
 
     def _refusal(self, message: Open) -> Message | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Unpack
 
 from ..engine.cache.paged_cache import Allocation
 from ..engine.grammar.constraint import GrammarTask
@@ -17,9 +18,9 @@ from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.layout import ModelCard
 from ..proto.requests import check_continued
-from ..proto.wire.messages import Commit, RequestState, Terminal, TokenRun
+from ..proto.wire.messages import Commit, RequestState, Terminal, TokenRun, WorkerTimes
 from ..worker.attempts import Key
-from ..worker.jobs import engine_name
+from ..worker.jobs import Ending, engine_name
 from ..worker.token_replay import LOGPROBS_KEPT, runs_again
 
 
@@ -33,6 +34,7 @@ class Job:
     context: TextContext
     sequence: Sequence
     deadline: float
+    taken_at: float  # when this worker took the request over
     prompt_length: int
     logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
     grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
@@ -62,28 +64,32 @@ class Job:
         tokens = self.sequence.num_tokens
         return RequestState(*self.key, tokens, self.prompt_length, router=self.router)
 
-    def terminal(
-        self,
-        worker: str,
-        *,
-        status: str | None = None,
-        code: str | None = None,
-        message: str = "",
-        retry_after: float | None = None,
-    ) -> Terminal:
+    def times(self, now: float) -> WorkerTimes:
+        """Return when the job reached its steps; it ends now."""
+        sequence = self.sequence
+        return WorkerTimes(
+            computing=self._since(sequence.admitted),
+            computed=self._since(sequence.first_token),
+            ended=self._since(now),
+            preemptions=sequence.preemptions,
+        )
+
+    def _since(self, when: float | None) -> float | None:
+        """Return the seconds from the takeover to ``when``."""
+        return None if when is None else max(0.0, when - self.taken_at)
+
+    def terminal(self, worker: str, now: float, **ending: Unpack[Ending]) -> Terminal:
         """Return the terminal for a request that ends on this worker."""
         return Terminal(
             request=self.key[0],
             attempt=self.key[1],
             position=self.sequence.num_tokens,
-            status=status,
-            code=code,
-            message=message,
-            retry_after=retry_after,
             request_id=self.commit.request_id,
             cached_tokens=max(self.commit.cached_tokens, self.sequence.cached_tokens),
             prefill=self.commit.prefill,
             decode=worker,
+            times=self.times(now),
+            **ending,
         )
 
 
@@ -112,6 +118,7 @@ def make_job(handover: Handover[Allocation], card: ModelCard, now: float) -> Job
         context,
         sequence,
         now + commit.deadline,
+        now,
         context.prompt_length,
         deque(context.newest_log_probabilities(), maxlen=LOGPROBS_KEPT),
     )

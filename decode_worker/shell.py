@@ -12,7 +12,7 @@ from ..engine.loading.loader import Runner
 from ..engine.loading.warm_up import warm_up
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from ..engine.scheduling.step_time import StepTime
-from ..kv_transfer.moves import MovingWriter
+from ..kv_transfer.device_frames import DeviceFrameWriter
 from ..kv_transfer.receiver import Receiver
 from ..kv_transfer.receiver_grants import ReceiverConfig
 from ..proto.limits import MAX_KV_FRAME_BYTES
@@ -24,10 +24,9 @@ from ..worker.membership import Membership
 from ..worker.router_links import routing_identity
 from . import events
 from .config import DecodeWorkerConfig
-from .control_socket import ControlSocket, PeerGate
 from .core import DecodeCore
-from .data_socket import DataSocket
 from .handoffs import GrantStore
+from .prefill_sockets import ControlSocket, DataSocket, PeerGate
 
 FRAME_BYTES = 2 << 20
 """Initial size of the buffers for frames into a GPU, in bytes: the senders' default frame size."""
@@ -55,7 +54,7 @@ class DecodeShell(TextHost):
         )  # fmt: skip
         device = None
         if self._stream is not None and self._moves is not None:
-            device = MovingWriter(self._stream, self._moves.moves)
+            device = DeviceFrameWriter(self._stream, self._moves.moves)
         gate = PeerGate(self.core.receiver)
         self._peers = ControlSocket(control, loop, gate, member.dropped)
         self._data = DataSocket(

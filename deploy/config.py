@@ -18,10 +18,12 @@ from typing import Any
 import msgspec
 
 from ..engine.loading.embedding_config import TASKS
+from ..gateway.chat_style import REASONING_PARSERS, TOOL_CALL_PARSERS
 from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from ..proto.errors import ConfigError
-from ..router.config import POLICIES
+from ..router.config import MAX_TRACE_REQUESTS, POLICIES
 from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, LEAST_WORKER_TIMEOUT_S
+from ..runtime.metrics.vllm import METRICS_COMPAT
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -32,6 +34,7 @@ DEVICES = ("cpu", "cuda")
 AUTOSCALE = ("off", "on")
 PREFILL_ORDERS = ("auto", "fcfs", "edf")
 LOG_LEVELS = ("info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 CHOICES = {
     "task": TASKS,
     "autoscale": AUTOSCALE,
@@ -42,6 +45,10 @@ CHOICES = {
     "device": DEVICES,
     "kernels": KERNELS,
     "log_level": LOG_LEVELS,
+    "log_format": LOG_FORMATS,
+    "tool_call_parser": TOOL_CALL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
+    "metrics_compat": METRICS_COMPAT[1:],
 }
 """Settings with a list of allowed values. A default that is the empty text is also allowed."""
 _EXPECTED = {int: "a whole number", float: "a number", str: "text"}
@@ -49,6 +56,12 @@ _MOST = 2**31 - 1
 MAX_MEMBERS = 1024
 """Maximum workers of one pool; a larger number is probably a typing error."""
 MAX_ROUTERS = 16
+MAX_GATEWAYS = 16
+MAX_PORT = (1 << 16) - 1
+HTTP_PORT = 8000
+"""The HTTP port unless the setting ``http_port`` has another."""
+ANY_HTTP_PORT = -1
+"""``http_port``: :data:`HTTP_PORT`, or a free port if that is in use."""
 RENAMED = {
     "silence": "worker_timeout",
     "backend": "kernels",
@@ -65,9 +78,10 @@ RENAMED_VALUES = {"prefill_order": {"arrival": "fcfs", "in_time": "edf"}}
 LEAST_HANDOFF_TIMEOUT = 1.0
 """Seconds: two intervals of 0.5 s at which the two sides of a handoff ping each other."""
 _MAY_BE_ZERO = (
-    "prefill_min", "prefill_max", "decode_min", "decode_max",
+    "gateways", "prefill_min", "prefill_max", "decode_min", "decode_max",
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "max_num_batched_tokens",
     "decode_max_num_batched_tokens", "step_time", "max_model_len", "grace", "stats_interval",
+    "trace_requests", "metrics_port",
 )  # fmt: skip
 
 
@@ -79,6 +93,16 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefill: int = 1
     decode: int = 1
     routers: int = 1
+    gateways: int = 1
+    http_host: str = "127.0.0.1"
+    http_port: int = ANY_HTTP_PORT
+    served_model_name: str = ""
+    api_key_file: str = ""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    image_hosts: str = ""
     prefill_min: int = 0
     prefill_max: int = 0
     decode_min: int = 0
@@ -111,7 +135,13 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT_S
     handoff_timeout: float = HANDOFF_TIMEOUT_S
     stats_interval: float = 10.0
+    trace_requests: int = 1000
+    otlp_endpoint: str = ""
     log_level: str = "warning"
+    log_format: str = "text"
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+    metrics_compat: str = ""
     run_dir: str = ""
     keys: str = ""
     admin: str = ""
@@ -197,6 +227,12 @@ def check(settings: ServeSettings) -> ServeSettings:
         both = getattr(settings, blocks) and getattr(settings, memory)
         _require(not both, blocks, f"cannot be combined with {memory}")
     _check_counts(settings)
+    _check_http(settings)
+    most = MAX_TRACE_REQUESTS
+    _require(settings.trace_requests <= most, "trace_requests", f"must be at most {most}")
+    endpoint = settings.otlp_endpoint
+    is_url = endpoint.startswith(("http://", "https://"))
+    _require(not endpoint or is_url, "otlp_endpoint", "must begin with http:// or https://")
     return settings
 
 
@@ -208,6 +244,18 @@ def _check_autoscale(settings: ServeSettings) -> None:
         _require(settings.prefill_max > 0, "prefill_max", "must be set for autoscale")
         embeds = settings.task == "embed"
         _require(embeds or settings.decode_max > 0, "decode_max", "must be set for autoscale")
+
+
+def _check_http(settings: ServeSettings) -> None:
+    _require(settings.gateways <= MAX_GATEWAYS, "gateways", f"must be at most {MAX_GATEWAYS}")
+    ports = ANY_HTTP_PORT <= settings.http_port < 1 << 16
+    _require(ports, "http_port", "must be 0 to 65535")
+    _require(bool(settings.http_host), "http_host", "must not be empty")
+    last = settings.metrics_port + settings.routers + settings.gateways - 1
+    _require(last <= MAX_PORT, "metrics_port", "must be at most 65535, also for the last gateway")
+    for name, other in (("ssl_certfile", "ssl_keyfile"), ("ssl_keyfile", "ssl_certfile")):
+        complete = getattr(settings, other) or not getattr(settings, name)
+        _require(complete, name, f"needs {other} too")
 
 
 def _check_counts(settings: ServeSettings) -> None:

@@ -1,10 +1,16 @@
-"""Messages for operators: the sentence of each :class:`Log`, and the progress of loading. Pure."""
+"""Messages for operators: the sentence of each :class:`Log`, JSON lines, progress of loading."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
 
 from .supervise.core import Log
+
+SUPERVISOR = "supervisor"
 
 _SENTENCES = {
     "ready": "ready: all workers have registered",
@@ -38,6 +44,17 @@ def sentence(log: Log) -> str:
     )
 
 
+def json_line(process: str, event: str, **fields: Any) -> str:
+    """Return a log line as JSON: time with zone, severity, process, event and ``fields``."""
+    line = {"timestamp": stamp("milliseconds"), "level": "info", "process": process, "event": event}
+    return msgspec.json.encode(line | fields, enc_hook=str).decode()
+
+
+def stamp(precision: str = "seconds") -> str:
+    """Return the local time with its zone, in ISO 8601."""
+    return datetime.now().astimezone().isoformat(timespec=precision)
+
+
 def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:
     """Return one progress bar for all ``(process, bytes done, bytes total)``."""
     done, total = (sum(sizes) for sizes in ([p[1] for p in progress], [p[2] for p in progress]))
@@ -47,6 +64,18 @@ def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:
 def _bar(done: int, total: int, width: int = 12) -> str:
     filled = min(width, width * done // total) if total else 0
     return f"[{'#' * filled}{'.' * (width - filled)}] {mebibytes(done)}/{mebibytes(total)}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds with at most two units, such as "2 h 5 min"."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
 def mebibytes(size: int) -> str:

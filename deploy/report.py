@@ -52,6 +52,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: Percentiles | None = None  # prefill workers only
     between_tokens_s: Percentiles | None = None  # decode workers only
     dropped: dict[str, int] = {}
+    restarts: int = 0  # successors of this name after deaths
+    handoff_bytes: int = 0  # sent or received for requests of this router
+    handoff_seconds: float = 0.0
 
     @property
     def stuck(self) -> bool:
@@ -108,9 +111,30 @@ class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests since the router's start."""
+    """Requests now, and since the router's start.
 
+    ``finished``, ``failed`` and ``cancelled``: admitted requests that ended. ``refused``: requests
+    that were not admitted. ``replayed``, ``moved``: attempts made again, waiting requests moved.
+    """
+
+    in_flight: int = 0
+    queued: int = 0
     submitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    refused_by_reason: dict[str, int] = {}
+    replayed: int = 0
+    moved: int = 0
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Throughput of one router, as a mean of the last seconds."""
+
+    requests_per_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+    generated_tokens_per_s: float = 0.0
 
 
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,9 +144,18 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     ``kv_dtype``: model and arithmetic of the workers. These four are empty before the first worker
     registers. ``dropped``: dropped messages by reason. ``prompt_tokens``: prompt tokens of requests
     with a first token, since the router's start. ``queued_tokens``: prompt tokens of requests
-    without a first token.
+    without a first token. ``cached_tokens``: prompt tokens of finished requests that came from a
+    prefix cache. ``restarts``: of all workers.
     """
 
+    name: str = ""
+    model: str = ""
+    uptime_s: float = 0.0
+    clients: int = 0
+    rates: Rates = Rates()
+    restarts: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
     requests: RequestCounts = RequestCounts()
     prompt_tokens: int = 0
     queued_tokens: int = 0

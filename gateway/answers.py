@@ -1,12 +1,13 @@
-"""Answers of text requests in OpenAI's JSON: whole, or as the chunks of a stream.
+"""OpenAI's responses to chat and completion requests: one JSON object, or the events of a stream.
 
-An answer consists of choices. A choice collects the outputs of one native request.
+A response consists of choices. A choice collects the outputs of one native request.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +17,19 @@ from ..client.output import Output
 from ..proto.contexts.outputs import LogProbabilities
 from ..proto.contexts.status import GenerationStatus
 from ..text.tokenizer import Tokenizer
+from .reader import MessageReader, ReadMessage, read_message
+from .tool_calls import CallArguments, CallBegin, Event, Reasoning, Text
 
 _encode = msgspec.json.encode
+_MARK = "\0text\0"
+"""Stands for the text of an event, which is all that differs between most events of a choice."""
+_MARKED = Output(request_id="", tokens=[], text=_MARK, position=0)
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
 class Choice:
-    """One answer of a request. ``prompt_tokens`` is known from the first output on."""
+    """One choice of a response. ``prompt_tokens`` is 0 before the first output."""
 
     index: int
     texts: list[str] = field(default_factory=list)
@@ -33,22 +39,26 @@ class Choice:
     cached_tokens: int = 0
     finish_reason: str | None = None
 
-    def take(self, output: Output, *, log_probs: bool) -> None:
-        """Add an output."""
+    def count(self, output: Output) -> None:
+        """Count the tokens of an output, and note the end."""
         if not self.prompt_tokens:
             self.prompt_tokens = output.position
         self.tokens += len(output.tokens)
-        if output.text:
-            self.texts.append(output.text)
-        if log_probs:
-            self.entries += _pairs(output)
         if output.final_status is not None:
             self.finish_reason = finish_reason(output)
             self.cached_tokens = output.cached_tokens
 
+    def take(self, output: Output, *, log_probs: bool) -> None:
+        """Add an output."""
+        self.count(output)
+        if output.text:
+            self.texts.append(output.text)
+        if log_probs:
+            self.entries += _pairs(output)
+
 
 def finish_reason(output: Output) -> str:
-    """Return OpenAI's word for the end of an answer."""
+    """Return OpenAI's ``finish_reason`` of a finished choice."""
     return "length" if output.final_status is GenerationStatus.MAXIMUM_LENGTH else "stop"
 
 
@@ -62,7 +72,7 @@ def _pairs(output: Output) -> list[tuple[int, LogProbabilities]]:
 
 
 def usage_of(choices: Iterable[Choice], prompts: int) -> dict[str, Any]:
-    """Return the number of tokens. The choices of one prompt are neighbours and count it once."""
+    """Return OpenAI's ``usage``. Each prompt counts once; its choices are adjacent."""
     found = list(choices)
     firsts = found[:: max(1, len(found) // prompts)]
     prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
@@ -83,8 +93,12 @@ class TokenTexts:
         self._top = top
 
     def chat(self, entries: Iterable[tuple[int, LogProbabilities]]) -> dict[str, Any]:
-        """Return the form of chat answers: a record per token."""
+        """Return the format of chat completions: one record per token."""
         return {"content": [self._record(token, entry) for token, entry in entries]}
+
+    def of_output(self, output: Output) -> dict[str, Any]:
+        """Return the form of chat answers for the tokens of an output."""
+        return self.chat(_pairs(output))
 
     def _record(self, token: int, entry: LogProbabilities) -> dict[str, Any]:
         record = self._token(token, entry.token_log_probabilities[0])
@@ -100,13 +114,16 @@ class TokenTexts:
         }
 
     def _likely(self, entry: LogProbabilities) -> list[tuple[int, float]]:
-        """The most likely tokens, as many as were asked for."""
+        """Return the requested number of most likely tokens."""
         return list(entry.top_log_probabilities[0].items())[: self._top]
 
     def completion(
         self, entries: Iterable[tuple[int, LogProbabilities]], offset: int
     ) -> dict[str, Any]:
-        """Return the form of completions: lists by kind. ``offset``: of the first token's text."""
+        """Return the format of completions: parallel lists.
+
+        ``offset``: position of the first token's text in the choice's text, in characters.
+        """
         texts, log_probs, tops, offsets = [], [], [], []
         for token, entry in entries:
             text = self._text(token)
@@ -127,48 +144,126 @@ class TokenTexts:
 
 
 class ChatForm:
-    """Chat answers: a message per choice, or its parts."""
+    """Format of chat completions: each choice has a message; each event has a delta of it.
+
+    ``new_reader``: makes the reader of a choice's text; None if all of it is content.
+    """
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, log_probs: TokenTexts | None) -> None:
+    def __init__(
+        self, log_probs: TokenTexts | None, new_reader: Callable[[], MessageReader] | None = None
+    ) -> None:
         self._log_probs = log_probs
+        self._new_reader = new_reader
+        self._deltas: dict[int, ChatDeltas] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the events of a choice differ in nothing but their text."""
+        return self._log_probs is None and self._new_reader is None
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """Return a finished choice."""
+        text, reason = "".join(choice.texts), choice.finish_reason
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._new_reader is not None:
+            read = read_message(self._new_reader(), text, cut=reason == "length")
+            message |= _read_fields(read)
+            reason = _reason(reason, read)
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+            "message": message,
             "logprobs": self._log_probs and self._log_probs.chat(choice.entries),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
         }
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
-        """Return what a stream says of a choice before its first text."""
+        """Return the choice's entry in its opening event; None if it needs no such event."""
+        if self._new_reader is not None:
+            self._deltas[choice.index] = ChatDeltas(self._new_reader())
         return self._part(choice, {"role": "assistant", "content": ""})
 
-    def part(self, choice: Choice, output: Output) -> dict[str, Any]:
-        """Return the part of a stream that one output makes."""
-        delta = {"content": output.text} if output.text else {}
-        return self._part(choice, delta, output)
-
-    def _part(
-        self, choice: Choice, delta: dict[str, Any], output: Output | None = None
-    ) -> dict[str, Any]:
+    def parts(self, choice: Choice, output: Output) -> list[dict[str, Any]]:
+        """Return the choice's entries in the events of one output, none if it adds nothing."""
         log_probs = None
-        if self._log_probs is not None and output is not None and output.tokens:
-            log_probs = self._log_probs.chat(_pairs(output))
-        return {
-            "index": choice.index,
-            "delta": delta,
-            "logprobs": log_probs,
-            "finish_reason": None if output is None else choice.finish_reason,
-        }
+        if self._log_probs is not None and output.tokens:
+            log_probs = self._log_probs.of_output(output)
+        deltas, reason = [{"content": output.text}] if output.text else [], choice.finish_reason
+        if self._new_reader is not None:
+            deltas, reason = self._deltas[choice.index].read(output.text or "", reason)
+        if not deltas and (reason is not None or log_probs is not None):
+            deltas = [{}]
+        parts = [self._part(choice, delta) for delta in deltas]
+        if parts:
+            parts[0]["logprobs"] = log_probs
+            parts[-1]["finish_reason"] = reason
+        return parts
+
+    def _part(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class ChatDeltas:
+    """The deltas of one streamed choice whose text must be read."""
+
+    def __init__(self, reader: MessageReader) -> None:
+        self._reader = reader
+        self._message = ReadMessage()
+        self._calls = 0
+
+    def read(self, text: str, reason: str | None) -> tuple[list[dict[str, Any]], str | None]:
+        """Return the deltas of some text, and the reason of the end if this is the end."""
+        events = self._reader.push(text)
+        if reason is not None:
+            events += self._reader.finish(cut=reason == "length")
+        self._message.add(events)
+        deltas = [delta for event in events if (delta := self._delta(event))]
+        return deltas, reason and _reason(reason, self._message)
+
+    def _delta(self, event: Event) -> dict[str, Any] | None:
+        match event:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegin(name):
+                self._calls += 1
+                call = {"index": self._calls - 1, **_call_record(name, "")}
+                return {"tool_calls": [call]}
+            case CallArguments(text):
+                call = {"index": self._calls - 1, "function": {"arguments": text}}
+                return {"tool_calls": [call]}
+            case _:  # a broken call: the sent parts cannot be taken back
+                return None
+
+
+def _read_fields(read: ReadMessage) -> dict[str, Any]:
+    """Return the fields of a message that was read."""
+    fields: dict[str, Any] = {"content": read.content}
+    if read.calls:
+        fields["content"] = read.content or None
+        fields["tool_calls"] = [_call_record(call.name, call.arguments) for call in read.calls]
+    if read.reasoning:
+        fields["reasoning_content"] = read.reasoning
+    return fields
+
+
+def _call_record(name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _reason(reason: str | None, read: ReadMessage) -> str | None:
+    return "tool_calls" if read.calls and reason == "stop" else reason
 
 
 class CompletionForm:
-    """Completions: a text per choice. ``echo``: the texts of the prompts, in front of each."""
+    """Format of completions: each choice has a text. ``echo``: prompts, put before the texts."""
 
     object = "text_completion"
     chunk_object = "text_completion"
@@ -177,6 +272,11 @@ class CompletionForm:
         self._log_probs = log_probs
         self._echo = echo
         self._offsets: dict[int, int] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the events of a choice differ in nothing but their text."""
+        return self._log_probs is None
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """Return a finished choice."""
@@ -190,20 +290,22 @@ class CompletionForm:
         }
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
-        """Return what a stream says of a choice before its first text."""
+        """Return the choice's entry in its opening event; None if it needs no such event."""
         if not self._echo:
             return None
         self._offsets[choice.index] = len(self._echo[choice.index])
         return self._part(choice, self._echo[choice.index], None, None)
 
-    def part(self, choice: Choice, output: Output) -> dict[str, Any]:
-        """Return the part of a stream that one output makes."""
+    def parts(self, choice: Choice, output: Output) -> list[dict[str, Any]]:
+        """Return the choice's entries in the events of one output, none if it adds nothing."""
+        if not output.text and not output.is_done and not output.log_probabilities:
+            return []
         log_probs = None
         if self._log_probs is not None and output.tokens:
             offset = self._offsets.get(choice.index, 0)
             log_probs = self._log_probs.completion(_pairs(output), offset)
             self._offsets[choice.index] = offset + sum(map(len, log_probs["tokens"]))
-        return self._part(choice, output.text or "", log_probs, choice.finish_reason)
+        return [self._part(choice, output.text or "", log_probs, choice.finish_reason)]
 
     def _part(
         self, choice: Choice, text: str, log_probs: dict[str, Any] | None, reason: str | None
@@ -220,14 +322,14 @@ Form = ChatForm | CompletionForm
 
 
 class Answer:
-    """The JSON of one request: its id, time and model around the choices."""
+    """Encodes the response to one request: choices with id, time and model."""
 
     def __init__(self, form: Form, name: str, model: str) -> None:
         self._form = form
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[Choice], prompts: int) -> bytes:
-        """Return the whole answer."""
+        """Return the response as one JSON object."""
         parts = [self._form.whole(choice) for choice in choices]
         usage = usage_of(choices, prompts)
         return _encode(
@@ -235,18 +337,28 @@ class Answer:
         )
 
     def first(self, choice: Choice, more: dict[str, Any]) -> bytes:
-        """Return the event that opens a choice, or nothing. ``more``: further fields."""
+        """Return the opening event of a choice, or nothing. ``more``: additional fields."""
         part = self._form.first(choice)
         return b"" if part is None else self._event([part], **more)
 
     def part(self, choice: Choice, output: Output, more: dict[str, Any]) -> bytes:
-        """Return the event of one output, or nothing if it says nothing new."""
-        if not output.text and not output.is_done and not output.log_probabilities:
-            return b""
-        return self._event([self._form.part(choice, output)], **more)
+        """Return the events of one output, empty if the output adds nothing visible."""
+        parts = self._form.parts(choice, output)
+        return b"".join([self._event([part], **more) for part in parts])
+
+    def halves(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """Return what stands before and after the JSON of the text in an event of a choice.
+
+        None if events differ in more than their text. The opening and the last event always do.
+        """
+        if not self._form.is_plain:
+            return None
+        marked = self._event(self._form.parts(choice, _MARKED))
+        before, _, after = marked.partition(_encode(_MARK))
+        return before, after
 
     def usage(self, choices: Sequence[Choice], prompts: int) -> bytes:
-        """Return the event with the number of tokens, which has no choices."""
+        """Return the event with the usage; its list of choices is empty."""
         return self._event([], usage=usage_of(choices, prompts))
 
     def _event(self, parts: list[dict[str, Any]], **more: Any) -> bytes:

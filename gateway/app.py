@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
 from collections.abc import Iterable
 
 from starlette.applications import Starlette
@@ -15,10 +12,26 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..proto.errors import BatonError, InternalError
+from ..runtime.keys.api_keys import FOREIGN, ApiKeys, is_local_request
 from ..runtime.process.log import get_logger
 from . import routes, text_routes
-from .errors import KeyInvalid, MethodNotAllowed, RouteNotFound, content_of, headers_of, status_of
-from .served import Served
+from .errors import (
+    ForeignHost,
+    KeyInvalid,
+    MethodNotAllowed,
+    RouteNotFound,
+    content_of,
+    headers_of,
+    status_of,
+)
+from .exchange import Exchange
+from .metrics import CLIENT_GONE, GatewayMetrics
+from .openapi import encoded, openapi
+from .responses_route import responses
+from .served import Served, random_name
+from .speech_route import speech
+from .streams import EVENTS
+from .tracing import Tracing
 
 _log = get_logger()
 MAX_REQUEST_ID = 128
@@ -26,41 +39,99 @@ MAX_REQUEST_ID = 128
 ROUTES = [
     Route("/v1/chat/completions", text_routes.chat, methods=["POST"]),
     Route("/v1/completions", text_routes.completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/embeddings", routes.embeddings, methods=["POST"]),
     Route("/v1/models", routes.models, methods=["GET"]),
     Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
-    Route("/v1/audio/speech", routes.not_served, methods=["POST"]),
+    Route("/v1/audio/speech", speech, methods=["POST"]),
     Route("/v1/images/generations", routes.not_served, methods=["POST"]),
     Route("/tokenize", routes.tokenize, methods=["POST"]),
     Route("/detokenize", routes.detokenize, methods=["POST"]),
     Route("/health", routes.ready, methods=["GET"]),
     Route("/ready", routes.ready, methods=["GET"]),
     Route("/live", routes.live, methods=["GET"]),
+    Route("/openapi.json", openapi, methods=["GET"]),
     Route("/version", routes.build, methods=["GET"]),
+    Route("/metrics", routes.metrics, methods=["GET"]),
+    Route("/dashboard", routes.dashboard, methods=["GET"]),
+    Route("/dashboard/events", routes.dashboard_events, methods=["GET"]),
 ]
 
+_PATHS = frozenset(route.path for route in ROUTES)
 
-def make_app(served: Served, key_digests: Iterable[bytes] = ()) -> ASGIApp:
+
+def make_app(
+    served: Served,
+    key_digests: Iterable[str] = (),
+    counts: GatewayMetrics | None = None,
+    tracing: Tracing | None = None,
+) -> ASGIApp:
     """Return the application. ``key_digests``: of the API keys; none: no key is asked for."""
+    counts = counts or GatewayMetrics()
     app = Starlette(
         routes=ROUTES,
         exception_handlers={BatonError: _failed, HTTPException: _no_route, Exception: _bug},
     )
     app.state.served = served
-    return Door(app, tuple(key_digests))
+    app.state.openapi = encoded(ROUTES)
+    app.state.metrics = counts
+    app.state.feed = routes.Feed()
+    return Door(Direct(app), ApiKeys(key_digests), counts, tracing)
 
 
-def digest_of(key: str) -> bytes:
-    """Return the digest of an API key; keys themselves are not kept."""
-    return hashlib.sha256(key.encode()).digest()
+class Direct:
+    """Calls the endpoint of a path without parameters itself, and leaves other paths to Starlette.
+
+    Starlette's middlewares around a route take longer than the rest of a streamed event.
+    """
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+        self._endpoints = {
+            (method, route.path): route.endpoint
+            for route in ROUTES
+            for method in route.methods or ()
+            if not route.param_convertors
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        endpoint = self._endpoints.get((scope["method"], scope["path"]))
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        scope["app"] = self._app
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+            if response is None:  # it has answered by the request's Exchange
+                return
+        except Exception as error:
+            response = await _failed(request, error)
+            exchange = Exchange.find(scope)
+            if exchange is not None and exchange.status:
+                raise  # the response has begun, so uvicorn ends the connection
+        try:
+            await response(scope, receive, send)
+        except Exception as error:
+            await _bug(request, error)  # logs it; the response has begun, so uvicorn ends it
+            raise
 
 
 class Door:
-    """Asks for the API key before any route, and gives every response its request id."""
+    """Checks a request before any route, gives every response its request id, and counts it.
 
-    def __init__(self, app: ASGIApp, key_digests: tuple[bytes, ...]) -> None:
+    A request needs an API key. Without keys, it must name this machine as its host and origin: any
+    web page can send requests to loopback, and the name of its site may resolve to loopback.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, metrics: GatewayMetrics, tracing: Tracing | None = None
+    ) -> None:
         self._app = app
-        self._digests = key_digests
+        self._keys = keys
+        self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -68,34 +139,79 @@ class Door:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if len(headers) < len(scope["headers"]):
+            headers = _without_repeated(scope)
         name = _request_id(headers)
+        if headers.get(b"x-request-id") != name:  # routes put it into the native request's id
+            others = (pair for pair in scope["headers"] if pair[0] != b"x-request-id")
+            scope["headers"] = [*others, (b"x-request-id", name)]
+        clock, status = self._metrics.begin(), CLIENT_GONE
+        answer = 0
+        exchange = Exchange.find(scope)
+        if exchange is not None:
+            exchange.headers = b"x-request-id: %b\r\n" % name
 
         async def send_named(message: Message) -> None:
+            nonlocal status, answer
             if message["type"] == "http.response.start":
+                answer = message["status"]
+                clock.streams = (b"content-type", EVENTS) in message["headers"]
                 message["headers"] = [*message["headers"], (b"x-request-id", name)]
+            elif not message.get("more_body"):
+                status = answer  # the whole answer was sent
             await send(message)
 
-        if self._digests and not self._knows(headers.get(b"authorization", b"")):
-            refused = response_of(KeyInvalid("the API key is missing or unknown"))
-            await refused(scope, receive, send_named)
-            return
-        await self._app(scope, receive, send_named)
+        tracing, span = self._tracing, None
+        try:
+            seen = _is_page(scope["path"])
+            if not self._keys and not is_local_request(scope["headers"]):
+                await response_of(ForeignHost(FOREIGN))(scope, receive, send_named)
+            elif self._keys.admit(headers.get(b"authorization", b""), basic=seen):
+                if tracing is not None:
+                    span = tracing.begin(scope, headers, name.decode())
+                await self._app(scope, receive, send_named)
+            else:
+                refused = response_of(KeyInvalid("the API key is missing or unknown"))
+                if seen:  # the browser asks for it and sends it with the page's events too
+                    refused.headers["www-authenticate"] = 'Basic realm="the API key as password"'
+                await refused(scope, receive, send_named)
+        finally:
+            if exchange is not None and exchange.status:
+                answer = exchange.status
+                status = answer if exchange.is_complete else CLIENT_GONE
+            clock.ended(_route_of(scope["path"]), status)
+            if tracing is not None and span is not None:
+                tracing.end(span, answer)
 
-    def _knows(self, authorization: bytes) -> bool:
-        kind, _, key = authorization.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return kind.lower() == b"bearer" and any(matches)
+
+def _is_page(path: str) -> bool:
+    return path == "/dashboard" or path.startswith("/dashboard/")
+
+
+def _route_of(path: str) -> str:
+    """The route of a path, as a label with few values."""
+    if path in _PATHS:
+        return path
+    return "/v1/models" if path.startswith("/v1/models/") else "other"
+
+
+def _without_repeated(scope: Scope) -> dict[bytes, bytes]:
+    """Drop a request id and a trace that occur more than once, and return the other headers.
+
+    Readers of the headers differ in which of several values counts: the first or the last.
+    """
+    names = [name for name, _ in scope["headers"]]
+    repeated = {name for name in (b"x-request-id", b"traceparent") if names.count(name) > 1}
+    scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in repeated]
+    return dict(scope["headers"])
 
 
 def _request_id(headers: dict[bytes, bytes]) -> bytes:
     """The client's id as far as it is printable, else a random one."""
     own = headers.get(b"x-request-id", b"")[:MAX_REQUEST_ID]
-    return own if own and own.isascii() and own.decode().isprintable() else _random_id()
-
-
-def _random_id() -> bytes:
-    return secrets.token_hex(16).encode()
+    if own and own.isascii() and own.decode().isprintable():
+        return own
+    return random_name(32).encode()
 
 
 def response_of(error: BatonError) -> Response:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -47,10 +48,20 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """``type``: ``text``, ``json_object`` or ``json_schema``."""
+    """What the answer must look like; ``json_schema`` goes with the type of this name."""
 
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's field: one of a JSON schema, any object, a pattern, texts, or a grammar in Lark."""
+
+    json: dict[str, Any] | bool | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -60,12 +71,10 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
 
-class GenerationBody(Body, kw_only=True):
-    """Fields that chat and completion requests share; null stands for the default."""
+class SamplingBody(Body, kw_only=True):
+    """Fields of all requests that get text; null stands for the default."""
 
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = 1
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -73,18 +82,38 @@ class GenerationBody(Body, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    max_tokens: Count | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
-    response_format: ResponseFormat | None = None
+    logit_bias: dict[str, float] | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     metadata: dict[str, str] | None = None  # for the sender's own records: changes nothing
 
+    def answer_tokens(self) -> int | None:
+        """Return the maximum number of tokens of an answer; None: up to the context's end."""
+        raise NotImplementedError
+
+    def answer_format(self) -> ResponseFormat | None:
+        """Return what the answer must look like."""
+        raise NotImplementedError
+
+    def shown_log_probs(self) -> int | None:
+        """Return the number of most likely tokens to show per token; None: no log-probabilities."""
+        raise NotImplementedError
+
+
+class GenerationBody(SamplingBody, kw_only=True):
+    """Fields that chat and completion requests share."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = 1
+    max_tokens: Count | None = None
+    response_format: ResponseFormat | None = None
+
     # Accepted with their neutral values only; see REFUSED.
-    logit_bias: Any = None
     skip_special_tokens: Any = None
     include_stop_str_in_output: Any = None
     spaces_between_special_tokens: Any = None
@@ -97,14 +126,30 @@ class GenerationBody(Body, kw_only=True):
     bad_words: Any = None
     service_tier: Any = None
     store: Any = None
+    request_id: Any = None
+    session_id: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    structural_tag: Any = None
+    logits_processors: Any = None
+    logprob_token_ids: Any = None
+    truncation_side: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    stream_interval: Any = None
+    return_tokens_as_token_ids: Any = None
+    return_token_ids: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
 
-    def answer_tokens(self) -> int | None:
-        """Return the maximum number of tokens of an answer; None: up to the context's end."""
-        return self.max_tokens
-
-    def shown_log_probs(self) -> int | None:
-        """Return the number of most likely tokens to show per token; None: no log-probabilities."""
-        return None
+    def answer_format(self) -> ResponseFormat | None:
+        """Return what the answer must look like."""
+        return self.response_format
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -116,10 +161,12 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-
-    tools: Any = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None  # the prefix cache finds common prefixes without it
+    safety_identifier: str | None = None  # names the sender's user: changes nothing
+
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -132,6 +179,11 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: Any = None
     echo: Any = None
     documents: Any = None
+    include_reasoning: Any = None
+    add_special_tokens: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    prompt_cache_retention: Any = None
 
     def answer_tokens(self) -> int | None:
         """Return the maximum number of tokens of an answer; None: up to the context's end."""
@@ -158,6 +210,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     suffix: Any = None
     best_of: Any = None
+    prompt_embeds: Any = None
 
     def answer_tokens(self) -> int | None:
         """Return the maximum number of tokens of an answer, 16 by default as OpenAI has it."""
@@ -184,6 +237,7 @@ class TokenizeBody(Body, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -193,8 +247,8 @@ class DetokenizeBody(Body, kw_only=True):
     tokens: TokenIds
 
 
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "logit_bias": (({},), "this server does not change logits by token"),
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+REFUSED: Refused = {
     "skip_special_tokens": ((True,), "special tokens are never part of the text"),
     "include_stop_str_in_output": ((False,), "stop strings are never part of the text"),
     "spaces_between_special_tokens": ((True, False), ""),
@@ -207,11 +261,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "bad_words": (([],), "use response_format to constrain the answer"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "store": ((False,), "nothing is stored"),
-    "tools": (([],), "tool calls are not offered yet"),
-    "tool_choice": (("none", "auto"), "tool calls are not offered yet"),
-    "parallel_tool_calls": ((True, False), "tool calls are not offered yet"),
-    "functions": (([],), "tool calls are not offered yet"),
-    "function_call": (("none", "auto"), "tool calls are not offered yet"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tool_choice"),
     "audio": ((), "the model answers with text"),
     "modalities": ((["text"],), "the model answers with text"),
     "prediction": ((), "predicted outputs are not used"),
@@ -223,9 +274,37 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "documents": (([],), "give documents as messages"),
     "suffix": (("",), "text is not inserted before a suffix"),
     "best_of": ((1,), "use n"),
+    "request_id": ((), "give it as the header X-Request-Id"),
+    "session_id": ((), "the prefix cache needs no session"),
+    "guided_json": ((), "use structured_outputs"),
+    "guided_regex": ((), "use structured_outputs"),
+    "guided_choice": ((), "use structured_outputs"),
+    "guided_grammar": ((), "use structured_outputs"),
+    "guided_decoding_backend": ((), "there is one"),
+    "guided_whitespace_pattern": ((), "JSON has up to 32 blanks between tokens"),
+    "structural_tag": ((), "use tools, or structured_outputs.grammar"),
+    "logits_processors": (([],), "code is not accepted; use logit_bias"),
+    "logprob_token_ids": (([],), "use top_logprobs"),
+    "truncation_side": ((), "prompts are not truncated"),
+    "thinking_token_budget": ((), "use max_tokens"),
+    "repetition_detection": ((), "use the penalties"),
+    "stream_interval": ((1,), "each token is sent as it arrives"),
+    "return_tokens_as_token_ids": ((False,), "tokens are shown as text"),
+    "return_token_ids": ((False,), "use /tokenize"),
+    "kv_transfer_params": ((), "the cluster hands over the KV itself"),
+    "ec_transfer_params": ((), "the model has no encoder"),
+    "vllm_xargs": (({},), "there are no such arguments"),
+    "include_reasoning": ((True,), "reasoning is always shown"),
+    "mm_processor_kwargs": (({},), "images are prepared with the settings of the model's folder"),
+    "media_io_kwargs": (({},), "images are prepared with the settings of the model's folder"),
+    "prompt_embeds": ((), "prompts are texts or token ids"),
 }
 """Fields that are accepted with these values only, and the reason. None is always accepted."""
-_CHAT_REFUSED = {"echo": ((False,), "use /v1/completions for echo")}
+CHAT_REFUSED: Refused = {
+    "echo": ((False,), "use /v1/completions for echo"),
+    "add_special_tokens": ((False,), "the chat template writes them"),
+    "prompt_cache_retention": (("in_memory",), "the prefix cache is in memory"),
+}
 
 B = TypeVar("B", bound=Body)
 
@@ -233,11 +312,10 @@ B = TypeVar("B", bound=Body)
 class BodyReader(Generic[B]):
     """Decodes JSON bodies of one type. Raises ParameterError, which names the field."""
 
-    def __init__(self, kind: type[B]) -> None:
+    def __init__(self, kind: type[B], more_refused: Refused = MappingProxyType({})) -> None:
         self._decoder = msgspec.json.Decoder(kind)
-        names = kind.__struct_fields__
-        refused = {**REFUSED, **_CHAT_REFUSED} if kind is ChatBody else dict(REFUSED)
-        self._refused = {name: refused[name] for name in names if name in refused}
+        refused = {**REFUSED, **more_refused}
+        self._refused = {name: refused[name] for name in kind.__struct_fields__ if name in refused}
 
     def read(self, content: bytes) -> B:
         """Decode and check a body. Errors name the field."""
@@ -266,7 +344,7 @@ _WRONG = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 
 
 def _wrong_field(said: str) -> InputError:
-    """Say which field is wrong, from msgspec's message."""
+    """Return an error that names the wrong field, from msgspec's message."""
     for pattern, text in ((_UNKNOWN, "{} is not a known parameter"), (_MISSING, "{} is missing")):
         found = pattern.match(said)
         if found:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 import msgspec
 
 from ..client.routers import router_addresses
 from ..proto.errors import ConfigError
+from ..runtime.keys.api_keys import check_http_access
+from ..runtime.metrics.vllm import METRICS_COMPAT
 from ..runtime.process.log import Level
 from .bodies import MAX_BODY_BYTES
+from .chat_style import check_parsers
+from .image_fetch import parse_hosts
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,7 +21,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ``port``: where to listen; port 0 chooses one. ``api_keys``: SHA-256 digests of the API keys in
     hexadecimal; an address that other machines reach requires one. ``keys``: key folder for
     routers that require CURVE. ``model_names``: names of the model in requests, the first of which
-    answers have. ``ssl_certfile``, ``ssl_keyfile``: files for HTTPS.
+    answers have. ``ssl_certfile``, ``ssl_keyfile``: files for HTTPS. ``share_port``: other gateways
+    listen at the same port, and the kernel deals connections out to them. ``grace_s``: seconds that
+    open requests may take after a stop signal. ``model_folder``: the operator's own folder of the
+    model, whose chat template this process renders itself. ``otlp_endpoint``: URL of an
+    OpenTelemetry collector for spans (extra ``otel``). ``tool_call_parser``, ``reasoning_parser``:
+    how answers write calls and reasoning; ``auto`` asks the chat template. ``image_hosts``: hosts
+    from which images of requests are fetched: names, addresses, networks. ``metrics_host``,
+    ``metrics_ports``: where ``/metrics`` is served once more, at the first free port of these,
+    because several gateways may share ``port``; none: nowhere.
+    ``metrics_compat``: "vllm" also exports vLLM's metric names.
     """
 
     routers: tuple[str, ...]
@@ -27,34 +38,36 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str = "127.0.0.1"
     port: int = 8000
     model_names: tuple[str, ...] = ()
+    model_folder: str = ""
     api_keys: tuple[str, ...] = ()
     keys: str = ""
+    otlp_endpoint: str = ""
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    image_hosts: tuple[str, ...] = ()
     max_body_bytes: int = MAX_BODY_BYTES
     head_timeout_s: float = 10.0
+    share_port: bool = False
+    grace_s: float = 10.0
     max_connections: int = 4096
+    metrics_host: str = "127.0.0.1"
+    metrics_ports: tuple[int, ...] = ()
+    metrics_compat: str = ""
     log_level: Level = "info"
 
     def __post_init__(self) -> None:
         """Raise ConfigError, with the name of the field, for an invalid value."""
+        if self.metrics_compat not in METRICS_COMPAT:
+            raise ConfigError(f"metrics_compat must be vllm or empty, not {self.metrics_compat!r}")
         router_addresses(self.routers)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ConfigError("give both ssl_certfile and ssl_keyfile, or none")
-        for digest in self.api_keys:
-            if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-                raise ConfigError("api_keys must be SHA-256 digests of 64 hexadecimal digits")
-        if not self.api_keys and not is_loopback(self.host):
-            raise ConfigError(f"host {self.host} is reachable from other machines: give an API key")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
+        parse_hosts(self.image_hosts)
+        check_http_access(self.host, self.api_keys, "--host")
+        if self.metrics_ports:
+            check_http_access(self.metrics_host, self.api_keys, "--metrics-host")

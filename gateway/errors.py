@@ -60,10 +60,22 @@ class KeyInvalid(BatonError):
     code = "invalid_api_key"
 
 
+class ForeignHost(BatonError):
+    """Without an API key, only requests to and from this machine's own names are served."""
+
+    code = "foreign_host"
+
+
 class BodyTooLarge(LimitExceeded):
     """The body exceeds the limit."""
 
     code = "body_too_large"
+
+
+class BodyTooSlow(BatonError):
+    """The body did not arrive in time."""
+
+    code = "body_too_slow"
 
 
 _STATUS: Mapping[type[BatonError], int] = {
@@ -74,7 +86,9 @@ _STATUS: Mapping[type[BatonError], int] = {
     DuplicateRequest: 409,
     InputError: 400,
     KeyInvalid: 401,
+    ForeignHost: 403,
     BodyTooLarge: 413,
+    BodyTooSlow: 408,
     LimitExceeded: 400,
     RouterClosing: 503,
     EndpointDraining: 503,

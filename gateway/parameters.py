@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
+
+import msgspec
 
 from ..client.options import RequestOptions
 from ..proto.errors import InputError
 from ..proto.sampling import MAX_SEED, SamplingParams
-from .bodies import MAX_PROMPTS, CompletionBody, GenerationBody, Prompts, ResponseFormat
+from .bodies import MAX_PROMPTS, CompletionBody, Prompts, ResponseFormat, SamplingBody
 from .errors import ParameterError
+from .grammars import Content, Schema, choice_rule, regex_rule
 
 _SAME = (
     "temperature",
@@ -22,38 +26,76 @@ _SAME = (
     "stop_token_ids",
     "ignore_eos",
 )
-_OTHER = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_scalars = attrgetter(*(name for name in _SAME if name != "stop_token_ids"))
+_known: dict[object, SamplingParams] = {}
+"""Parameters that have passed the checks, by the fields of bodies that they depend on."""
+_MOST_KNOWN = 1024
+_OTHER = {
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "min_new_tokens": ("min_tokens",),
+}
 """Names of the native parameters that are named otherwise in bodies."""
 
 
-def sampling_of(body: GenerationBody, index: int) -> SamplingParams:
+def sampling_of(body: SamplingBody, index: int) -> SamplingParams:
     """Return the parameters of answer ``index`` of ``n``. Raises ParameterError.
 
-    Each answer has a random stream of its own: with a seed, answer 0 has this seed.
+    Each answer has a separate random stream: with a seed, answer 0 has this seed.
     """
-    given: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
+    lists = (body.stop, body.stop_token_ids, body.logit_bias)
+    if lists != (None, None, None):
+        return _made(body, _seed(body, index))
+    key = (body.answer_tokens(), body.min_tokens, *_scalars(body))
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _made(body, None)
+        if len(_known) > _MOST_KNOWN:
+            del _known[next(iter(_known))]
+    return known.seeded(_seed(body, index))
+
+
+def _seed(body: SamplingBody, index: int) -> int | None:
+    if body.seed is None:
+        return None
+    return (body.seed + index) & MAX_SEED  # negative seeds are allowed by OpenAI
+
+
+def _made(body: SamplingBody, seed: int | None) -> SamplingParams:
+    given: dict[str, Any] = {"seed": seed}
+    given |= {name: getattr(body, name) for name in _SAME}
     given["max_new_tokens"] = body.answer_tokens()
     given["min_new_tokens"] = body.min_tokens
     given["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
-    if body.seed is not None:
-        given["seed"] = (body.seed + index) & MAX_SEED  # negative seeds are allowed by OpenAI
+    if body.logit_bias:
+        given["logit_bias"] = _biases(body.logit_bias)
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except InputError as error:
-        raise _renamed(error) from None
+        raise _renamed(error, body.__struct_fields__) from None
 
 
-def _renamed(error: InputError) -> InputError:
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return the biases by token id, which JSON has as text. Raises ParameterError."""
+    biases: dict[int, float] = {}
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= 10):
+            text = f"logit_bias: {token[:40]!r} is not a token id"
+            raise ParameterError(text, "logit_bias")
+        biases[int(token)] = bias
+    return biases
+
+
+def _renamed(error: InputError, fields: tuple[str, ...]) -> InputError:
     """Name the field as the body does."""
     said = str(error)
     name = said.split(" ", 1)[0].split("[", 1)[0]
-    public = _OTHER.get(name, name)
-    if public in GenerationBody.__struct_fields__:
-        return ParameterError(said.replace(name, public, 1), public)
+    for public in _OTHER.get(name, (name,)):
+        if public in fields:
+            return ParameterError(said.replace(name, public, 1), public)
     return error
 
 
-def options_of(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions:
+def options_of(body: SamplingBody, headers: Mapping[str, str]) -> RequestOptions:
     """Return the options of a request; headers have precedence over the body."""
     options: RequestOptions = {}
     target = headers.get("x-target-endpoint")
@@ -61,14 +103,45 @@ def options_of(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptio
         options["target_endpoint"] = target
     if body.cache_salt is not None:
         options["cache_salt"] = body.cache_salt
-    if body.response_format is not None:
-        schema = _schema_of(body.response_format)
-        if schema is not None:
-            options["json_schema"] = schema
     wanted = body.shown_log_probs()
     if wanted is not None:
         options["log_probabilities"] = max(1, wanted)
     return options
+
+
+def content_of(body: SamplingBody) -> Content | None:
+    """Return what the content must be, or None. Raises ParameterError."""
+    form = body.answer_format()
+    schema = None if form is None else _schema_of(form)
+    asked = body.structured_outputs
+    if asked is None:
+        return None if schema is None else Content(schema)
+    given = [name for name in asked.__struct_fields__ if getattr(asked, name) not in (None, False)]
+    if schema is not None:
+        raise ParameterError(
+            "structured_outputs cannot be combined with response_format", "structured_outputs"
+        )
+    if len(given) != 1:
+        raise ParameterError(
+            "structured_outputs needs one of json, json_object, regex, choice and grammar",
+            "structured_outputs",
+        )
+    if asked.regex is not None:
+        return Content(rule=regex_rule(asked.regex))
+    if asked.choice is not None:
+        return Content(rule=choice_rule(asked.choice))
+    if asked.grammar is not None:
+        return Content(grammar=asked.grammar)
+    return Content({"type": "object"} if asked.json is None else _json_of(asked.json))
+
+
+def _json_of(given: dict[str, Any] | bool | str) -> Schema:
+    if not isinstance(given, str):
+        return given
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any] | bool)
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError) as error:
+        raise ParameterError(f"structured_outputs.json: {error}", "structured_outputs") from None
 
 
 def _schema_of(form: ResponseFormat) -> Mapping[str, Any] | None:
@@ -76,11 +149,6 @@ def _schema_of(form: ResponseFormat) -> Mapping[str, Any] | None:
         return None
     if form.type == "json_object":
         return {"type": "object"}
-    if form.type != "json_schema":
-        raise ParameterError(
-            "response_format.type must be text, json_object or json_schema",
-            "response_format.type",
-        )
     if form.json_schema is None or form.json_schema.schema is None:
         raise ParameterError(
             "response_format.json_schema.schema is missing", "response_format.json_schema.schema"
@@ -110,27 +178,3 @@ def list_of(given: Prompts, name: str, most: int) -> list[str | list[int]]:
     if any(len(entry) == 0 for entry in entries):
         raise ParameterError(f"{name} has an empty entry", name)
     return entries
-
-
-def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are texts, as chat templates expect them."""
-    return [_message(at, message) for at, message in enumerate(messages)]
-
-
-def _message(at: int, message: dict[str, Any]) -> dict[str, Any]:
-    place = f"messages[{at}]"
-    if not isinstance(message.get("role"), str):
-        raise ParameterError(f"{place}.role must be text", f"{place}.role")
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ParameterError(
-                f"{place}.content: the model takes parts of type text, not {kind!r}",
-                f"{place}.content",
-            )
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}

@@ -2,34 +2,92 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from ..client.async_client import AsyncClient
+from ..client.images import data_url_content
 from ..client.model import ServedModel
-from ..proto.errors import RequestCancelled
+from ..client.options import RequestOptions
+from ..client.speech import Audio
+from ..images.processor import MAX_IMAGE_BYTES
+from ..proto.errors import CapacityError, InputError, RequestCancelled
+from ..proto.layout import model_name
+from ..proto.limits import MAX_REQUEST_ID_CHARS, MAX_REQUEST_IMAGES
+from ..proto.trace_context import parse_traceparent
 from .bodies import MAX_BODY_BYTES
-from .errors import BodyTooLarge, ModelNotFound
+from .chat_plan import ChatPlanner
+from .errors import BodyTooLarge, BodyTooSlow, ModelNotFound, ParameterError
+from .image_fetch import ImageFetcher
+from .messages import ImageUrl
+
+MAX_UNFINISHED_BYTES = 256 << 20
+"""Of all bodies that are still arriving."""
+BODY_TIMEOUT_S = 60.0
+"""A body must arrive within this time."""
+
+_RANDOM_CHARS = 24
 
 
 @dataclass(slots=True)
 class Served:
-    """The cluster behind a gateway.
+    """The cluster that a gateway serves.
 
     ``names``: names of the model that requests may use, the first of which answers have; empty:
-    the name by which the cluster knows the model.
+    the name by which the cluster knows the model. ``gateway``: name of this gateway.
+    ``router_clients``: a client for each router if there are several; empty: ``client`` is enough.
+    ``fetcher``: fetches images of other URLs than data URLs; None: they are refused.
+    ``unfinished_bytes``: of all bodies that are still arriving. ``vllm_metrics``: ``/metrics`` has
+    vLLM's names too.
     """
 
     client: AsyncClient
     names: tuple[str, ...] = ()
     max_body_bytes: int = MAX_BODY_BYTES
+    gateway: str = "gateway"
+    unfinished_bytes: int = 0
+    planner: ChatPlanner = field(default_factory=ChatPlanner)
+    fetcher: ImageFetcher | None = None
+    vllm_metrics: bool = False
+    router_clients: tuple[AsyncClient, ...] = ()
     _known: tuple[str, ...] = field(default=(), init=False)
+    _model: ServedModel | None = field(default=None, init=False)
+    _audio: tuple[str, Audio] | None = field(default=None, init=False)
+    _loading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def images(self, model: ServedModel, urls: Sequence[ImageUrl]) -> list[bytes]:
+        """Return the encoded images of a request's URLs.
+
+        Raises ParameterError, ImageHostRefused, ImageNotFetched.
+        """
+        if urls and not model.takes_images:
+            raise ParameterError(f"the model {self.name!r} takes no images", urls[0][0])
+        if len(urls) > MAX_REQUEST_IMAGES:
+            text = f"{len(urls)} images, at most {MAX_REQUEST_IMAGES} are allowed"
+            raise ParameterError(text, urls[MAX_REQUEST_IMAGES][0])
+        images: list[bytes] = []
+        for place, url in urls:
+            images.append(await self._image(place, url, MAX_IMAGE_BYTES - sum(map(len, images))))
+        return images
+
+    async def _image(self, place: str, url: str, left: int) -> bytes:
+        """Return one encoded image. ``left``: bytes that may be fetched for the request."""
+        try:
+            if url.startswith("data:"):
+                return await asyncio.to_thread(data_url_content, url)
+            return await (self.fetcher or ImageFetcher(())).fetch(url, left)
+        except InputError as error:
+            if type(error) is InputError:
+                raise ParameterError(f"{place}: {error}", place) from None
+            raise
 
     @classmethod
     def of(cls, request: Request) -> Served:
-        """Return the cluster behind the gateway that got this request."""
+        """Return the cluster of the gateway that received this request."""
         served: Served = request.app.state.served
         return served
 
@@ -41,28 +99,81 @@ class Served:
     async def model(self, wanted: str | None = None) -> ServedModel:
         """Return the served model. Raises ModelNotFound if ``wanted`` is another one."""
         model = await self.client.model()
-        own = model.card.name
-        folder = PurePath(model.description.folder).name
-        self._known = self.names or tuple(dict.fromkeys(name for name in (folder, own) if name))
+        if model is not self._model:
+            folder, own = model_name(model.description.folder), model.card.name
+            self._known = self.names or tuple(dict.fromkeys(name for name in (folder, own) if name))
+            self._model = model
         if wanted is not None and wanted not in self._known:
             raise ModelNotFound(f"the model {wanted[:200]!r} is not served; {self.name!r} is")
         return model
 
+    async def audio(self, load: Callable[[str], Audio]) -> Audio:
+        """Return the codec of the served model's folder; ``load(folder)`` reads it once.
+
+        Raises CheckpointError if this machine has no such folder.
+        """
+        folder = (await self.model()).description.folder
+        async with self._loading:
+            if self._audio is None or self._audio[0] != folder:
+                self._audio = folder, await asyncio.to_thread(load, folder)
+            return self._audio[1]
+
+
+def origin_of(request: Request) -> RequestOptions:
+    """Return the options that name a native request's origin: gateway and trace."""
+    options: RequestOptions = {"gateway": Served.of(request).gateway}
+    trace = parse_traceparent(request.headers.get("traceparent", ""))
+    if trace is not None:  # an invalid header is ignored, as W3C Trace Context asks for
+        options["traceparent"] = trace.traceparent
+    return options
+
 
 async def read_body(request: Request) -> bytes:
-    """Read the body. Raises BodyTooLarge as soon as it exceeds the limit."""
-    most = Served.of(request).max_body_bytes
-    said = request.headers.get("content-length", "")
-    if said.isdigit() and int(said) > most:
-        raise BodyTooLarge(f"the body has {said} bytes, at most {most} are read")
+    """Read the body. Raises BodyTooLarge or CapacityError as soon as it exceeds a limit."""
+    served = Served.of(request)
+    message = await request.receive()
+    part: bytes = message.get("body", b"")
+    if not message.get("more_body") and message["type"] == "http.request":
+        _check_size(len(part), served)
+        return part
+    length = request.headers.get("content-length", "")
+    _check_size(int(length) if length.isdigit() else 0, served)
     parts: list[bytes] = []
     size = 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise BodyTooLarge(f"the body has more than {most} bytes")
-            parts.append(part)
-    except ClientDisconnect:
-        raise RequestCancelled("the client has closed its connection") from None
-    return b"".join(parts)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                if message["type"] != "http.request":
+                    raise RequestCancelled("the client has closed its connection")
+                part = message.get("body", b"")
+                size += len(part)
+                served.unfinished_bytes += len(part)
+                _check_size(size, served)
+                if served.unfinished_bytes > MAX_UNFINISHED_BYTES:
+                    raise CapacityError("too many bytes of unfinished bodies", retry_after=1.0)
+                parts.append(part)
+                if not message.get("more_body"):
+                    return b"".join(parts)
+                message = await request.receive()
+    except TimeoutError:
+        raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+    finally:
+        served.unfinished_bytes -= size
+
+
+def _check_size(size: int, served: Served) -> None:
+    most = served.max_body_bytes
+    if size > most:
+        raise BodyTooLarge(f"the body has at least {size} bytes, at most {most} are read")
+
+
+def name_of(kind: str, request: Request) -> str:
+    """Return the native request's id, which contains the X-Request-Id of the response."""
+    own = request.headers.get("x-request-id", "")
+    room = MAX_REQUEST_ID_CHARS - len(kind) - _RANDOM_CHARS - 8
+    return f"{kind}-{own[:room]}-{random_name(_RANDOM_CHARS)}"
+
+
+def random_name(chars: int) -> str:
+    """Return hexadecimal characters that differ each time. They need not be secret."""
+    return f"{random.getrandbits(4 * chars):0{chars}x}"

@@ -1,7 +1,8 @@
 """Serves the application with uvicorn on an event loop of uvloop.
 
-Limits of a connection: its first bytes and each request's head must arrive within a time, and a
-head has a maximum size (:class:`LimitedHttp`).
+Limits of a connection: its first bytes, each request's head, and the rest of a request that was
+answered early must arrive within a time, and heads and trailers have a maximum size
+(:class:`LimitedHttp`).
 """
 
 from __future__ import annotations
@@ -10,37 +11,58 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import msgspec
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..client.async_client import AsyncClient
 from ..proto.errors import ConfigError
+from ..runtime.metrics.families import Family
+from ..runtime.metrics.listener import MetricsListener
+from ..runtime.metrics.vllm import vllm_families
 from ..runtime.process.log import get_logger
-from ..runtime.process.main import SIGN_EVERY_S, say_alive
+from ..runtime.process.main import SIGN_EVERY_S, collect_rarely, favor_event_loop, say_alive
 from .app import make_app
+from .chat_plan import ChatPlanner
 from .config import GatewayConfig
+from .exchange import Exchange
+from .image_fetch import ImageFetcher
+from .metrics import GatewayMetrics
 from .served import Served
+from .tracing import make_tracing
 
 MAX_HEAD_BYTES = 16 << 10
 _BACKLOG = 2048
-_GRACE_S = 10
-"""Seconds that open requests may take when the gateway ends."""
+_FIRST_REQUEST_S = 1.0
+"""Seconds that a new connection has for its first request when the server stops."""
+_UNREAD_S = 60.0
+"""Seconds after which a connection ends whose client does not read its answer."""
+_ENDS_LATER_S = 30.0
+"""Seconds that a gateway which is replaced may need in addition to its grace."""
 _log = get_logger()
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """HTTP/1.1 whose request heads are limited in size and time."""
+    """HTTP/1.1 whose request heads are limited in size and time, and whose trailers in size.
+
+    A request that continues after its answer is limited in time: the routes limit a body only while
+    they read it.
+    """
 
     head_timeout_s = 10.0
     _head_bytes = 0
+    _idle_bytes = 0  # since the head or the last part of the body: of trailers and chunk headers
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
+    _exchange: Exchange | None = None  # the last exchange that began
+    _blocked: asyncio.TimerHandle | None = None  # runs while the client does not read
+    _leaves = False  # the server stops: the first request on this connection is its last
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for the first request's head."""
@@ -48,19 +70,30 @@ class LimitedHttp(HttpToolsProtocol):
         self._timer = self.loop.call_later(self.head_timeout_s, self._late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timers."""
         self._stop_timer()
+        if self._blocked is not None:
+            self._blocked.cancel()
         super().connection_lost(exc)
+        if self._exchange is not None:
+            self._exchange.gone()
 
     def data_received(self, data: bytes) -> None:
-        """Count the head's bytes; a head that is too long or too slow ends the connection."""
+        """Count the bytes of the head and of trailers; too many end the connection."""
         if self._in_head:
             self._head_bytes += len(data)
-            if self._timer is None:  # a further request on a kept connection
-                self._timer = self.loop.call_later(self.head_timeout_s, self._late)
+        else:
+            # The parser keeps an unfinished trailer: dropping finished ones does not bound memory.
+            self._idle_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse("431 Request Header Fields Too Large", "the request's head is too long")
+        if self.transport.is_closing():
+            return
+        what, size = ("head", self._head_bytes) if self._in_head else ("end", self._idle_bytes)
+        if size > MAX_HEAD_BYTES:
+            self._refuse("431 Request Header Fields Too Large", f"the request's {what} is too long")
+        elif self._in_head and self._head_bytes and self._timer is None:
+            # A part of a further head on a kept connection. Most heads arrive as a whole.
+            self._timer = self.loop.call_later(self.head_timeout_s, self._late)
 
     def on_url(self, url: bytes) -> None:
         """Limit the path like the rest of the head."""
@@ -68,20 +101,76 @@ class LimitedHttp(HttpToolsProtocol):
         if len(self.url) > MAX_HEAD_BYTES:
             raise ValueError("the path is too long")
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; ignore a trailer."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body, which the routes limit."""
+        self._idle_bytes = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         """Begin the request."""
         self._in_head = False
-        self._head_bytes = 0
+        self._head_bytes = self._idle_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """Expect the next head."""
         self._in_head = True
+        self._stop_timer()
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Answer a request. A pipelined one comes here after the answer before it."""
+        if self._leaves:
+            cycle.keep_alive = False
+        self._exchange = Exchange.begin(cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def pause_writing(self) -> None:
+        """Limit the time in which the client does not read its answer."""
+        super().pause_writing()
+        if self._blocked is None:
+            self._blocked = self.loop.call_later(_UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Continue a stream whose client has read again."""
+        if self._blocked is not None:
+            self._blocked.cancel()
+            self._blocked = None
+        super().resume_writing()
+        if self._exchange is not None:
+            self._exchange.has_room()
+
+    def on_response_complete(self) -> None:
+        """Limit the time of what still arrives of an answered request."""
+        super().on_response_complete()
+        cycle = self.cycle  # of the request that arrives now; a pipelined one has no answer yet
+        unfinished = not self._in_head and cycle is not None and cycle.response_complete
+        if unfinished and self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self.head_timeout_s, self._late)
+
+    def shutdown(self) -> None:
+        """End the connection after its running request, or after the first one if it is new.
+
+        The client of a new connection has sent its request, or is about to, and would be reset.
+        """
+        if self.cycle is None and not self._leaves:
+            self._leaves = True
+            self._stop_timer()
+            self._timer = self.loop.call_later(_FIRST_REQUEST_S, self.transport.close)
+        else:
+            super().shutdown()
 
     def _late(self) -> None:
         self._timer = None
+        if not self._in_head:  # the request was answered long ago
+            self.transport.close()
+            return
         if self._in_head and self._head_bytes and not self.transport.is_closing():
             self._refuse("408 Request Timeout", "the request's head did not arrive in time")
         elif not self._head_bytes and self.cycle is None:
@@ -99,7 +188,8 @@ class LimitedHttp(HttpToolsProtocol):
             f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(head.encode() + body)
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(head.encode() + body)
         self.transport.close()
 
 
@@ -118,6 +208,37 @@ class Server(uvicorn.Server):
             for one in signals:
                 loop.remove_signal_handler(one)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop; first take the connections that the kernel has accepted for this process.
+
+        Another gateway may listen at the same port, but the kernel moves none of them to it.
+        """
+        loop, taken = asyncio.get_running_loop(), list[socket.socket]()
+        for listener in sockets or ():
+            with suppress(OSError):  # no more is waiting
+                listener.settimeout(0.0)
+                while len(taken) < _BACKLOG:
+                    taken.append(listener.accept()[0])
+                    taken[-1].settimeout(0.0)
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            with suppress(OSError):  # closed already
+                listener.shutdown(socket.SHUT_RD)  # uvloop closes it only at the end of its turn
+        tls = self.config.ssl
+        limit = _FIRST_REQUEST_S if tls is not None else None
+        connecting = (
+            loop.connect_accepted_socket(
+                self._make_protocol, one, ssl=tls, ssl_handshake_timeout=limit
+            )
+            for one in taken
+        )
+        await asyncio.gather(*connecting, return_exceptions=True)  # a peer may have gone
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> LimitedHttp:
+        return LimitedHttp(self.config, self.server_state, self.lifespan.state)
+
 
 Announce = Callable[[str, str, bool], object]
 
@@ -127,16 +248,34 @@ def serve(config: GatewayConfig, on_listening: Announce | None = None) -> int:
 
     ``on_listening``: called with the URL, the model's name and whether a key is required.
     """
+    _check_certificate(config)
     sockets = [_listen(config)]
+    collect_rarely()
+    if config.metrics_ports or config.otlp_endpoint:
+        favor_event_loop()
     uvloop.run(_serve(config, sockets, on_listening))
     return 0
+
+
+def _check_certificate(config: GatewayConfig) -> None:
+    """Raise ConfigError for files that uvicorn would fail on after the start."""
+    if not config.ssl_certfile:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        files = f"{config.ssl_certfile} and {config.ssl_keyfile}"
+        raise ConfigError(f"the certificate {files} cannot be used: {error}") from None
 
 
 def _listen(config: GatewayConfig) -> socket.socket:
     host = config.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, config.port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server(
+            (host, config.port), family=family, backlog=_BACKLOG, reuse_port=config.share_port
+        )
     except OSError as error:
         raise ConfigError(f"cannot listen at {config.host}:{config.port}: {error}") from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
@@ -146,9 +285,18 @@ def _listen(config: GatewayConfig) -> socket.socket:
 async def _serve(
     config: GatewayConfig, sockets: list[socket.socket], on_listening: Announce | None
 ) -> None:
-    client = AsyncClient(list(config.routers), keys=config.keys or None)
-    served = Served(client, config.model_names, config.max_body_bytes)
-    app = make_app(served, [bytes.fromhex(digest) for digest in config.api_keys])
+    keys, folder = config.keys or None, config.model_folder
+    client = AsyncClient(list(config.routers), keys=keys, model_folder=folder)
+    planner = ChatPlanner(config.tool_call_parser, config.reasoning_parser)
+    served = Served(
+        client, config.model_names, config.max_body_bytes, config.name,
+        planner=planner, fetcher=ImageFetcher(config.image_hosts),
+        vllm_metrics=config.metrics_compat == "vllm", router_clients=_router_clients(config),
+    )  # fmt: skip
+    counts = GatewayMetrics()
+    tracing = make_tracing(config.otlp_endpoint, config.name)
+    app = make_app(served, config.api_keys, counts, tracing)
+    listener = _metrics_listener(config, counts)
     LimitedHttp.head_timeout_s = config.head_timeout_s
     server = Server(
         uvicorn.Config(
@@ -162,7 +310,7 @@ async def _serve(
             date_header=False,
             proxy_headers=False,
             limit_concurrency=config.max_connections,
-            timeout_graceful_shutdown=_GRACE_S,
+            timeout_graceful_shutdown=max(1, int(config.grace_s)),
             ssl_certfile=config.ssl_certfile or None,
             ssl_keyfile=config.ssl_keyfile or None,
         )
@@ -173,15 +321,46 @@ async def _serve(
     shown = f"[{host}]" if ":" in host else host
     url = f"{scheme}://{shown}:{port}/v1"
     _log.info("gateway.listening", url=url)
-    alive = asyncio.ensure_future(_show_life())
-    try:
-        async with client:
-            if on_listening is not None:
-                await served.model()
-                on_listening(url, served.name, bool(config.api_keys))
+    async with client:
+        if on_listening is not None:
+            await served.model()
+            on_listening(url, served.name, bool(config.api_keys))
+        alive = asyncio.ensure_future(_show_life())
+        try:
             await server.serve(sockets=sockets)
-    finally:
-        alive.cancel()
+        finally:
+            alive.cancel()
+            for one in served.router_clients:
+                await one.close()
+            if tracing is not None:
+                tracing.close()
+            if listener is not None:
+                listener.close()
+
+
+def _router_clients(config: GatewayConfig) -> tuple[AsyncClient, ...]:
+    """Return a client for each router, if there are several. They connect on first use."""
+    if len(config.routers) < 2:
+        return ()
+    keys = config.keys or None
+    return tuple(AsyncClient(one, keys=keys, connect_timeout=1.0) for one in config.routers)
+
+
+def _metrics_listener(config: GatewayConfig, counts: GatewayMetrics) -> MetricsListener | None:
+    """Serve this gateway's metrics at a separate port, if one is set."""
+    if not config.metrics_ports:
+        return None
+
+    def families() -> list[Family]:
+        own = counts.families()
+        return [*own, *vllm_families(own)] if config.metrics_compat else own
+
+    listener = MetricsListener(
+        asyncio.get_running_loop(), config.metrics_host, config.metrics_ports, families,
+        config.api_keys, config.grace_s + _ENDS_LATER_S,
+    )  # fmt: skip
+    listener.start()
+    return listener
 
 
 async def _show_life() -> None:

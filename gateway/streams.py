@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from starlette.types import Receive, Scope, Send
 
-from ..client.async_client import AsyncGeneration
+from ..client.async_generation import AsyncGeneration
 from ..client.output import Output
 from ..proto.errors import BatonError, RequestCancelled
 from .errors import content_of
+from .metrics import current_clock
 
 T = TypeVar("T")
+EVENTS = b"text/event-stream; charset=utf-8"
 Events = AsyncGenerator[bytes, None]
 
 
@@ -25,14 +27,19 @@ async def outputs_of(
 
     Closing the iterator cancels the requests that still run. The first error ends all of them.
     """
+    clock = current_clock.get()
     try:
         if len(generations) == 1:
             async for output in generations[0]:
+                if clock is not None:
+                    clock.outputs(0).took(output)
                 yield 0, output
             return
         async with aclosing(_merged(generations)) as merged:
-            async for found in merged:
-                yield found
+            async for index, output in merged:
+                if clock is not None:
+                    clock.outputs(index).took(output)
+                yield index, output
     finally:
         for generation in generations:
             await generation.aclose()
@@ -78,19 +85,30 @@ async def _client_gone(receive: Receive) -> None:
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``. Cancel it if the client closes its connection.
 
-    Raises RequestCancelled then.
+    Raises RequestCancelled then. The work runs in the caller's task: a separate task would cost
+    a short request more than all of its JSON.
     """
-    task = asyncio.ensure_future(work)
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    is_gone = False
+    is_over = False
+
+    def on_gone(_: asyncio.Future[None]) -> None:
+        nonlocal is_gone
+        if not is_over:
+            is_gone = True
+            task.cancel()
+
     gone = asyncio.ensure_future(_client_gone(receive))
+    gone.add_done_callback(on_gone)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise RequestCancelled("the client has closed its connection")
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and not task.uncancel():
+            raise RequestCancelled("the client has closed its connection") from None
+        raise
     finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        is_over = True
+        gone.cancel()
 
 
 class EventStream:
@@ -100,32 +118,26 @@ class EventStream:
     status. A later error is an event, and the last one.
     """
 
-    def __init__(
-        self, first: bytes, events: Events, headers: Sequence[tuple[bytes, bytes]]
-    ) -> None:
+    def __init__(self, first: bytes, events: Events) -> None:
         self._first = first
         self._events = events
-        self._headers = headers
 
     @classmethod
-    async def begin(
-        cls, receive: Receive, events: Events, headers: Sequence[tuple[bytes, bytes]] = ()
-    ) -> EventStream:
+    async def begin(cls, receive: Receive, events: Events) -> EventStream:
         """Wait for the first event. Raises the error of a request that fails before."""
         try:
             first = await unless_gone(receive, _next(events))
         except BaseException:
             await events.aclose()
             raise
-        return cls(first, events, headers)
+        return cls(first, events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the last one, or until the client is gone."""
         headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", EVENTS),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *self._headers,
         ]
         async with aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": headers})

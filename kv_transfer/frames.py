@@ -94,7 +94,7 @@ class BufferPool:
         self.allocated += 1
         return np.empty(nbytes, np.uint8)
 
-    def give(self, buffer: Bytes) -> None:
+    def release(self, buffer: Bytes) -> None:
         """Return a buffer to the pool. No reader may use it any more."""
         free = self._free.setdefault(buffer.nbytes, [])
         if len(free) < self._capacity:

@@ -28,12 +28,12 @@ from ..proto.wire.messages import (
     Reserve,
     Stale,
 )
-from .contacts import Contacts
 from .grants import GrantState, IllegalTransition, Peer, Slot
 from .past_attempts import PastAttempts
 from .receiver_data import ReceiverData
 from .receiver_grants import Output, ReceiverConfig, ReceiverGrants, Reply
 from .store import A, BlockStore
+from .timeout import Contacts
 
 
 class Receiver(Generic[A]):

@@ -15,8 +15,7 @@ import numpy as np
 
 from ..proto.layout import KVLayout
 from ..proto.wire.messages import Commit, Credit, Grant, Message, Reserve, Revoke
-from .credit import CreditPool
-from .grants import GrantState, GrantTable, IllegalTransition, Peer, Slot
+from .grants import CreditPool, GrantState, GrantTable, IllegalTransition, Peer, Slot
 from .store import A, BlockStore
 from .timeout import HANDOFF_TIMEOUT_S
 
@@ -138,7 +137,7 @@ class ReceiverGrants(Generic[A]):
         )
 
     def credit_outputs(self) -> list[Output[A]]:
-        """Tell senders their raised credit."""
+        """Return the messages that raise the senders' credit."""
         outputs: list[Output[A]] = []
         for index, credit in self.credits.top_up():
             slot = self.table.at(index)

@@ -154,7 +154,7 @@ class Sender:
         return handoff is None or handoff.endpoint == endpoint
 
     def on_grant(self, endpoint: str, message: Grant, now: float) -> list[Output]:
-        """Start sending into the promised blocks. A grant that is no longer wanted is released."""
+        """Start sending into the promised blocks. An unwanted grant is released."""
         key = (message.request, message.attempt)
         handoff = self._live.get(key)
         if handoff is None or handoff.endpoint != endpoint:

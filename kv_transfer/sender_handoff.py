@@ -125,7 +125,8 @@ class Done:
     resent: int
     blocks: int
     cached_tokens: int
-    seconds: float
+    seconds: float  # since the Reserve
+    sent_at: float  # when the first frame was sent; 0.0 without frames
 
 
 @dataclass(slots=True, frozen=True)
@@ -198,6 +199,7 @@ class Handoff:
     progress_at: float = 0.0  # last time frames were known to arrive, or none was in flight
     retries: int = 0
     resent: int = 0
+    sent_at: float = 0.0  # when the first frame was sent
     refusals: int = 0  # highest refusal round received from the other side
 
     def __post_init__(self) -> None:
@@ -294,6 +296,7 @@ class Handoff:
             blocks=self.blocks - self.cached_blocks,
             cached_tokens=self.cached_tokens,
             seconds=now - self.started,
+            sent_at=self.sent_at,
         )
 
     # ------------------------------------------------------------------ credit and arrivals
@@ -372,6 +375,7 @@ class Handoff:
             outputs.append(SendFrame(self.endpoint, self.key, frame))
         if not outputs:
             return self.maybe_commit(now)
+        self.sent_at = self.sent_at or now
         self.calm(now)
         return outputs
 

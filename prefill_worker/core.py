@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import msgspec
 
@@ -40,6 +40,7 @@ from ..proto.wire.messages import (
 )
 from ..worker.base_core import Handler, WorkerCore
 from ..worker.events import RunStep, StepDone, Tick, ToRouter
+from ..worker.jobs import Ending
 from ..worker.membership import Membership
 from ..worker.steps import EngineSteps
 from .assign_core import AssignCore
@@ -204,7 +205,7 @@ class PrefillCore(AssignCore[Job]):
                 case handoff.Refusal():
                     actions += self._refused(output, now)
                 case handoff.Done():
-                    actions += self._done(output)
+                    actions += self._done(output, now)
                 case handoff.Failed():
                     actions += self._handoff_failed(output, now)
                 case action:
@@ -216,6 +217,7 @@ class PrefillCore(AssignCore[Job]):
         if job is None:
             return
         job.state = JobState.COMPUTING
+        job.granted = now
         job.cached_tokens = output.cached_tokens
         uncached = job.sequence.num_tokens - output.cached_tokens
         if uncached >= self._limits.stream_tokens:
@@ -253,7 +255,7 @@ class PrefillCore(AssignCore[Job]):
         messages.append(Busy(request=request, attempt=attempt, reason=reason, decode_full=True))
         return list(self._member.give_back(job.router, job.key, messages, now, job.deadline))
 
-    def _done(self, output: handoff.Done) -> list[Action]:
+    def _done(self, output: handoff.Done, now: float) -> list[Action]:
         job = self._queue.get(output.key)
         if job is None:
             return []
@@ -261,7 +263,8 @@ class PrefillCore(AssignCore[Job]):
         self._remove(job)
         link = self._links.get(output.endpoint)
         worker, transport = (link.worker, link.transport) if link else ("", "")
-        message = report(output, self._member.identity.worker, worker, transport)
+        times = job.times(now, output.sent_at)
+        message = report(output, times, self._member.identity.worker, worker, transport)
         return [ToRouter(job.router, message), *self._maybe_drained()]
 
     def _handoff_failed(self, output: handoff.Failed, now: float) -> list[Action]:
@@ -316,21 +319,9 @@ class PrefillCore(AssignCore[Job]):
             case _:
                 return []
 
-    def _end(
-        self,
-        job: Job,
-        now: float,
-        *,
-        status: str | None = None,
-        code: str | None = None,
-        message: str = "",
-        retry_after: float | None = None,
-    ) -> list[Action]:
+    def _end(self, job: Job, now: float, **ending: Unpack[Ending]) -> list[Action]:
         """Send the terminal, release the grant, keep the tokens until they are acknowledged."""
-        worker = self._member.identity.worker
-        terminal = job.terminal(
-            worker, status=status, code=code, message=message, retry_after=retry_after
-        )
+        terminal = job.terminal(self._member.identity.worker, now, **ending)
         prompt = len(job.assign.context.tokens)
         tokens, logprobs = job.generated, job.logprobs
         self._ended.end(job.key, job.deadline)
@@ -370,7 +361,7 @@ class PrefillCore(AssignCore[Job]):
 
     @property
     def idle(self) -> bool:
-        """True if there is no request and no running step, so integrity can be checked."""
+        """True without requests and a running step, so integrity can be checked."""
         return not len(self._queue) and not len(self._handoffs) and not self._steps.running
 
     def knows(self, endpoint: str, incarnation: int) -> bool:

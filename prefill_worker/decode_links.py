@@ -28,7 +28,7 @@ from ..proto.wire.messages import (
     Ping,
     PoolTicket,
 )
-from ..worker.events import Note
+from ..worker.events import Log
 from ..worker.membership import WorkerIdentity
 from .events import Action, Connect, ToPeer
 
@@ -53,8 +53,8 @@ class LinkState(Enum):
 class DecodeLink:
     """State of one endpoint.
 
-    ``unanswered_since``: time of the oldest question that the peer has not answered; None if there
-    is none. Connecting, Open and Ping are questions. Only an answer proves that both
+    ``unanswered_since``: time of the oldest question that the peer has not answered, or None.
+    Connecting, Open and Ping are questions. Only an answer proves that both
     directions work: messages that the peer sends on its own initiative arrive even if the peer
     receives nothing. ``timeout``: seconds until such a peer is lost.
     """
@@ -222,7 +222,7 @@ class DecodeLinks:
             f"workers differ in {message.field}: {message.theirs} here,"
             f" {message.ours} at {endpoint}"
         )
-        return [Note("handoff.refused", {"endpoint": endpoint, "field": message.field})]
+        return [Log("handoff.refused", {"endpoint": endpoint, "field": message.field})]
 
     def of_another_version(self, endpoint: str, reason: str) -> list[Action]:
         """Mark the link as refused: the protocol versions differ."""
@@ -230,7 +230,7 @@ class DecodeLinks:
         if link is None:
             return []
         link.state, link.unanswered_since, link.refusal = LinkState.REFUSED, None, reason
-        return [Note("handoff.refused", {"endpoint": endpoint, "field": "version"})]
+        return [Log("handoff.refused", {"endpoint": endpoint, "field": "version"})]
 
     def drop(self, link: DecodeLink) -> None:
         """Remove a link."""

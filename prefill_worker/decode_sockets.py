@@ -13,8 +13,8 @@ from typing import Any
 import zmq
 
 from ..kv_transfer.checksums import envelope_digest
+from ..kv_transfer.device_frames import Release
 from ..kv_transfer.frames import BufferPool, Bytes
-from ..kv_transfer.moves import Give
 from ..proto.errors import (
     ConfigError,
     EnvelopeDamaged,
@@ -29,8 +29,8 @@ from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
 from ..runtime.net.loop import Loop
 from ..runtime.net.outbox import Outbox
 from ..runtime.net.sockets import Context, DealerChannel
-from ..runtime.process.limited_log import LimitedLog
 from ..runtime.process.log import get_logger
+from ..runtime.process.log_limit import LimitedLog
 
 _log = get_logger()
 _CONTROL_OPTIONS = ChannelOptions()
@@ -49,8 +49,8 @@ class DecodeSocketPair:
         self.endpoint = endpoint
         self.control = self._connect_control()
         self.data: DealerChannel | None = None
-        self._waiting: deque[tuple[KVFrame, Bytes, Give | None]] = deque()
-        self._in_flight: deque[tuple[zmq.MessageTracker, Give]] = deque()
+        self._waiting: deque[tuple[KVFrame, Bytes, Release | None]] = deque()
+        self._in_flight: deque[tuple[zmq.MessageTracker, Release]] = deque()
 
     def _connect_control(self) -> DealerChannel:
         sockets, endpoint = self._sockets, self.endpoint
@@ -93,23 +93,23 @@ class DecodeSocketPair:
         self._sockets.on_data(self.endpoint, True)  # noqa: FBT003
         self._send_waiting()
 
-    def send_frame(self, frame: KVFrame, payload: Bytes, give: Give | None) -> None:
+    def send_frame(self, frame: KVFrame, payload: Bytes, release: Release | None) -> None:
         """Send a packed frame, or queue it until the data connection is made."""
-        self._waiting.append((frame, payload, give))
+        self._waiting.append((frame, payload, release))
         self._send_waiting()
 
     def _send_waiting(self) -> None:
         while self._waiting and self.data is not None and self.data.connected:
-            frame, payload, give = self._waiting.popleft()
+            frame, payload, release = self._waiting.popleft()
             parts = [encode_kv_header(frame), payload]
-            if give is None:
+            if release is None:
                 self.data.send(parts)
                 continue
             tracker: Any = self.data.send_tracked(parts)
             if isinstance(tracker, SendResult):
-                give()  # the frame is lost; the decode worker requests it again
+                release()  # the frame is lost; the decode worker requests it again
             else:
-                self._in_flight.append((tracker, give))
+                self._in_flight.append((tracker, release))
         self.reclaim()
 
     def reclaim(self) -> None:
@@ -140,9 +140,9 @@ class DecodeSocketPair:
         self.control.close()
         if self.data is not None:
             self.data.close()
-        for _, _, give in self._waiting:
-            if give is not None:
-                give()
+        for _, _, release in self._waiting:
+            if release is not None:
+                release()
         self._waiting.clear()
         self._sockets.left.extend(self._in_flight)  # ZeroMQ may still be reading these buffers
         self._in_flight.clear()
@@ -182,7 +182,7 @@ class DecodeSockets:
             DecodeToPrefill, digest=envelope_digest
         )
         self.buffers = BufferPool()
-        self.left: deque[tuple[zmq.MessageTracker, Give]] = deque()  # buffers of closed pairs
+        self.left: deque[tuple[zmq.MessageTracker, Release]] = deque()  # buffers of closed pairs
         self._pairs: dict[str, DecodeSocketPair] = {}
 
     def dial(self, address: str, options: ChannelOptions = _CONTROL_OPTIONS) -> DealerChannel:
@@ -225,14 +225,14 @@ class DecodeSockets:
         return SendResult.UNREACHABLE if pair is None else pair.control.send(frames)
 
     def send_frame(
-        self, endpoint: str, frame: KVFrame, payload: Bytes, give: Give | None = None
+        self, endpoint: str, frame: KVFrame, payload: Bytes, release: Release | None = None
     ) -> None:
-        """Send a packed KV frame; ``give`` is called after ZeroMQ has read the payload."""
+        """Send a packed KV frame; ``release`` is called after ZeroMQ has read the payload."""
         pair = self._pairs.get(endpoint)
         if pair is not None:
-            pair.send_frame(frame, payload, give)
-        elif give is not None:
-            give()
+            pair.send_frame(frame, payload, release)
+        elif release is not None:
+            release()
 
     def disconnect(self, endpoint: str) -> None:
         """Close the sockets of an endpoint."""
@@ -249,11 +249,11 @@ class DecodeSockets:
             pair.reclaim()
         self._outbox.flush()
         for _ in range(len(self.left)):
-            tracker, give = self.left.popleft()
+            tracker, release = self.left.popleft()
             if tracker.done:
-                give()
+                release()
             else:
-                self.left.append((tracker, give))
+                self.left.append((tracker, release))
 
     def close(self) -> None:
         """Close all sockets."""

@@ -23,14 +23,23 @@ from ..proto.contexts.text import TextContext
 from ..proto.errors import DeadlineExceeded, InternalError
 from ..proto.ids import RequestID
 from ..proto.requests import check_wire_context
-from ..proto.wire.messages import Assign, RequestState, Terminal, TokenRun, WorkerLoad
+from ..proto.wire.messages import (
+    Assign,
+    Buckets,
+    RequestState,
+    Terminal,
+    TokenRun,
+    WorkerLoad,
+    WorkerTimes,
+)
+from ..runtime.metrics.families import GAP_S, STEP_SECONDS, STEP_TOKENS, TOKENS, Histogram
 from ..worker.attempts import Key
 from ..worker.base_core import Handler, WorkerCore
 from ..worker.events import (
     DrainRequested,
     Exit,
     FromRouter,
-    Note,
+    Log,
     RouterDown,
     RouterUp,
     Tick,
@@ -61,7 +70,7 @@ class BatchDone:
 
 
 Event = FromRouter | RouterUp | RouterDown | BatchDone | Tick | DrainRequested
-Action = ToRouter | RunBatch | Note | Exit
+Action = ToRouter | RunBatch | Log | Exit
 
 
 @dataclass(slots=True, frozen=True)
@@ -87,11 +96,20 @@ class EmbedJob:
     deadline: float
     context: TextContext
     name: bytes
+    received: float  # when the Assign arrived
+    started: float | None = None  # when its batch started
 
     @property
     def tokens(self) -> int:
         """Length of the text."""
         return len(self.context.tokens)
+
+    def times(self, now: float) -> WorkerTimes:
+        """Return when the job reached its steps; it ends now."""
+        started = None if self.started is None else max(0.0, self.started - self.received)
+        ended = max(0.0, now - self.received)
+        computed = None if started is None else ended
+        return WorkerTimes(started=started, computing=started, computed=computed, ended=ended)
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
@@ -103,7 +121,7 @@ class EmbedJob:
 
 
 class TextQueue(JobQueue[EmbedJob]):
-    """The jobs of one worker; those that wait are computed in order of arrival."""
+    """The jobs of one worker; waiting jobs are computed in order of arrival."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,6 +176,7 @@ class EmbedCore(AssignCore[EmbedJob]):
         self._steps = 0
         self._step_s = 0.0
         self._computed_tokens = 0
+        self._step_seconds, self._step_tokens = Histogram(GAP_S), Histogram(TOKENS)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event and return the actions to perform, in order."""
@@ -175,7 +194,7 @@ class EmbedCore(AssignCore[EmbedJob]):
         request_id = RequestID(name.hex())
         context = read_context(self._card.architecture, message.context, request_id)
         deadline = now + message.deadline
-        return EmbedJob(key, router, message.request_id, deadline, context, name)
+        return EmbedJob(key, router, message.request_id, deadline, context, name, now)
 
     def _begin_job(self, job: EmbedJob, now: float) -> list[Any]:
         return []  # it waits for the next batch
@@ -209,6 +228,7 @@ class EmbedCore(AssignCore[EmbedJob]):
             return
         for job in batch:
             self._queue.start(job)
+            job.started = now
         self._batch = {job.name: job for job in batch}
         self._batch_tokens = tokens
         self._step_s = self._times.predict(tokens)
@@ -220,6 +240,8 @@ class EmbedCore(AssignCore[EmbedJob]):
         self._computed_tokens += self._batch_tokens
         if not event.failure:
             self._times.learn(self._batch_tokens, event.seconds)
+            self._step_seconds.observe(event.seconds)
+            self._step_tokens.observe(self._batch_tokens)
         self._step_s = 0.0
         actions: list[Action] = []
         for job in batch.values():
@@ -263,6 +285,7 @@ class EmbedCore(AssignCore[EmbedJob]):
             request_id=job.request_id,
             prefill=self._member.identity.worker,
             embedding=embedding,
+            times=job.times(now),
         )
         self._ended.end(job.key, job.deadline)
         self._queue.remove(job)
@@ -287,7 +310,7 @@ class EmbedCore(AssignCore[EmbedJob]):
 
     @property
     def idle(self) -> bool:
-        """True if there is no request and no running batch."""
+        """True without requests and a running batch."""
         return not len(self._queue) and self._batch is None
 
     def check_integrity(self) -> None:
@@ -305,6 +328,13 @@ class EmbedCore(AssignCore[EmbedJob]):
             tokens_waiting=self._queue.waiting_tokens,
             prompt_tokens=self._computed_tokens,
             shares=self._shares((job.router, job.tokens) for job in self._queue),
+            histograms={
+                name: Buckets(list(found.counts), found.total)
+                for name, found in (
+                    (STEP_SECONDS, self._step_seconds),
+                    (STEP_TOKENS, self._step_tokens),
+                )
+            },
         )
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..engine.loading.loader import EmbeddingRunner
-from ..engine.pipeline import EmbeddingsGenerator
 from ..engine.scheduling.step_time import StepTime
+from ..proto.contexts.generators import EmbeddingsGenerator
 from ..proto.contexts.text import TextContext
 from ..proto.contexts.tokens import TokenBuffer
 from ..proto.ids import RequestID

@@ -15,7 +15,7 @@ from ..runtime.net.channel import Frames
 from ..runtime.net.loop import Loop
 from ..runtime.net.outbox import Outbox
 from ..runtime.net.sockets import RouterChannel
-from ..runtime.process.limited_log import LimitedLog
+from ..runtime.process.log_limit import LimitedLog
 from ..worker.membership import Membership, WorkerIdentity
 
 

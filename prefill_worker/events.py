@@ -14,7 +14,7 @@ from ..worker.events import (
     DrainRequested,
     Exit,
     FromRouter,
-    Note,
+    Log,
     RouterDown,
     RouterUp,
     RunStep,
@@ -136,5 +136,5 @@ Event = (
 )  # fmt: skip
 Action = (
     ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | AbandonStep
-    | CompileGrammar | DropGrammar | Note | Exit
+    | CompileGrammar | DropGrammar | Log | Exit
 )  # fmt: skip

@@ -34,7 +34,7 @@ from ..proto.wire.messages import (
     Revoke,
     Stale,
 )
-from ..worker.events import Note
+from ..worker.events import Log
 from ..worker.membership import Membership
 from .decode_links import DecodeLink, DecodeLinks, LinkState
 from .events import (
@@ -230,7 +230,7 @@ class Handoffs:
             # Only routers declare workers dead. This affects only the link to that worker.
             return self._outputs(self._sender.unreachable(endpoint, text))
         fields: dict[str, object] = {"endpoint": endpoint, "code": code, "reason": text}
-        return iter([Note("peer.rejected", fields)])
+        return iter([Log("peer.rejected", fields)])
 
     def _opened(self, endpoint: str, message: Opened, now: float) -> Iterator[Output]:
         link = self._links.get(endpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Unpack
 
 from ..engine.grammar.constraint import GrammarTask
 from ..engine.models.registry import read_context
@@ -17,6 +18,8 @@ from ..proto.errors import TaskMismatch
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.layout import ModelCard
+from ..proto.requests import check_kind
+from ..proto.vision_requests import check_hashes, check_images, committed
 from ..proto.wire.context_maps import to_map
 from ..proto.wire.messages import (
     Assign,
@@ -28,8 +31,10 @@ from ..proto.wire.messages import (
     Reserve,
     Terminal,
     TokenRun,
+    WorkerTimes,
 )
-from ..worker.jobs import engine_name
+from ..proto.wire.wire_context import WireVisionContext
+from ..worker.jobs import Ending, engine_name
 from ..worker.token_replay import runs_again
 
 
@@ -52,10 +57,12 @@ class Job:
     assign: Assign
     deadline: float
     asked: float  # time of the client's request, by this worker's clock
+    received: float  # when the Assign arrived
     context: TextContext
     sequence: Sequence
     state: JobState = JobState.QUEUED
     tries: int = 0
+    granted: float | None = None  # when the decode worker reserved blocks
     arrival: int = 0  # arrival number among all jobs
     started: float = 0.0  # when the job got its execution slot
     waits: bool = False  # in the queue
@@ -91,7 +98,7 @@ class Job:
     @property
     def ended(self) -> str | None:
         """Final status if the replayed tokens already end the request, else None."""
-        if self.context.is_done:
+        if self.context.status.is_done:
             return self.context.status.value
         full = self.sequence.remaining_tokens == 0 and bool(self.generated)
         return GenerationStatus.MAXIMUM_LENGTH.value if full else None
@@ -125,7 +132,8 @@ class Job:
 
     def commit_maker(self, worker: str, now: float) -> handoff.CommitMaker:
         """Return a function that builds the Commit from its manifest."""
-        context = to_map(self.context)
+        images = self.sequence.images
+        context = committed(to_map(self.context), 0 if images is None else images.delta)
 
         def make(grant: GrantRef, frames: int, nbytes: int, digest: int) -> Commit:
             return Commit(
@@ -146,27 +154,34 @@ class Job:
 
         return make
 
-    def terminal(
-        self,
-        worker: str,
-        *,
-        status: str | None = None,
-        code: str | None = None,
-        message: str = "",
-        retry_after: float | None = None,
-    ) -> Terminal:
+    def times(self, now: float, sent_at: float = 0.0) -> WorkerTimes:
+        """Return when the job reached its steps; ``sent_at``: the first frame's time, or 0.0."""
+        sequence = self.sequence
+        return WorkerTimes(
+            self._since(self.started or None),
+            self._since(self.granted),
+            self._since(sequence.admitted),
+            self._since(sent_at or None),
+            self._since(sequence.first_token),
+            self._since(now),
+            self.tries,
+        )
+
+    def _since(self, when: float | None) -> float | None:
+        """Return the seconds from the Assign to ``when``."""
+        return None if when is None else max(0.0, when - self.received)
+
+    def terminal(self, worker: str, now: float, **ending: Unpack[Ending]) -> Terminal:
         """Return the terminal for a request that ends on this worker."""
         return Terminal(
             request=self.key[0],
             attempt=self.key[1],
             position=len(self.context.tokens),
-            status=status,
-            code=code,
-            message=message,
-            retry_after=retry_after,
             request_id=self.assign.request_id,
             cached_tokens=self.sequence.cached_tokens,
             prefill=worker,
+            times=self.times(now),
+            **ending,
         )
 
 
@@ -178,6 +193,10 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
     """Return a queued job. Raises InputError or ValueError if the context cannot be run."""
     if assign.context.task != card.task:
         raise TaskMismatch(f"{card.name!r} does not serve task {assign.context.task!r}")
+    check_kind(assign.context, card)
+    if isinstance(assign.context, WireVisionContext):
+        check_images(assign.context)
+        check_hashes(assign.context)
     request_id = RequestID(assign.request_id)
     context = read_context(card.architecture, assign.context, request_id, assign.emitted)
     sequence = Sequence(
@@ -188,10 +207,12 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
         arrival=now,
     )
     asked = now - assign.waited
-    return Job(key, router, assign, now + assign.deadline, asked, context, sequence)
+    return Job(key, router, assign, now + assign.deadline, asked, now, context, sequence)
 
 
-def report(done: handoff.Done, prefill: str, decode: str, transport: str) -> HandoffReport:
+def report(
+    done: handoff.Done, times: WorkerTimes, prefill: str, decode: str, transport: str
+) -> HandoffReport:
     """Return the report that the router records for a finished handoff."""
     return HandoffReport(
         request=done.key[0],
@@ -206,4 +227,5 @@ def report(done: handoff.Done, prefill: str, decode: str, transport: str) -> Han
         frames=done.frames,
         resent_frames=done.resent,
         seconds=done.seconds,
+        times=times,
     )

@@ -13,8 +13,8 @@ from ..engine.loading.warm_up import warm_up
 from ..engine.scheduling.plan import StepPlan, StepResult
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from ..engine.scheduling.step_time import StepTime
+from ..kv_transfer.device_frames import DeviceFramePacker, Release
 from ..kv_transfer.frames import Bytes, FramePacker
-from ..kv_transfer.moves import Give, MovingPacker
 from ..kv_transfer.sender import Sender
 from ..kv_transfer.sender_handoff import SenderConfig
 from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
@@ -65,9 +65,9 @@ class PrefillShell(TextHost):
             dropped=member.dropped,
             on_refused=self._on_refused,
         )
-        self._device: MovingPacker | None = None
+        self._device: DeviceFramePacker | None = None
         if self._stream is not None and self._moves is not None:
-            self._device = MovingPacker(self._stream, self._moves.moves, self._sockets.buffers)
+            self._device = DeviceFramePacker(self._stream, self._moves.moves, self._sockets.buffers)
 
     def start(self) -> None:
         """Start listening and ticking."""
@@ -107,8 +107,8 @@ class PrefillShell(TextHost):
     def _pack(self, action: events.PackFrame) -> None:
         send, table = action.send, action.block_table
 
-        def sent(frame: KVFrame, payload: Bytes, give: Give | None = None) -> None:
-            self._sockets.send_frame(send.endpoint, frame, payload, give)
+        def sent(frame: KVFrame, payload: Bytes, release: Release | None = None) -> None:
+            self._sockets.send_frame(send.endpoint, frame, payload, release)
             self.feed(events.Packed(send.key, frame.index, frame.checksum))
 
         if self._device is not None:
@@ -122,7 +122,7 @@ class PrefillShell(TextHost):
             buffers = self._sockets.buffers
             payload = buffers.take(send.frame.nbytes)
             frame = self._packer.pack(send.frame, table, payload)
-            sent(frame, payload, lambda: buffers.give(payload))
+            sent(frame, payload, lambda: buffers.release(payload))
 
     def _execute(self, plan: StepPlan, /) -> StepResult:
         """Run a step and report final layers to the loop; runs on the compute thread."""

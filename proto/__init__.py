@@ -1,7 +1,6 @@
 """The wire contract: contexts, sampling parameters, messages, codec, layouts and errors."""
 
 from .codec.single_buffer import msgpack_numpy_decoder, msgpack_numpy_encoder
-from .contexts.audio import AudioGenerationMetadata, AudioGenerationOutput, AudioGenerationResponse
 from .contexts.batch import (
     BatchType,
     TextGenerationInputs,
@@ -9,12 +8,16 @@ from .contexts.batch import (
     update_batch,
 )
 from .contexts.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
-from .contexts.image_output import GenerationOutput, OutputImageContent
 from .contexts.images import ImageMetadata
 from .contexts.outputs import LogProbabilities, SchedulerResult, TextGenerationOutput
-from .contexts.pixels import PixelContext
+from .contexts.pixels import GenerationOutput, OutputImageContent, PixelContext
 from .contexts.ranges import Range
-from .contexts.speech import TTSContext
+from .contexts.speech import (
+    AudioGenerationMetadata,
+    AudioGenerationOutput,
+    AudioGenerationResponse,
+    TTSContext,
+)
 from .contexts.status import GenerationStatus
 from .contexts.text import TextContext
 from .contexts.tokens import FUTURE_TOKEN, TokenBuffer

@@ -6,6 +6,7 @@
     ├── InputError (ValueError)      the request is wrong; its message may be shown to the user
     │   ├── SchemaTooComplex         a json_schema exceeds the limits of time or memory
     │   ├── TaskMismatch             text requested from an embedding model, or vice versa
+    │   ├── FeatureMissing           a parameter needs newer workers
     │   ├── EndpointUnknown          target_endpoint names no registered worker
     │   └── DuplicateRequest         the same id was submitted with different content
     ├── CapacityError                no room now; has retry_after in seconds
@@ -64,6 +65,12 @@ class TaskMismatch(InputError):
     """Text was requested from an embedding model, or embeddings from a generation model."""
 
     code = "task_mismatch"
+
+
+class FeatureMissing(InputError):
+    """A parameter needs newer workers than the cluster has."""
+
+    code = "feature_missing"
 
 
 class EndpointUnknown(InputError):
@@ -215,6 +222,11 @@ def _tree(root: type[BatonError]) -> list[type[BatonError]]:
 
 
 _BY_CODE = {cls.code: cls for cls in _tree(BatonError)}
+
+
+def known_codes() -> frozenset[str]:
+    """Return the codes of all errors that a cluster's processes may send."""
+    return frozenset(_BY_CODE)
 
 
 def error_from_code(code: str, message: str, retry_after: float | None = None) -> BatonError:

@@ -30,20 +30,25 @@ class RequestID:
         return self.value
 
 
-_REQUEST = blake2b(digest_size=KEY_BYTES, person=b"baton-request")
-
-
 def request_key(client: bytes, request_id: str, serial: int = 0) -> bytes:
     """Return the 16-byte key of a request: digest of client identity, request id and serial.
 
     ``serial``: number of the request at its client, so that a name can be used again; 0: none.
     """
-    digest = _REQUEST.copy()
+    digest = _begun(client).copy()
     name = request_id.encode("utf-8", "surrogatepass")
-    digest.update(len(client).to_bytes(4, "little") + client + name)
     if serial:  # no text ends with this byte, so no other name gives the same digest
-        digest.update(b"\xff" + serial.to_bytes(8, "little"))
+        name += b"\xff" + serial.to_bytes(8, "little")
+    digest.update(name)
     return digest.digest()
+
+
+@lru_cache(maxsize=1024)
+def _begun(client: bytes) -> blake2b:
+    """Return the common start of the digests of a client's requests."""
+    digest = blake2b(digest_size=KEY_BYTES, person=b"baton-request")
+    digest.update(len(client).to_bytes(4, "little") + client)
+    return digest
 
 
 def new_incarnation(entropy: bytes | None = None) -> int:

@@ -1,6 +1,8 @@
-"""Checks of a request's JSON schema: syntax and limits.
+"""Checks of a request's JSON schema or grammar: syntax and limits.
 
-The grammar compiler (:mod:`baton.engine.grammar.constraint`) checks the meaning.
+The grammar compiler (:mod:`baton.engine.grammar.constraint`) checks the meaning. A grammar travels
+in the place of a schema, as the option ``lark`` of ``x-guidance``: workers that do not know this
+option refuse the request instead of ignoring the grammar.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import msgspec
 from .errors import InputError
 from .limits import MAX_JSON_SCHEMA_CHARS, MAX_JSON_SCHEMA_DEPTH
 
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Whitespace between JSON tokens is the model's choice; the limit stops endless whitespace."""
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -31,6 +35,31 @@ def json_schema_text(schema: str | Mapping[str, Any]) -> str:
             raise InputError(f"json_schema is not JSON: {error}") from None
     check_json_schema(text)
     return text
+
+
+def grammar_as_schema(grammar: str) -> str:
+    """Return the JSON text by which a grammar in Lark syntax travels as ``json_schema``.
+
+    Raises InputError if the text is empty, not valid Unicode or too long.
+    """
+    try:
+        text = msgspec.json.encode({"x-guidance": {"lark": grammar}}).decode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"grammar is not valid Unicode: {error}") from None
+    if not grammar.strip():
+        raise InputError("grammar is empty")
+    if len(text) > MAX_JSON_SCHEMA_CHARS:
+        raise InputError(
+            f"grammar has {len(grammar)} characters, at most {MAX_JSON_SCHEMA_CHARS} are allowed"
+        )
+    return text
+
+
+def grammar_of(schema: object) -> str | None:
+    """Return the grammar of a decoded ``json_schema``, or None if it is a schema of JSON."""
+    options = schema.get("x-guidance") if isinstance(schema, dict) and len(schema) == 1 else None
+    grammar = options.get("lark") if isinstance(options, dict) and len(options) == 1 else None
+    return grammar if isinstance(grammar, str) else None
 
 
 def check_json_schema(text: str) -> None:

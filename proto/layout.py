@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import PurePath
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from .limits import MAX_COUNT, MAX_EMBEDDING_SIZE, MAX_NAME_CHARS, MAX_SIZE
+from .limits import MAX_COUNT, MAX_EMBEDDING_SIZE, MAX_FEATURES, MAX_NAME_CHARS, MAX_SIZE
 
 Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+MAX_KINDS = 16
+"""Maximum kinds of contexts that one model takes."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -51,13 +55,19 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return -(-tokens // self.block_size)
 
 
+FEATURES = ("logit_bias",)
+"""Parameters of requests that this process reads, but not every process of its version."""
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A served model: must agree between the sides of a handoff, and bounds requests.
 
     ``fingerprint``: digest of the weights' identity and the config. ``numerics``: name of kernels,
     dtype, kernel build and instruction set; a replay needs equal numerics. ``task``: "generate" or
     "embed"; an embedding model has no decode workers. ``embedding_size``: dimension of its
-    embeddings.
+    embeddings. ``kinds``: classes of the contexts that the model takes, by name. ``features``:
+    parameters of requests that the process reads, but not every process of its protocol version;
+    they never prevent a handoff.
     """
 
     name: str
@@ -69,8 +79,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     layout: KVLayout
     weights_bytes: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
-    task: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] = "generate"
+    task: Name = "generate"
     embedding_size: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
+    kinds: Annotated[list[Name], Meta(max_length=MAX_KINDS)] = msgspec.field(
+        default_factory=lambda: ["TextContext"]
+    )
+    features: Annotated[list[Name], Meta(max_length=MAX_FEATURES)] = []
 
     def mismatch(self, other: ModelCard) -> tuple[str, str, str] | None:
         """Return the first field that prevents a handoff, ``(field, mine, theirs)``, or None."""
@@ -83,3 +97,15 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             if mine != theirs:
                 return f"layout.{field}", str(mine), str(theirs)
         return None
+
+
+def model_name(folder: str) -> str:
+    """Return the name of the model in a folder: ``org/name`` for a folder of the hub's cache.
+
+    Such a folder is ``models--ORG--NAME/snapshots/COMMIT``.
+    """
+    path = PurePath(folder)
+    cached = path.parent.parent.name
+    if path.parent.name == "snapshots" and cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/", 1)
+    return path.name

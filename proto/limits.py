@@ -31,6 +31,8 @@ MAX_MODEL_NAME_CHARS = 256
 MAX_STOP_SEQUENCES = 16
 MAX_STOP_CHARS = 128
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 1024
+"""Maximum entries of a ``logit_bias``."""
 MAX_EOS_TOKEN_IDS = 64
 MAX_EOS_SEQUENCES = MAX_STOP_SEQUENCES + MAX_STOP_TOKEN_IDS
 MAX_EOS_SEQUENCE_TOKENS = 128
@@ -38,9 +40,22 @@ MAX_LOG_PROBABILITIES = 20
 MAX_TOP_K = 255
 MAX_CONTEXT_TOKENS = 4 << 20
 MAX_IMAGES = 1024
+MAX_REQUEST_IMAGES = 60
+"""Maximum images of a served request: with the tokens and the grids, each is an array frame."""
+MAX_IMAGE_PIXEL_BYTES = MAX_CONTROL_BYTES
+"""Largest pixels of one resized image: sockets accept no larger frame."""
+MAX_PIXEL_BYTES = 64 << 20
+"""Maximum bytes of the pixels of one request."""
 MAX_VISION_TOKEN_IDS = 64
 MAX_NAMED_ARRAYS = 64
 """Maximum named arrays in one context."""
+MAX_PICTURE_SIDE = 4096
+"""Largest width or height of a picture, in pixels."""
+MAX_PICTURE_PIXELS = 4 << 20
+MAX_PICTURE_STEPS = 250
+MAX_PICTURE_PROMPT_TOKENS = 1024
+"""Maximum tokens of each prompt for a picture."""
+MAX_GUIDANCE = 1000.0
 MAX_ENDPOINT_BYTES = 512
 DEFAULT_DEADLINE_S = 600.0
 MAX_DEADLINE_S = 86_400.0
@@ -63,12 +78,21 @@ MAX_POSITIONS = 1 << 30
 """Longest context a model may declare."""
 MAX_EMBEDDING_SIZE = 1 << 14
 """Maximum dimension of an embedding."""
+MAX_FEATURES = 64
+"""Maximum features that a worker names."""
 MAX_DURATION_S = 1e9
 MAX_NAME_CHARS = 4096
+MAX_WORKER_NAME_CHARS = 256
+MAX_CODE_CHARS = 64
+"""Longest error code, status and transport: a router keeps those of many ended requests."""
 MAX_TEXT_CHARS = 1 << 20
 MAX_KEY_BYTES = 64
 MAX_LIST_ITEMS = 1 << 20
 MAX_POOL_CHARS = 256
 MAX_DROP_REASONS = 64
+MAX_HISTOGRAMS = 16
+"""Maximum histograms in a worker's report of its load."""
+MAX_BUCKETS = 64
+"""Maximum buckets of such a histogram."""
 MAX_ROUTERS = 64
 """Maximum routers in a worker's report of its load."""

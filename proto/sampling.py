@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import astuple
+from msgspec import structs
 
 from .errors import InputError
-from .limits import MAX_COUNT, MAX_STOP_CHARS, MAX_STOP_SEQUENCES, MAX_STOP_TOKEN_IDS, MAX_TOP_K
+from .limits import (
+    MAX_COUNT,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_CHARS,
+    MAX_STOP_SEQUENCES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_K,
+)
 from .value_checks import Check, flag, many, real, shown, text, unknown_name, whole
 from .wire.wire_context import INT32, NEUTRAL, OFF, WireSampling
 
@@ -26,6 +34,8 @@ LogitsProcessor = Callable[[npt.NDArray[np.float32]], None]
 """Changes the logits of one row in place; cannot be sent to another process."""
 
 MAX_SEED = (1 << 64) - 1
+MAX_BIAS = 100
+"""Largest absolute value of a ``logit_bias``."""
 _SMALLEST_FLOAT32 = 1.1754943508222875e-38
 _INF = float("inf")
 
@@ -86,6 +96,21 @@ def _check_processors(name: str, value: Any) -> Sequence[LogitsProcessor]:
     return value
 
 
+def _check_bias(name: str, value: Any) -> dict[int, float]:
+    """Return the biases by ascending id, as numbers of Python."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{name} must map token ids to numbers, not {shown(value)}")
+    if len(value) > MAX_LOGIT_BIASES:
+        raise InputError(f"{name} has {len(value)} entries, at most {MAX_LOGIT_BIASES} are allowed")
+    found = {
+        _token_id(f"{name} key", token): _bias(f"{name}[{shown(token)}]", bias)
+        for token, bias in value.items()
+    }
+    return dict(sorted(found.items()))
+
+
+_token_id = whole(0, INT32 - 1, f"a token id, 0 to {INT32 - 1}")
+_bias = real(-MAX_BIAS, MAX_BIAS, f"a number, -{MAX_BIAS} to {MAX_BIAS}")
 _whole_top_k = whole(-1, MAX_TOP_K, f"a whole number, -1 (all) or 1 to {MAX_TOP_K}")
 _stop_list = many(text(1, MAX_STOP_CHARS), MAX_STOP_SEQUENCES, "stop strings")
 _share = real(0.0, 1.0, "a number in [0, 1]")
@@ -102,12 +127,11 @@ _CHECKS: dict[str, Check] = {
     "min_new_tokens": whole(0, MAX_COUNT, f"a whole number, 0 to {MAX_COUNT}"),
     "ignore_eos": flag,
     "stop": _check_stop,
-    "stop_token_ids": many(
-        whole(0, INT32 - 1, f"a token id, 0 to {INT32 - 1}"), MAX_STOP_TOKEN_IDS, "token ids"
-    ),
+    "stop_token_ids": many(_token_id, MAX_STOP_TOKEN_IDS, "token ids"),
     "detokenize": flag,
     "seed": whole(0, MAX_SEED, "a whole number, 0 to 2**64 - 1"),
     "logits_processors": _check_processors,
+    "logit_bias": _check_bias,
 }
 """Checks by field, in the order of the fields; a test compares them with the classes below."""
 
@@ -121,7 +145,8 @@ class SamplingParams(_Named):
     ``temperature``: 0 is greedy and sets ``top_k`` to 1. Penalties: neutral at 0, 0 and 1.
     ``max_new_tokens``: None: up to the context's end. ``min_new_tokens``: no EOS before.
     ``ignore_eos``: the model's EOS ids do not stop; ``stop`` and ``stop_token_ids`` still do.
-    ``seed``: key of the random stream; random by default.
+    ``seed``: key of the random stream; random by default. ``logit_bias``: by token id, the number
+    added to its logit, -100 to 100.
 
     A field that is not given, or given as None, is unset. A client fills unset fields from the
     model's ``generation_config.json`` (:meth:`merged`), else from the class's defaults. Raises
@@ -143,6 +168,7 @@ class SamplingParams(_Named):
     detokenize: bool = True
     seed: int = field(default_factory=_random_seed)
     logits_processors: Sequence[LogitsProcessor] | None = None
+    logit_bias: dict[int, float] | None = None
 
     def __new__(cls, *args: object, **given: object) -> Self:
         """Note which fields are given; see :class:`_Named`."""
@@ -198,7 +224,42 @@ class SamplingParams(_Named):
 
     def merged(self, defaults: SamplingParamsGenerationConfigDefaults) -> SamplingParams:
         """Return a copy with unset fields filled from a model's generation config."""
-        return SamplingParams(**_merged(self.given, defaults))
+        key = self._merge_key(defaults)
+        known = None if key is None else _merges.get(key)
+        if known is not None:
+            return self._with_seed(known, _CHECKS["seed"]("seed", self.seed))
+        merged = SamplingParams(**_merged(self.given, defaults))
+        if key is not None:
+            _merges[key] = vars(merged).copy()
+            if len(_merges) > _GOOD:
+                del _merges[next(iter(_merges))]
+        return merged
+
+    def _merge_key(self, defaults: SamplingParamsGenerationConfigDefaults) -> object:
+        """Return what a merge depends on besides the seed; None with a list or a map."""
+        if self.stop is not None or self.stop_token_ids is not None:
+            return None
+        if self.logit_bias is not None or self.logits_processors is not None:
+            return None
+        values = _scalars(self)
+        # 1, 1.0 and True are equal, but a field takes only some of them.
+        return self._given, values, (*map(type, values),), defaults.values
+
+    @classmethod
+    def _with_seed(cls, fields: dict[str, Any], seed: int) -> SamplingParams:
+        """Return parameters with fields that were checked before."""
+        params = object.__new__(cls)
+        params.__dict__ = own = fields.copy()
+        own["seed"] = seed
+        return params
+
+    def seeded(self, seed: int | None) -> SamplingParams:
+        """Return a copy with this seed, or with a new random one that does not count as given."""
+        if seed is None:
+            return self._with_seed(vars(self), _random_seed())
+        params = self._with_seed(vars(self), _CHECKS["seed"]("seed", seed))
+        params._given = (*(self._given or ()), "seed")
+        return params
 
     def reseeded(self) -> SamplingParams:
         """Return a copy with another random seed, or ``self`` if the seed was given."""
@@ -237,26 +298,27 @@ class SamplingParams(_Named):
             self.stop_token_ids,
             self.detokenize,
             self.seed,
+            self.logit_bias,
         )
 
     @classmethod
     def from_wire(cls, wire: WireSampling) -> SamplingParams:
         """Check a decoded wire form and convert it; values that passed before are not checked."""
-        values = astuple(wire)
+        values = structs.astuple(wire)
         known = _find_known(values)
         if known is None:
-            params = cls(*values)
+            params = cls(*values[:_BIAS])
+            if values[_BIAS] is not None:
+                params.logit_bias = _check_bias("logit_bias", values[_BIAS])
             _remember(values, params)
         else:
-            params = object.__new__(cls)
-            params.__dict__ = found = known.copy()
-            found["seed"] = values[-1]
+            params = cls._with_seed(known, values[_SEED])
         return params
 
     @classmethod
     def check_wire(cls, wire: WireSampling) -> None:
         """Check like :meth:`from_wire`, without building an object."""
-        if _find_known(astuple(wire)) is None:
+        if _find_known(structs.astuple(wire)) is None:
             cls.from_wire(wire)
 
     @classmethod
@@ -291,33 +353,43 @@ def _merged(
 
 
 _DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
+_WIRE_DEFAULTS = {item.name: item.default for item in structs.fields(WireSampling)}
 _STOP = WireSampling.__struct_fields__.index("stop")
 _STOP_IDS = WireSampling.__struct_fields__.index("stop_token_ids")
+_SEED = WireSampling.__struct_fields__.index("seed")
+_BIAS = WireSampling.__struct_fields__.index("logit_bias")
 
 
+_LISTS = {"stop", "stop_token_ids", "logit_bias", "logits_processors"}
+_scalars = attrgetter(*(name for name in _DEFAULTS if name not in {"seed", *_LISTS}))
+_merges: dict[object, dict[str, Any]] = {}
+"""The fields of merged parameters, by what they were merged from."""
 _good: dict[tuple[Any, ...], dict[str, Any]] = {}
 _GOOD = 1024
 
 
 def _find_known(values: tuple[Any, ...]) -> dict[str, Any] | None:
-    """Return the fields of parameters with these wire values, except the seed (the last value).
+    """Return the fields of parameters with these wire values, except the seed.
 
     Returns None if these values have not passed the checks before.
     """
-    # Those with stops are never noted, and a list of stops cannot be looked up.
-    if values[_STOP] is values[_STOP_IDS] is None and 0 <= values[-1] <= MAX_SEED:
-        return _good.get(values[:-1])
+    # Those with stops or biases are never noted, and lists and maps cannot be looked up.
+    if values[_STOP] is values[_STOP_IDS] is values[_BIAS] is None:
+        return _good.get(values[:_SEED]) if 0 <= values[_SEED] <= MAX_SEED else None
     return None
 
 
 def _remember(values: tuple[Any, ...], params: SamplingParams) -> None:
     """Record values that passed all checks, unless a check changed a value."""
-    if values[_STOP] is not None or values[_STOP_IDS] is not None:
+    if not (values[_STOP] is values[_STOP_IDS] is values[_BIAS] is None):
         return
     fields = {**vars(params), "_given": ()}
     checked = [fields[name] for name in WireSampling.__struct_fields__]
     if checked == [*values] and [*map(type, checked)] == [*map(type, values)]:
-        _good[values[:-1]] = fields
+        # An encoder leaves out a default only if it is the same object, not a decoded copy.
+        same = {n: d for n, d in _WIRE_DEFAULTS.items() if fields[n] == d}
+        fields.update(same)
+        _good[values[:_SEED]] = fields
         if len(_good) > _GOOD:
             del _good[next(iter(_good))]
 
@@ -349,6 +421,7 @@ class SamplingParamsInput(_Named):
     detokenize: bool | None = None
     seed: int | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+    logit_bias: dict[int, float] | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -378,6 +451,19 @@ class SamplingParamsGenerationConfigDefaults:
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     do_sample: bool | None = None
+
+    @property
+    def values(self) -> tuple[float | int | bool | None, ...]:
+        """The values of all fields."""
+        return (
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.repetition_penalty,
+            self.max_new_tokens,
+            self.min_new_tokens,
+            self.do_sample,
+        )
 
     @property
     def values_to_update(self) -> dict[str, float | int | bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
 import zmq
@@ -11,16 +10,16 @@ from ..proto.ids import new_incarnation
 from ..runtime.keys.allowed import ROUTER
 from ..runtime.keys.keyring import load_keys
 from ..runtime.keys.zap import Doorkeeper
+from ..runtime.metrics.families import Family
+from ..runtime.metrics.listener import MetricsListener
+from ..runtime.metrics.vllm import vllm_families
 from ..runtime.net.loop import Loop
 from ..runtime.process.log import get_logger
-from ..runtime.process.main import run_process, settle, show_life
+from ..runtime.process.main import collect_rarely, favor_event_loop, run_process, show_life
 from ..runtime.process.os_settings import on_stop_signal
 from .config import RouterConfig
 from .describe import read_text_files
 from .shell import RouterShell
-
-GC_THRESHOLDS = (50_000, 50, 100)
-"""Thresholds of the garbage collector: rare collections, since each pause adds latency."""
 
 
 def serve(config: RouterConfig) -> int:
@@ -34,21 +33,42 @@ def serve(config: RouterConfig) -> int:
     if doors is not None:
         doors.attach(loop)
     shell.start()
+    metrics = _metrics(config, loop, shell)
     on_stop_signal(loop, shell.stop)
     get_logger().info(
         "router.listening", clients=shell.clients.endpoint, workers=shell.workers.endpoint
     )
-    gc.set_threshold(*GC_THRESHOLDS)
-    settle()
+    collect_rarely()
+    if config.metrics_port or config.otlp_endpoint:
+        favor_event_loop()
     loop.call_later(0.0, lambda: show_life(loop))
     try:
         loop.run()
     finally:
+        if metrics is not None:
+            metrics.close()
         shell.close()
         if doors is not None:
             doors.close()
         context.term()
     return 0
+
+
+def _metrics(config: RouterConfig, loop: Loop, shell: RouterShell) -> MetricsListener | None:
+    """Serve the router's metrics, if a port is set."""
+    if not config.metrics_port:
+        return None
+
+    def families() -> list[Family]:
+        own = shell.core.families(loop.now())
+        return [*own, *vllm_families(own)] if config.metrics_compat else own
+
+    listener = MetricsListener(
+        loop.asyncio_loop, config.metrics_host, (config.metrics_port,), families,
+        config.metrics_keys,
+    )  # fmt: skip
+    listener.start()
+    return listener
 
 
 def main() -> int:

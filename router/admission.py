@@ -15,21 +15,20 @@ from .requests import Request, context_bytes
 
 
 class Meter:
-    """Exponentially weighted mean of events per second."""
+    """Exponentially weighted mean of events per second.
 
-    __slots__ = ("_at", "_count", "rate", "total")
+    ``new``: events since the last :meth:`roll`; the path of a request adds to it.
+    """
+
+    __slots__ = ("_at", "new", "rate", "total")
 
     WINDOW_S = 10.0
 
     def __init__(self, now: float) -> None:
         self._at = now
-        self._count = 0
+        self.new = 0
         self.rate = 0.0
         self.total = 0
-
-    def add(self, amount: int = 1) -> None:
-        """Count ``amount`` events."""
-        self._count += amount
 
     def roll(self, now: float) -> None:
         """Update the rate with the events counted since the last call."""
@@ -37,9 +36,9 @@ class Meter:
         if elapsed <= 0:
             return
         keep = math.exp(-elapsed / self.WINDOW_S)
-        self.rate = self.rate * keep + (self._count / elapsed) * (1 - keep)
-        self.total += self._count
-        self._count = 0
+        self.rate = self.rate * keep + (self.new / elapsed) * (1 - keep)
+        self.total += self.new
+        self.new = 0
         self._at = now
 
 
@@ -59,33 +58,37 @@ class PrefillRate:
     """Seconds for which the last measurement stays valid."""
 
     def __init__(self) -> None:
-        self._since: float | None = None  # start of the current interval, None while not saturated
-        self._tokens = self._seconds = 0.0
+        self.since: float | None = None
+        """Start of the current interval; None while some worker has no backlog."""
+        self.measured_s = 0.0
+        """Seconds of saturation that were measured, weighted."""
+        self._tokens = 0.0
         self._until = -math.inf
 
     def queued(self, waiting: int, workers: int, now: float) -> None:
         """Note that the backlog grew to ``waiting`` tokens for ``workers`` prefill workers."""
-        if self._since is None and self._enough(waiting, workers):
-            self._since = now
+        if self.since is None and self._enough(waiting, workers):
+            self.since = now
 
     def computed(self, tokens: int, waiting: int, workers: int, now: float) -> None:
         """Note that a prompt of ``tokens`` was computed; ``waiting`` tokens are left."""
-        if self._since is not None and workers:
-            elapsed = now - self._since
+        if self.since is not None and workers:
+            elapsed = now - self.since
             keep = math.exp(-elapsed / self.WINDOW_S)
             self._tokens = self._tokens * keep + tokens / workers
-            self._seconds = self._seconds * keep + elapsed
+            self.measured_s = self.measured_s * keep + elapsed
             self._until = now + self.KEEP_S
-        self._since = now if self._enough(waiting, workers) else None
+        self.since = now if self._enough(waiting, workers) else None
 
     def interrupted(self) -> None:
         """End the interval: a prompt left the queue, and how much of it was computed is unknown."""
-        self._since = None
+        self.since = None
 
     def seconds(self, tokens: int, workers: int, now: float) -> float:
         """Return the seconds that ``workers`` need for ``tokens``, 0 if the rate is unknown."""
-        known = self._seconds >= self.MEASURED_S and now < self._until and self._tokens > 0
-        return tokens * self._seconds / (self._tokens * workers) if known and workers else 0.0
+        if self.measured_s < self.MEASURED_S or now >= self._until or not workers:
+            return 0.0
+        return tokens * self.measured_s / (self._tokens * workers) if self._tokens > 0 else 0.0
 
     def _enough(self, waiting: int, workers: int) -> bool:
         return waiting >= self.ENOUGH_TOKENS * (workers or 1)
@@ -117,8 +120,12 @@ class Admission:
         workers. Raises CapacityError if the request exceeds a limit or cannot meet its deadline.
         """
         size = self._fitting(request)
-        self._check_queue(request, slots, others)
-        self._check_wait(request, workers, now)
+        config, requests, tokens = self._config, self.requests, self.queued_tokens
+        idle = (requests < slots or not slots) and requests < config.max_requests
+        if not idle or tokens + request.base > config.max_queued_tokens:
+            self._check_queue(request, slots, others)
+        if self.prefill.measured_s >= PrefillRate.MEASURED_S:
+            self._check_wait(request, workers, now)
         self._charge(request, size, workers, now)
 
     def admit_resumed(self, request: Request, workers: int, now: float) -> None:
@@ -128,26 +135,28 @@ class Admission:
     def _charge(self, request: Request, size: int, workers: int, now: float) -> None:
         request.bytes = size
         self.context_bytes += size
-        request.queued_tokens = request.base
-        self.queued_tokens += request.base
+        request.queued_tokens = tokens = request.base
+        self.queued_tokens += tokens
         self.requests += 1
-        self.prefill.queued(self.queued_tokens, workers, now)
+        if self.prefill.since is None and self.queued_tokens >= PrefillRate.ENOUGH_TOKENS:
+            self.prefill.queued(self.queued_tokens, workers, now)
 
     def started(self, request: Request, workers: int, now: float) -> None:
         """Note the first token: the prompt leaves the queue."""
-        self.queued_tokens -= request.queued_tokens
-        self.prompt_tokens.add(request.queued_tokens)
-        self.prefill.computed(request.queued_tokens, self.queued_tokens, workers, now)
-        request.queued_tokens = 0
+        tokens, request.queued_tokens = request.queued_tokens, 0
+        self.queued_tokens -= tokens
+        self.prompt_tokens.new += tokens
+        if self.prefill.since is not None or self.queued_tokens >= PrefillRate.ENOUGH_TOKENS:
+            self.prefill.computed(tokens, self.queued_tokens, workers, now)
 
     def end(self, request: Request) -> None:
         """Uncharge an ended request, except for its memory."""
         self.requests -= 1
         if request.queued_tokens:
             self.prefill.interrupted()
-        self.queued_tokens -= request.queued_tokens
-        request.queued_tokens = 0
-        self.ended.add()
+            self.queued_tokens -= request.queued_tokens
+            request.queued_tokens = 0
+        self.ended.new += 1
 
     def forget(self, request: Request) -> None:
         """Uncharge the memory of a dropped record."""
@@ -173,21 +182,36 @@ class Admission:
             waits.append(1.0)
         return min(config.max_retry_s, max(waits))
 
+    def limit(self, slots: int, others: int = 0) -> int:
+        """Return the most unfinished requests of this router; see :meth:`admit`."""
+        config = self._config
+        if not slots or not config.requests_per_slot:
+            return config.max_requests
+        all_routers = math.ceil(slots * config.requests_per_slot)
+        # Each router may fill the slots once.
+        return min(config.max_requests, max(1, slots, all_routers - others))
+
     def _check_queue(self, request: Request, slots: int, others: int) -> None:
         config = self._config
-        cap = config.max_requests
-        if slots and config.requests_per_slot and self.requests >= slots:
-            all_routers = math.ceil(slots * config.requests_per_slot)
-            cap = min(cap, max(1, slots, all_routers - others))  # each router may fill them once
+        cap = config.max_requests if self.requests < slots else self.limit(slots, others)
         if self.requests >= cap:
-            self._refuse(f"{self.requests} requests are in flight")
+            self._refuse(f"{self.requests} requests are in flight, {self._why(cap, slots)}")
         # With an empty queue, a prompt above the limit must still be served.
         if self.queued_tokens and self.queued_tokens + request.base > config.max_queued_tokens:
             self._refuse(f"{self.queued_tokens} prompt tokens are queued")
 
+    def _why(self, limit: int, slots: int) -> str:
+        """Return the limit and the option that sets it."""
+        each = self._config.requests_per_slot
+        if limit == self._config.max_requests:
+            return f"limit {limit} per router"
+        if limit < math.ceil(slots * each):
+            return f"limit {limit} beside the requests of other routers"
+        return f"limit {limit} = {each:g} x {slots} batch slots (--max-num-seqs of decode workers)"
+
     def _fitting(self, request: Request) -> int:
         """Return the most bytes the request may take; raises CapacityError above the limit."""
-        size = context_bytes(request.context)
+        size = context_bytes(request.context, request.max_new)
         if self.context_bytes + size > self._config.max_context_bytes:
             self._refuse("memory for contexts is full")
         return size
@@ -211,7 +235,9 @@ class Admission:
         """Raise CapacityError. ``least``: seconds for which a retry would fail in the same way."""
         self.refused += 1
         hint = max(self.retry_after(), min(least, self._config.max_retry_s))
-        raise CapacityError(f"overloaded: {reason}", retry_after=hint)
+        raise CapacityError(
+            f"overloaded: {reason}; retry in {round(hint, 1):g} s", retry_after=hint
+        )
 
 
 def check_deadline(asked: float | None, default: float, longest: float) -> float:
@@ -220,8 +246,10 @@ def check_deadline(asked: float | None, default: float, longest: float) -> float
     Raises InputError for NaN and DeadlineExceeded for a deadline in the past.
     """
     seconds = default if asked is None else asked
+    if 0.0 < seconds <= longest:  # also false for NaN
+        return seconds
     if math.isnan(seconds):
         raise InputError("deadline is not a number")
     if seconds <= 0:
         raise DeadlineExceeded(f"the deadline passed {abs(seconds):g} s before the request arrived")
-    return min(seconds, longest)
+    return longest

@@ -24,8 +24,8 @@ from ..runtime.tables import ExpiringMap
 from .config import RouterConfig
 
 if TYPE_CHECKING:
+    from .metrics import Metrics
     from .requests import Request
-    from .status import Metrics
     from .workers import Worker
 
 REMEMBER_ASKED = 4096

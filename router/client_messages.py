@@ -1,4 +1,4 @@
-"""Messages from clients: submit, resume, cancel, acknowledge, and queries such as Status.
+"""Messages from clients about requests: submit, resume, cancel, acknowledge.
 
 Invariant: the answer to every Submit and Resume is either Submitted and later one terminal, or
 an immediate terminal with an error code. A rejected request leaves no state in the router.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hmac
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import repeat
-from pathlib import PurePath
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 from ..proto.errors import BatonError, DuplicateRequest, InputError, RouterClosing
 from ..proto.ids import request_key, resume_secret
@@ -21,21 +20,11 @@ from ..proto.limits import (
     MAX_RESUMED_ATTEMPT,
 )
 from ..proto.requests import check_emitted, check_wire_context, check_wire_shape
-from ..proto.wire.context_maps import context_digest
+from ..proto.wire.map_bytes import context_digest
 from ..proto.wire.messages import (
     Cancel,
-    Describe,
-    Described,
-    Drain,
-    Drained,
     FinalAck,
-    Message,
-    Ping,
-    Pong,
-    Rejected,
     Resume,
-    Status,
-    StatusReport,
     Submit,
     Submitted,
     Terminal,
@@ -48,22 +37,21 @@ from .events import (
     Action,
     ClientFull,
     ClientGone,
-    ClientInputRejected,
     ClientWritable,
     FromClient,
     StopRequested,
     ToClient,
-    ToWorker,
 )
 from .lifecycle import Lifecycle
+from .metrics import Metrics
 from .placement import Placement
+from .queries import Queries, merge_queries
 from .recovery import Recovery
 from .registry import Registry
 from .request_table import RequestTable
 from .requests import Attempt, Request, State
-from .status import Metrics, Reporter
+from .stories import MAX_ORIGIN_CHARS, Stories
 from .takeover import Takeover
-from .workers import last_worker
 
 ENDED_ABSENT_S = 30.0
 """Seconds for which a terminal is kept for a disconnected client; native clients retry as long."""
@@ -73,10 +61,9 @@ _ENDED = State.ENDED
 
 
 class ClientMessages:
-    """Handles every message of ClientToRouter.
+    """Handles every message of ClientToRouter; :class:`.queries.Queries` answers queries.
 
-    ``files``: text files of the model folder by name, returned by Describe. ``caller_of``: maps a
-    client's routing id to its key and rights.
+    ``caller_of``: maps a client's routing id to its key and rights.
     """
 
     def __init__(
@@ -92,8 +79,8 @@ class ClientMessages:
         recovery: Recovery,
         takeover: Takeover,
         metrics: Metrics,
-        reporter: Reporter,
-        files: dict[str, bytes],
+        queries: Queries,
+        stories: Stories,
         caller_of: Callable[[bytes], Caller],
     ) -> None:
         self._config = config
@@ -107,18 +94,21 @@ class ClientMessages:
         self._recovery = recovery
         self._takeover = takeover
         self._metrics = metrics
-        self._reporter = reporter
-        self._files = files
+        self._queries = queries
+        self._stories = stories
         self._caller_of = caller_of
         self._key = config.key
         self._closing = False
-        self.drains: dict[str, list[bytes]] = {}  # clients that wait for Drained, by worker id
 
     def handle(self, event: FromClient, now: float) -> None:
         """Handle the messages of one envelope."""
         identity, messages = event.identity, event.messages
         for message in messages if len(messages) == 1 else merge_queries(messages):
-            self._handlers[type(message)](self, identity, message, now)
+            handler = self._handlers.get(type(message))
+            if handler is None:
+                self._queries.handle(identity, message, now)
+            else:
+                handler(self, identity, message, now)
 
     def stop(self, _event: StopRequested, _now: float) -> None:
         """Reject new requests; running requests continue."""
@@ -166,11 +156,14 @@ class ClientMessages:
             self._nothing_runs(identity, key, request_id)
             return
         try:
-            self._check_id(request_id)
+            if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
+                self._refuse_id()
             if self._closing:
                 raise RouterClosing("the router is shutting down", retry_after=1.0)
-            attempt = max(self._table.last_attempt(key), self._takeover.unclaimed.highest(key)) + 1
-            request = self._checked(key, message, attempt, now)
+            last = self._table.last_attempt(key)
+            if self._registry.reporting:
+                last = max(last, self._takeover.unclaimed.highest(key))
+            request = self._checked(key, message, last + 1, now)
             if message.pool is not None:
                 self._registry.check_pool(message.pool)
             target = message.context.target_endpoint
@@ -180,6 +173,7 @@ class ClientMessages:
             self._admission.admit(request, registry.slots, registry.prefills, now, registry.others)
         except BatonError as error:
             self._refuse(identity, key, request_id, error)
+            self._stories.refused(key, message, identity, self._owner(identity), error, now)
             return
         self._attach(identity, request)
         self._lifecycle.start(request, now)
@@ -208,7 +202,8 @@ class ClientMessages:
             self._nothing_runs(identity, key, message.request_id)
             return
         try:
-            self._check_id(message.request_id)
+            if not 0 < len(message.request_id) <= MAX_REQUEST_ID_CHARS:
+                self._refuse_id()
             if message.attempt > MAX_RESUMED_ATTEMPT:
                 raise InputError(f"attempt is {message.attempt}, limit {MAX_RESUMED_ATTEMPT}")
             attempt = max(message.attempt, self._table.last_attempt(key))
@@ -218,6 +213,7 @@ class ClientMessages:
             self._admission.admit_resumed(request, self._registry.prefills, now)
         except BatonError as error:
             self._refuse(identity, key, message.request_id, error)
+            self._stories.refused(key, message, identity, self._owner(identity), error, now)
             return
         self._attach(identity, request)
         self._takeover.resume(request, now)
@@ -268,11 +264,16 @@ class ClientMessages:
         )
         self._out.append(ToClient(identity, submitted))
 
+    def _owner(self, identity: bytes) -> bytes:
+        """Return the key of a client's connection, or empty bytes without keys."""
+        return self._caller_of(identity).key
+
     def _checked(self, key: bytes, message: Submit | Resume, attempt: int, now: float) -> Request:
         """Return a record for a valid request; raises a BatonError for an invalid one."""
         config = self._config
         card = self._registry.card
-        if message.pin not in ("prefer", "strict"):
+        strict = message.pin != "prefer"
+        if strict and message.pin != "strict":
             raise InputError(f"pin must be prefer or strict, not {message.pin!r}")
         if card is not None:
             check_wire_context(message.context, card)
@@ -283,8 +284,12 @@ class ClientMessages:
         seconds = check_deadline(message.deadline, config.default_deadline_s, config.max_deadline_s)
         request = Request(key, message.request_id, message.context, now + seconds, Attempt(attempt))
         request.pool = message.pool
-        request.strict = message.pin == "strict"
+        request.strict = strict
         request.unchecked = card is None
+        request.began = now
+        if message.gateway or message.traceparent:
+            request.gateway = message.gateway[:MAX_ORIGIN_CHARS]
+            request.traceparent = message.traceparent[:MAX_ORIGIN_CHARS]
         return request
 
     def _take_emitted(self, request: Request, message: Resume) -> None:
@@ -301,11 +306,11 @@ class ClientMessages:
             request.logprobs = list(repeat(None, len(message.emitted)))
 
     @staticmethod
-    def _check_id(request_id: str) -> None:
-        if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
-            raise InputError(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters")
+    def _refuse_id() -> NoReturn:
+        raise InputError(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters")
 
     def _refuse(self, identity: bytes, key: bytes, request_id: str, error: BatonError) -> None:
+        self._metrics.refuse(error)
         terminal = Terminal(
             request=key,
             code=error.code,
@@ -328,7 +333,7 @@ class ClientMessages:
                 self._takeover.unclaimed.cancelled(key)
             self._nothing_runs(identity, key, message.request_id)
         elif request.terminal is not None:
-            self._answer(identity, request.terminal)
+            self._queries.answer(identity, request.terminal)
         else:
             self._lifecycle.cancel(request, now, "cancelled")
 
@@ -352,81 +357,12 @@ class ClientMessages:
             if request.identity == identity:
                 self._lifecycle.forget(request)
 
-    # ------------------------------------------------------------------ queries
-
-    def _describe(self, identity: bytes, message: Describe, _now: float) -> None:
-        wanted = {name: self._files[name] for name in message.files if name in self._files}
-        folder = self._config.model_folder
-        if not self._caller_of(identity).operator:
-            folder = PurePath(folder).name
-        answer = Described(
-            model=self._registry.card,
-            folder=folder,
-            files=wanted,
-            available=list(self._files),
-        )
-        self._answer(identity, answer)
-
-    def _status(self, identity: bytes, message: Status, now: float) -> None:
-        report = self._reporter.report(message.handoffs, now, self._caller_of(identity))
-        self._answer(identity, StatusReport(report=report))
-
-    def _ping(self, identity: bytes, message: Ping, _now: float) -> None:
-        self._answer(identity, Pong(nonce=message.nonce))
-
-    def _drain(self, identity: bytes, message: Drain, now: float) -> None:
-        """Forward an operator's Drain, which the timers repeat until the worker confirms."""
-        try:
-            worker = self._registry.named(message.worker)
-            ready = self._registry.ready(worker.role)
-            last = not worker.draining and all(other is worker for other in ready)
-            if last and not message.force:
-                raise InputError(last_worker(worker.id, worker.role))
-        except BatonError as error:
-            answer = Drained(worker=message.worker, code=error.code, message=str(error))
-            self._answer(identity, answer)
-            return
-        self._registry.drain(worker)
-        worker.drain_at = now + self._config.retry_ceiling_s
-        self._out.append(ToWorker(worker.identity, Drain()))
-        waiting = self.drains.setdefault(worker.id, [])
-        if identity not in waiting:
-            waiting.append(identity)
-        # Answer with the name from the query, which may be an endpoint.
-        self._answer(identity, Drained(worker=message.worker, message="draining"))
-
-    def drained(self, worker_id: str) -> None:
-        """Notify the clients that asked for the drain of a worker: it has no requests left."""
-        for identity in self.drains.pop(worker_id, ()):
-            self._answer(identity, Drained(worker=worker_id, message="drained"))
-
-    def _answer(self, identity: bytes, message: Message) -> None:
-        """Send an answer, unless the client reads too slowly."""
-        client = self._clients.get(identity)
-        if client is None or not client.behind:
-            self._out.append(ToClient(identity, message))
-
-    def _pong(self, identity: bytes, message: Pong, now: float) -> None:
-        """Ignore: a Pong needs no answer."""
-
     _handlers: ClassVar[dict[type, Callable[..., None]]] = {
         Submit: _submit,
         Resume: _resume,
         Cancel: _cancel,
         FinalAck: _final_ack,
-        Describe: _describe,
-        Status: _status,
-        Drain: _drain,
-        Ping: _ping,
-        Pong: _pong,
     }
-
-    def reject(self, event: ClientInputRejected, _now: float) -> None:
-        """Send Rejected for bytes that could not be decoded."""
-        error = event.error
-        self._metrics.dropped[f"client_{error.code}"] += 1
-        rejected = Rejected(code=error.code, message=str(error), request_id=event.request_id)
-        self._answer(event.identity, rejected)
 
 
 def _content(asked: Request | Submit | Resume) -> bytes:
@@ -437,21 +373,3 @@ def _content(asked: Request | Submit | Resume) -> bytes:
 
 def _end(message: Resume) -> int:
     return len(message.context.tokens) + len(message.emitted)
-
-
-def merge_queries(messages: Sequence[Message]) -> Sequence[Message]:
-    """Merge the Describe and the Status messages of an envelope into one of each kind.
-
-    A query has a few bytes and its answer megabytes: one envelope must not cause many answers.
-    """
-    describes = [message for message in messages if type(message) is Describe]
-    statuses = [message for message in messages if type(message) is Status]
-    if len(describes) + len(statuses) < 2:
-        return messages
-    rest = [message for message in messages if type(message) not in (Describe, Status)]
-    if describes:
-        names = dict.fromkeys(name for message in describes for name in message.files)
-        rest.append(Describe(files=list(names)))
-    if statuses:
-        rest.append(Status(handoffs=max(message.handoffs for message in statuses)))
-    return rest

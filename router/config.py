@@ -14,9 +14,13 @@ from ..proto.limits import (
     MAX_DESCRIBED_BYTES,
 )
 from ..proto.wire.endpoints import check_endpoint
+from ..runtime.keys.api_keys import check_http_access
 from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
+from ..runtime.metrics.vllm import METRICS_COMPAT
 from ..runtime.process.log import Level
 
+MAX_TRACE_REQUESTS = 100_000
+"""Bound of ``trace_requests``: 45 MB of stories, more if many requests were replayed."""
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 
 
@@ -71,9 +75,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``resume_window_s``: requests of a lost connection run on for this long. 0 aborts them at
     once, which frees their blocks within milliseconds; a later Resume leads to a replay.
 
+    ``trace_requests``: number of ended requests whose stories are kept; 0 keeps none.
+    ``otlp_endpoint``: URL of an OpenTelemetry collector for spans of all requests (extra ``otel``).
     ``worker_timeout_s``: a worker without heartbeat or progress for this time is declared dead.
     ``slow_step_factor``: a step counts as hung only if it also takes this many times its
     predicted duration. ``keys``: key folder; if set, TCP sockets require CURVE.
+    ``metrics_host``, ``metrics_port``: where to serve ``/metrics`` for Prometheus; port 0: nowhere.
+    ``metrics_keys``: SHA-256 digests of API keys in hexadecimal, required for a host that other
+    machines reach. ``metrics_compat``: "vllm" also exports vLLM's metric names.
     """
 
     client_address: str
@@ -91,6 +100,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     recovery_s: float = 2.5
     orphan_grace_s: float = 5.0
     resume_window_s: float = 0.0
+    trace_requests: int = 1000
+    otlp_endpoint: str = ""
 
     worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S
     slow_step_factor: float = 5.0
@@ -108,6 +119,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     poison_deaths: int = 2
     log_level: Level = "info"
     keys: str = ""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
+    metrics_keys: tuple[str, ...] = ()
+    metrics_compat: str = ""
     max_described_bytes: int = MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN
 
     def __post_init__(self) -> None:
@@ -120,6 +135,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.policy.name not in POLICIES:
             known = ", ".join(POLICIES)
             raise ConfigError(f"policy.name must be one of {known}, not {self.policy.name!r}")
+        if self.trace_requests > MAX_TRACE_REQUESTS:
+            raise ConfigError(
+                f"trace_requests is {self.trace_requests}, limit {MAX_TRACE_REQUESTS}"
+            )
+        if self.metrics_compat not in METRICS_COMPAT:
+            raise ConfigError(f"metrics_compat must be vllm or empty, not {self.metrics_compat!r}")
+        if not 0 <= self.metrics_port < 1 << 16:
+            raise ConfigError(f"metrics_port must be 0 to 65535, not {self.metrics_port}")
+        if self.metrics_port:
+            check_http_access(self.metrics_host, self.metrics_keys, "--metrics-host")
         try:
             bytes.fromhex(self.cluster_key)
         except ValueError as error:
@@ -137,9 +162,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 _MAY_BE_ZERO = {
+    "metrics_port",
     "requests_per_slot", "resume_window_s", "recovery_s", "orphan_grace_s",
     "start_grace_s", "worker_grace_s",
-    "prefill_load", "decode_load",
+    "prefill_load", "decode_load", "trace_requests",
 }  # fmt: skip
 
 

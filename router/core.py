@@ -7,10 +7,10 @@ order and once, on any sequence of workers. All records together stay below the 
 :mod:`.admission`.
 
 The core does not track KV blocks: only the decode worker's grant decides about its memory.
-Modules: :mod:`.client_messages` and :mod:`.worker_messages` handle messages, :mod:`.lifecycle`
-places and ends requests, :mod:`.recovery` replays them, :mod:`.takeover` adopts those that began
-elsewhere, :mod:`.timers` handles timeouts. They share the actions to return (``out``), the
-requests (:mod:`.request_table`), the workers (:mod:`.registry`) and the metrics.
+Modules: :mod:`.client_messages`, :mod:`.queries` and :mod:`.worker_messages` handle messages,
+:mod:`.lifecycle` places and ends requests, :mod:`.recovery` replays them, :mod:`.takeover` adopts
+requests that began elsewhere, :mod:`.timers` handles timeouts. They share the actions to return
+(``out``), the requests (:mod:`.request_table`), the workers (:mod:`.registry`) and the metrics.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ..proto.errors import InternalError
+from ..runtime.metrics.families import Family
 from .admission import Admission
 from .authorization import ANYBODY, Caller, Proofs
 from .client_messages import ClientMessages
@@ -40,13 +41,15 @@ from .events import (
     WorkerInputRejected,
 )
 from .lifecycle import Lifecycle
+from .metrics import Metrics
 from .placement import Placement
-from .policy import make_policy
+from .queries import Queries
 from .recovery import Recovery, WorkerLosses
 from .registry import Registry
 from .request_table import RequestTable
 from .requests import State
-from .status import Handoffs, Metrics, Reporter
+from .status import Handoffs, Reporter
+from .stories import Stories
 from .takeover import Takeover
 from .timers import Timers
 from .worker_messages import WorkerMessages
@@ -58,7 +61,7 @@ class RouterCore:
 
     ``incarnation``: random number of this process. ``files``: text files of the model folder by
     name. ``now``: monotonic seconds, as in all calls. ``caller_of``: maps a client's routing id
-    to its key and rights.
+    to its key and rights. ``fresh_stories``: the shell takes the stories of ended requests.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class RouterCore:
         files: dict[str, bytes] | None = None,
         now: float = 0.0,
         caller_of: Callable[[bytes], Caller] = lambda _identity: ANYBODY,
+        fresh_stories: bool = False,
     ) -> None:
         out = self._out = list[Action]()
         table = self.table = RequestTable()
@@ -76,28 +80,31 @@ class RouterCore:
         admission = self.admission = Admission(config.admission, now)
         clients = self.clients = Clients()
         metrics = self.metrics = Metrics()
-        handoffs = self.handoffs = Handoffs()
-        policy = make_policy(config.policy, config.name)
-        placement = self.placement = Placement(registry, policy, config.policy)
-        lifecycle = Lifecycle(config, out, table, registry, placement, admission, clients, metrics)
+        handoffs = self.handoffs = Handoffs(lambda name: registry.find(name) is not None)
+        placement = self.placement = Placement(registry, config)
+        stories = self.stories = Stories(config.trace_requests, fresh=fresh_stories)
+        lifecycle = Lifecycle(
+            config, out, table, registry, placement, admission, clients, metrics, stories
+        )
         recovery = Recovery(config, out, table, placement, lifecycle, metrics)
         takeover = Takeover(config, out, table, registry, lifecycle, recovery, metrics, now)
         pairs = placement.failed_pairs
-        reporter = Reporter(
-            config, table, registry, pairs, admission, clients, metrics, handoffs, now
+        reporter = self._reporter = Reporter(
+            config, table, registry, pairs, admission, clients, metrics, handoffs, stories, now
         )
+        queries = Queries(config, out, registry, clients, metrics, reporter, files or {}, caller_of)
         client_messages = ClientMessages(
             config, out, table, registry, placement, admission, clients,
-            lifecycle, recovery, takeover, metrics, reporter, files or {}, caller_of,
+            lifecycle, recovery, takeover, metrics, queries, stories, caller_of,
         )  # fmt: skip
-        drained = client_messages.drained
+        drained = queries.drained
         losses = WorkerLosses(out, registry, placement, lifecycle, recovery, metrics, drained)
         registration = WorkerRegistration(
             config, out, registry, admission, takeover, losses, metrics, incarnation, drained
         )
         worker_messages = WorkerMessages(
             config, out, table, registry, pairs, admission, lifecycle, recovery, takeover,
-            registration, Proofs(config, metrics), metrics, handoffs,
+            registration, Proofs(config, metrics), metrics, handoffs, stories,
         )  # fmt: skip
         self._timers = Timers(
             config, out, table, registry, admission, lifecycle, recovery, takeover, losses, now
@@ -105,7 +112,7 @@ class RouterCore:
         self._handlers: dict[type[Event], Callable[..., None]] = {
             FromClient: client_messages.handle,
             FromWorker: worker_messages.handle,
-            ClientInputRejected: client_messages.reject,
+            ClientInputRejected: queries.reject,
             WorkerInputRejected: registration.reject,
             NotSent: lifecycle.not_sent,
             StopRequested: client_messages.stop,
@@ -126,13 +133,17 @@ class RouterCore:
         out.clear()
         return actions
 
+    def families(self, now: float) -> list[Family]:
+        """Return all metrics of this router and its workers."""
+        return self._reporter.families(now)
+
     def next_timer(self) -> float:
         """Return the time at which the next :class:`.Tick` is due."""
         return self._timers.next_time()
 
     @property
     def dropped(self) -> Counter[str]:
-        """Counts of dropped messages by reason, including those that the shell drops."""
+        """Counts of dropped messages by reason, including messages that the shell drops."""
         return self.metrics.dropped
 
     # ------------------------------------------------------------------ end of the process

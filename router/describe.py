@@ -1,9 +1,10 @@
-"""Text files of the model folder that clients need to tokenize and to format chats."""
+"""Text files of the model folder that clients need for texts, chats, images and speech."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ..images.settings import SETTINGS_FILES
 from ..proto.errors import ConfigError
 
 TEXT_FILES = (
@@ -12,6 +13,8 @@ TEXT_FILES = (
     "chat_template.jinja",
     "generation_config.json",
     "special_tokens_map.json",
+    *SETTINGS_FILES,
+    "speech.json",
 )
 """The only files of the model folder that the router sends to clients."""
 

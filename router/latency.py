@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import accumulate
 
 PERIOD_S = 60.0
@@ -23,12 +24,12 @@ PERCENTILES = (50, 90, 99)
 class Latency:
     """A histogram of recent durations; ``now`` is monotonic seconds in all calls."""
 
-    __slots__ = ("_current", "_ends", "_last", "count")
+    __slots__ = ("_begun", "_ends", "_recent", "counts")
 
     def __init__(self) -> None:
-        self.count = 0  # since the start
-        self._current = [0] * BUCKETS
-        self._last = [0] * BUCKETS
+        self.counts = [0] * BUCKETS  # since the start
+        self._begun = self.counts.copy()  # the counts when the current period began
+        self._recent = self._begun  # the same of the previous period
         self._ends = -math.inf
 
     def add(self, seconds: float, now: float, count: int = 1) -> None:
@@ -39,15 +40,14 @@ class Latency:
         """Add to the bucket ``index`` instead of a duration."""
         if now >= self._ends:
             self._turn(now)
-        self.count += count
-        self._current[index] += count
+        self.counts[index] += count
 
     def summary(self, now: float) -> dict[str, float | int | None]:
         """Return the count since the start, and :data:`PERCENTILES` in seconds (None if empty)."""
         if now >= self._ends:
             self._turn(now)
-        counts = [one + other for one, other in zip(self._current, self._last, strict=True)]
-        shares: dict[str, float | int | None] = {"count": self.count}
+        counts = [one - before for one, before in zip(self.counts, self._recent, strict=True)]
+        shares: dict[str, float | int | None] = {"count": sum(self.counts)}
         for percent in PERCENTILES:
             shares[f"p{percent}"] = percentile(counts, percent)
         return shares
@@ -55,8 +55,8 @@ class Latency:
     def _turn(self, now: float) -> None:
         """Begin a period; drop all periods before the previous one."""
         recent = now < self._ends + PERIOD_S
-        self._last = self._current if recent else [0] * BUCKETS
-        self._current = [0] * BUCKETS
+        begun = self.counts.copy()
+        self._recent, self._begun = (self._begun if recent else begun), begun
         self._ends = now + PERIOD_S
 
 
@@ -68,10 +68,27 @@ def bucket(seconds: float) -> int:
     return index if index < BUCKETS else BUCKETS - 1
 
 
+def cumulated(counts: Sequence[int], bounds: Sequence[float]) -> list[int]:
+    """Return the counts between the ``bounds`` in seconds, and above the last one.
+
+    A fine bucket counts where its middle is, so a bound is exact to 3 %.
+    """
+    found = [0] * (len(bounds) + 1)
+    for index, count in enumerate(counts):
+        if count:
+            found[bisect_left(bounds, middle(index))] += count
+    return found
+
+
+def middle(index: int) -> float:
+    """Return the middle of a bucket in seconds."""
+    return SHORTEST_S * math.exp2((index + 0.5) / PER_OCTAVE)
+
+
 def percentile(counts: list[int], percent: float) -> float | None:
     """Return the middle, in seconds, of the bucket that holds this percentile, None if empty."""
     rank = math.ceil(sum(counts) * percent / 100)
     if not rank:
         return None
     index = bisect_left(list(accumulate(counts)), rank)
-    return SHORTEST_S * math.exp2((index + 0.5) / PER_OCTAVE)
+    return middle(index)

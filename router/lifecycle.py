@@ -10,6 +10,8 @@ expires.
 
 from __future__ import annotations
 
+from collections import deque
+
 from ..proto.errors import BatonError, CapacityError, LimitExceeded
 from ..proto.requests import check_emitted, check_wire_context
 from ..proto.wire.messages import Abort, Assign, Terminal, Tokens
@@ -18,16 +20,17 @@ from .admission import Admission
 from .clients import Clients
 from .config import RouterConfig
 from .events import Action, Log, NotSent, ToClient, ToWorker
+from .metrics import Metrics
 from .placement import Placement
 from .registry import Registry
 from .request_table import RequestTable
 from .requests import NEVER, Request, State, Step
-from .status import Metrics
+from .stories import MAX_CAUSE_CHARS, MAX_PAST, Stories
 from .workers import Worker
 
 ENDED_KEEP_S = 5.0
 """Minimum seconds for which a terminal is kept, also after the deadline."""
-_DECODING = State.DECODING
+_QUEUED, _DECODING = State.QUEUED, State.DECODING
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _ASSIGN, _ACCEPT, _HAND_OVER = Step.ASSIGN, Step.ACCEPT, Step.HAND_OVER
 _END, _FORGET = Step.END, Step.FORGET
@@ -46,6 +49,7 @@ class Lifecycle:
         admission: Admission,
         clients: Clients,
         metrics: Metrics,
+        stories: Stories,
     ) -> None:
         self._config = config
         self._key = config.key
@@ -56,6 +60,7 @@ class Lifecycle:
         self._admission = admission
         self._clients = clients
         self._metrics = metrics
+        self._stories = stories
 
     # ------------------------------------------------------------------ placing
 
@@ -91,7 +96,8 @@ class Lifecycle:
         prefill.requests[request.key] = request
         if decode is not None:
             decode.requests[request.key] = request
-        self._placement.placed(request)
+        attempt.route = self._placement.placed(request)
+        attempt.assigned_at = now
         request.step(_ASSIGN)
         del self._table.queued[request.key]
         request.backoff = self._config.assign_retry_s
@@ -142,11 +148,17 @@ class Lifecycle:
             request.retry_at = NEVER
             request.due_at = request.limit  # the wheel's slot is earlier; there it is armed again
 
-    def requeue(self, request: Request, now: float, delay: float = 0.0) -> None:
+    def requeue(self, request: Request, now: float, cause: str, delay: float = 0.0) -> None:
         """Abort the current attempt and place the next one, now or after ``delay`` seconds."""
         self.abort(request, "superseded")
-        request.attempt.leave(request.key)
-        request.attempt = request.attempt.next()
+        attempt = request.attempt
+        attempt.leave(request.key)
+        attempt.ended_at, attempt.cause = now, cause[:MAX_CAUSE_CHARS]
+        attempt.pending = None
+        if request.past is None:
+            request.past = deque(maxlen=MAX_PAST)
+        request.past.append(attempt)
+        request.attempt = attempt.next()
         request.own = min(request.own, request.attempt.number)
         request.step(Step.REQUEUE)
         self._table.queued[request.key] = request
@@ -271,6 +283,7 @@ class Lifecycle:
             status="cancelled",
         )
         self.abort(request, reason)
+        request.attempt.cause = reason
         self._out.append(
             Log("request.cancelled", {"request": request.key.hex(), "reason": reason, "at": now})
         )
@@ -279,10 +292,12 @@ class Lifecycle:
     def end(self, request: Request, terminal: Terminal, now: float) -> None:
         """End the request: send its terminal to the client and keep it until acknowledged."""
         attempt = request.attempt
-        decoding = request.state is _DECODING
+        state = request.state
+        if state is _QUEUED:
+            del self._table.queued[request.key]
         request.step(_END)
-        self._table.queued.pop(request.key, None)
-        self._metrics.count(terminal)
+        self._metrics.ended(request, terminal, now)
+        self._stories.ended(request, terminal, now)
         self._admission.end(request)
         prefill, decode = attempt.prefill, attempt.decode
         request.terminal = Terminal(
@@ -296,11 +311,13 @@ class Lifecycle:
             request_id=request.request_id,
             cached_tokens=terminal.cached_tokens,
             prefill=terminal.prefill or (prefill.id if prefill else ""),
-            decode=terminal.decode or (decode.id if decode and decoding else ""),
+            decode=terminal.decode or (decode.id if decode and state is _DECODING else ""),
             embedding=terminal.embedding if request.embeds else None,
         )
         attempt.leave(request.key)
-        request.limit = request.deadline = max(request.deadline, now + ENDED_KEEP_S)
+        if request.deadline < now + ENDED_KEEP_S:
+            request.deadline = now + ENDED_KEEP_S
+        request.limit = request.deadline
         request.backoff = self._config.terminal_retry_s
         self.send_terminal(request, now)
 
@@ -314,9 +331,10 @@ class Lifecycle:
                 request.sent = request.next
         self._table.repeat_later(request, now, NEVER)
 
-    def drop_moved(self, request: Request) -> None:
-        """Drop the record of a request that another router serves, without aborting it."""
+    def drop_moved(self, request: Request, router: str, now: float) -> None:
+        """Drop the record of a request that ``router`` serves, without aborting it."""
         request.step(Step.END)
+        self._stories.moved(request, router, now)
         self._table.queued.pop(request.key, None)
         self._admission.end(request)
         request.attempt.leave(request.key)
@@ -329,3 +347,4 @@ class Lifecycle:
             self._clients.detach(request)
         self._admission.forget(request)
         self._table.remove(request)
+        self._stories.forgotten(request)

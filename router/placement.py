@@ -9,27 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..proto.errors import EndpointDead, EndpointDraining, EndpointUnknown, WorkerLost
+from ..proto.errors import (
+    EndpointDead,
+    EndpointDraining,
+    EndpointUnknown,
+    FeatureMissing,
+    WorkerLost,
+)
 from ..proto.hashing import block_hashes
-from .config import PolicyConfig
+from ..proto.requests import needed_features
+from ..proto.vision_requests import spans_of
+from .config import RouterConfig
 from .pairs import FailedPairs
-from .policy import NO_HASHES, Policy
+from .policy import NO_HASHES, Margin, make_policy
 from .registry import Registry
 from .requests import Request
 from .workers import Worker
 
+Route = tuple[str, int, int, Margin | None, int, int, Margin | None]
+"""Why a pair was chosen: the role of the pinned worker, or empty. Then of the prefill worker, and
+again of the decode worker (zeros without one): its load in tokens before the request, its cached
+blocks of the prompt, and the margin by which it was preferred."""
 Pair = tuple[Worker, Worker | None]
 """Prefill worker and decode worker; a request for embeddings has no decode worker."""
 
 
 class Placement:
-    """Applies the policy to the registered workers."""
+    """Applies the configured policy to the registered workers."""
 
-    def __init__(self, registry: Registry, policy: Policy, config: PolicyConfig) -> None:
+    def __init__(self, registry: Registry, config: RouterConfig) -> None:
         self._registry = registry
-        self._policy = policy
-        self._config = config
+        self._config = config.policy
+        self._policy = make_policy(config.policy, config.name)
         self.failed_pairs = FailedPairs()
+        self._margins: tuple[Margin | None, Margin | None] = (None, None)  # of the last pair
 
     def pin(self, request: Request, endpoint: str | None, *, fallback: bool) -> None:
         """Resolve ``target_endpoint`` at admission.
@@ -59,22 +72,38 @@ class Placement:
     def choose(self, request: Request, now: float) -> Pair | None:
         """Return a pair of ready workers, or None while a role has no candidate.
 
-        Raises WorkerLost if the request has a strict pin to a lost worker.
+        Raises WorkerLost if the request has a strict pin to a lost worker, FeatureMissing for a
+        parameter that no worker of a role reads.
         """
-        decodes = None if request.embeds else self._candidates(request, "decode")
-        prefills = self._candidates(request, "prefill")
+        special = request.deaths or request.doubts or request.avoid
+        if request.pin is None and not special and not needed_features(request.context):
+            ready, pool = self._registry.ready, request.pool  # as _candidates would find
+            decodes = None if request.embeds else ready("decode", pool)
+            prefills = ready("prefill", pool)
+        else:
+            decodes = None if request.embeds else self._candidates(request, "decode")
+            prefills = self._candidates(request, "prefill")
         if decodes == [] or not prefills:
             return None
-        hashes = self._hashes(request)
+        policy = self._policy
+        short = request.base < self._config.block_tokens
+        hashes = NO_HASHES if short else self._hashes(request)
         if not decodes:
-            return self._policy.choose(prefills, hashes), None
+            prefill = policy.choose(prefills, hashes)
+            self._margins = policy.margin, None
+            return prefill, None
         if not self.failed_pairs.known:
-            decode = self._policy.choose(decodes, hashes)
-            return self._policy.choose(prefills, hashes), decode
+            decode = policy.choose(decodes, hashes)
+            margin = policy.margin
+            prefill = policy.choose(prefills, hashes)
+            self._margins = policy.margin, margin
+            return prefill, decode
         reached = self._reached(request, prefills, now)
-        decode = self._policy.choose(_narrowed(request, decodes, reached), hashes)
+        decode = policy.choose(_narrowed(request, decodes, reached), hashes)
+        margin = policy.margin
         reaching = self._reaching(request, decode, now)
-        prefill = self._policy.choose(_narrowed(request, prefills, reaching), hashes)
+        prefill = policy.choose(_narrowed(request, prefills, reaching), hashes)
+        self._margins = policy.margin, margin
         self.failed_pairs.placed(prefill, decode, now)
         return prefill, decode
 
@@ -104,23 +133,27 @@ class Placement:
         reached = self._reached(request, prefills, now)
         return bool(prefills and decodes) and not any(map(reached, decodes))
 
-    def placed(self, request: Request) -> None:
-        """Add the request's tokens to the load of its workers."""
-        attempt = request.attempt
+    def placed(self, request: Request) -> Route:
+        """Add the request's tokens to the load of the workers chosen last; return why."""
+        attempt, hashes, tokens = request.attempt, request.hashes, request.next
         prefill, decode = attempt.prefill, attempt.decode
-        hashes = request.hashes
-        tokens = request.next
+        load = cached = decode_load = decode_cached = 0
         if prefill is not None:
+            load = prefill.outstanding + prefill.others
             attempt.prefill_cost = tokens
             prefill.outstanding += tokens
             if hashes:
-                self._policy.placed(prefill, hashes, tokens)
+                cached = self._policy.placed(prefill, hashes, tokens)
         if decode is not None:
-            attempt.decode_cost = tokens + request.remaining
-            decode.outstanding += attempt.decode_cost
+            decode_load = decode.outstanding + decode.others
+            attempt.decode_cost = cost = tokens + request.remaining
+            decode.outstanding += cost
             if hashes:
-                self._policy.placed(decode, hashes, tokens)
+                decode_cached = self._policy.placed(decode, hashes, tokens)
         request.hashes = None  # kilobytes of memory, cheap to compute again
+        pinned = "" if request.pin is None else request.pin[0]
+        margin, decode_margin = self._margins
+        return pinned, load, cached, margin, decode_load, decode_cached, decode_margin
 
     def forget(self, worker: Worker) -> None:
         """Drop the state of a dead worker."""
@@ -138,7 +171,26 @@ class Placement:
         avoid = request.avoid
         if avoid:
             workers = [worker for worker in workers if worker.incarnation not in avoid]
-        return workers
+        needs = needed_features(request.context)
+        return self._able(request, role, workers, needs) if needs else workers
+
+    def _able(
+        self, request: Request, role: str, workers: list[Worker], needs: Sequence[str]
+    ) -> list[Worker]:
+        """Return the workers with the features that a request needs.
+
+        Raises FeatureMissing if no live worker has them and the request has not been placed yet;
+        one that was placed waits for a successor of its worker.
+        """
+        able = [worker for worker in workers if worker.has(needs)]
+        if able or request.attempt.number > request.own:
+            return able
+        live = [worker for worker in self._registry.live() if worker.role == role]
+        if request.pool is not None:
+            live = [worker for worker in live if worker.pool == request.pool]
+        if live and not any(worker.has(needs) for worker in live):
+            raise FeatureMissing(f"{needs[0]} needs newer {role} workers than the cluster has")
+        return able
 
     def kept_apart(self, request: Request) -> bool:
         """True if a poison suspect waits only because other suspects run on the workers."""
@@ -149,6 +201,9 @@ class Placement:
         """Return the pinned worker, no worker while it is busy or suspect, None for a void pin."""
         worker = self._registry.find(endpoint)
         if worker is not None and worker in self._registry.ready(worker.role):
+            needs = needed_features(request.context)
+            if not worker.has(needs):
+                raise FeatureMissing(f"{needs[0]} needs a newer worker than {worker.id}")
             avoided = request.avoid and worker.incarnation in request.avoid
             return [] if avoided else [worker]
         if worker is not None and not worker.draining and (request.strict or not worker.hung_up):
@@ -160,11 +215,13 @@ class Placement:
 
     def _hashes(self, request: Request) -> Sequence[bytes]:
         size = self._config.block_tokens
-        if not self._policy.wants_hashes or request.base < size or request.embeds:
+        if not self._policy.wants_hashes or request.embeds:
             return NO_HASHES  # embeddings leave no prefix cache
         if request.hashes is None:
             tokens = request.context.tokens.array[: size * self._config.match_blocks]
-            request.hashes = block_hashes(tokens, size, request.context.cache_salt.encode())
+            request.hashes = block_hashes(
+                tokens, size, request.context.cache_salt.encode(), images=spans_of(request.context)
+            )
         return request.hashes
 
 

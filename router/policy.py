@@ -20,6 +20,8 @@ from .config import PolicyConfig
 from .workers import Worker
 
 NO_HASHES: Sequence[bytes] = ()
+Margin = tuple[float, str, float, int]
+"""Cost of the chosen worker, id and cost of the next best one, and the number of candidates."""
 
 
 class Policy(Protocol):
@@ -27,13 +29,19 @@ class Policy(Protocol):
 
     wants_hashes: bool
     """True if the policy needs block hashes of the prompt."""
+    margin: Margin | None
+    """By how much :meth:`choose` preferred its last worker; None without an alternative or cost."""
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """Return one of ``workers`` (not empty, all of one role) for a prompt with these blocks."""
         ...
 
-    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
-        """Note that ``worker`` got a request with these blocks and ``tokens`` of work."""
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
+        """Note that ``worker`` got a request with these blocks and ``tokens`` of work.
+
+        Returns how many leading blocks the worker has probably cached; 0 if not known.
+        """
+        ...
 
     def forget(self, worker: Worker) -> None:
         """Drop the state of a dead worker."""
@@ -43,6 +51,7 @@ class RoundRobin:
     """Chooses the workers of a role in turn."""
 
     wants_hashes = False
+    margin: Margin | None = None
 
     def __init__(self, first: int = 0) -> None:
         self._first = first
@@ -55,8 +64,9 @@ class RoundRobin:
         self._turns[role] = turn + 1
         return workers[turn % len(workers)]
 
-    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
         """Keep no state."""
+        return 0
 
     def forget(self, worker: Worker) -> None:
         """Keep no state."""
@@ -68,23 +78,34 @@ class LeastLoaded:
     wants_hashes = False
 
     def __init__(self, first: int = 0) -> None:
+        self.margin: Margin | None = None
         self._turn = first
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """Return the least loaded worker."""
         count = len(workers)
         if count == 1:
+            self.margin = None
             return workers[0]
-        self._turn += 1
-        best = workers[self._turn % count]
-        for offset in range(1, count):
-            worker = workers[(self._turn + offset) % count]
-            if worker.burden < best.burden:
-                best = worker
+        self._turn = turn = self._turn + 1
+        first = turn % count
+        best = rival = workers[first]
+        least = best.outstanding + best.others  # not burden: a property is slow
+        second = math.inf
+        for index in range(first + 1 - count, first):  # a negative index counts from the end
+            worker = workers[index]
+            burden = worker.outstanding + worker.others
+            if burden < least:
+                rival, second = best, least
+                best, least = worker, burden
+            elif burden < second:
+                rival, second = worker, burden
+        self.margin = (least, rival.id, second, count)
         return best
 
-    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
         """Keep no state: the placement counts outstanding tokens."""
+        return 0
 
     def forget(self, worker: Worker) -> None:
         """Keep no state."""
@@ -131,6 +152,7 @@ class PrefixAware:
     wants_hashes = True
 
     def __init__(self, config: PolicyConfig, first: int = 0) -> None:
+        self.margin: Margin | None = None
         self._config = config
         self._weights = {"prefill": config.prefill_load, "decode": config.decode_load}
         self._indexes: dict[int, PrefixIndex] = {}
@@ -142,25 +164,34 @@ class PrefixAware:
         """Return the worker with the least cost; ties take turns."""
         count = len(workers)
         if count == 1:
+            self.margin = None
             return workers[0]
         if not hashes:
-            return self._by_load.choose(workers, hashes)
+            best = self._by_load.choose(workers, hashes)
+            self.margin = self._by_load.margin
+            return best
         self._turn += 1
         weight = self._weights[workers[0].role]
-        best, best_cost = workers[0], float("inf")
+        best = rival = workers[0]
+        best_cost = second = math.inf
         for offset in range(count):
             worker = workers[(self._turn + offset) % count]
             cost = weight * (worker.burden + self._recent(worker))
             cost -= self.cached(worker, hashes) * self._config.block_tokens
             if cost < best_cost:
+                rival, second = best, best_cost
                 best, best_cost = worker, cost
+            elif cost < second:
+                rival, second = worker, cost
+        self.margin = (best_cost, rival.id, second, count)
         return best
 
-    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> None:
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
         """Add the uncached tokens to the worker's load, and the blocks to its index."""
         if not hashes:
-            return
-        new = tokens - self.cached(worker, hashes) * self._config.block_tokens
+            return 0
+        cached = self.cached(worker, hashes)
+        new = tokens - cached * self._config.block_tokens
         worker.recent = self._recent(worker) + max(0, new)
         self._placements[worker.role] += 1
         worker.recent_at = self._placements[worker.role]
@@ -168,6 +199,7 @@ class PrefixAware:
         if index is None:
             index = self._indexes[worker.incarnation] = PrefixIndex(self._capacity(worker))
         index.add(hashes)
+        return cached
 
     def forget(self, worker: Worker) -> None:
         """Drop the index of a dead worker."""

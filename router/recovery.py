@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from ..proto.errors import RequestPoisoned, WorkerLost
+from ..proto.errors import FeatureMissing, RequestPoisoned, WorkerLost
 from ..proto.wire.messages import Adopt, PeerDead
 from .config import RouterConfig
 from .events import Action, Log, ToWorker
 from .lifecycle import Lifecycle
+from .metrics import Metrics
 from .placement import Placement
 from .registry import Registry
 from .request_table import RequestTable
 from .requests import NEVER, PLACED, Request, State
-from .status import Metrics
+from .stories import MAX_MESSAGE_CHARS
 from .workers import Worker, WorkerState
 
 POISON_BLAME = 1.5
@@ -119,7 +120,7 @@ class Recovery:
             self._out.append(
                 Log("request.replayed", {"request_id": request.request_id, "reason": reason})
             )
-            self._lifecycle.requeue(request, now)
+            self._lifecycle.requeue(request, now, reason)
 
     def unreachable(self, request: Request, reason: str, now: float) -> None:
         """Move a request of a failed pair to another pair.
@@ -129,7 +130,7 @@ class Recovery:
         """
         if request.state not in PLACED:
             return
-        request.unreachable = reason
+        request.unreachable = reason[:MAX_MESSAGE_CHARS]
         self._metrics.replayed += 1
         self._out.append(
             Log("request.replayed", {"request_id": request.request_id, "reason": reason})
@@ -138,10 +139,10 @@ class Recovery:
         try:
             if self._placement.all_failed(request, now):
                 delay = self._lifecycle.back_off(request, self._config.busy_backoff_s, now)
-        except WorkerLost as error:
+        except (WorkerLost, FeatureMissing) as error:
             self._lifecycle.fail(request, error, now)
             return
-        self._lifecycle.requeue(request, now, delay)
+        self._lifecycle.requeue(request, now, reason, delay)
 
     def end_poisoned(self, request: Request, now: float) -> bool:
         """Fail the request with RequestPoisoned and return True if it is poisoned."""
@@ -223,7 +224,7 @@ class WorkerLosses:
         for request in affected:
             if worker.draining and request.attempt.server is not worker:
                 # Not running there, and a drain is not a loss.
-                self._lifecycle.requeue(request, now)
+                self._lifecycle.requeue(request, now, f"{worker.id} drained and disconnected")
             else:
                 self._recovery.lost(request, f"the connection of worker {worker.id} closed", now)
 
@@ -248,7 +249,7 @@ class WorkerLosses:
             pinned = request.pin is not None and request.pin[1] == worker.endpoint
             if waits and not pinned and self._registry.ready("prefill", request.pool):
                 self._metrics.moved += 1
-                self._lifecycle.requeue(request, now)
+                self._lifecycle.requeue(request, now, f"{worker.id} is suspect: {worker.reason}")
 
     def returned(self, worker: Worker, now: float) -> None:
         """Handle the return of a suspect worker: remove the doubts of its requests."""
@@ -290,7 +291,7 @@ class WorkerLosses:
         for request in affected:
             if drained and request.attempt.server is not worker:
                 # Not running there, and a drain is not a loss.
-                self._lifecycle.requeue(request, now)
+                self._lifecycle.requeue(request, now, f"{worker.id} drained and was lost")
             else:
                 self._recovery.lost(request, f"worker {worker.id} was lost: {reason}", now)
         for request in doubted:

@@ -10,7 +10,9 @@ Pure: derives the states from messages and the time. :mod:`.recovery` acts on th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
+
+import msgspec
 
 from ..proto.errors import (
     EndpointDead,
@@ -27,8 +29,15 @@ from ..proto.wire.messages import Heartbeat, Hello
 from ..proto.wire.versions import check_version
 from ..runtime.liveness import closed_by_peer, suspect_after
 from .config import RouterConfig
-from .worker_health import CONNECTION_CLOSED, SILENCES, WorkerHealth
-from .workers import Worker, WorkerState, roles_for
+from .worker_totals import WorkerTotals
+from .workers import (
+    CONNECTION_CLOSED,
+    SILENCES,
+    Worker,
+    WorkerHealth,
+    WorkerState,
+    roles_for,
+)
 
 KEEP_GONE = 64
 """Maximum number of dead and refused workers in the list."""
@@ -47,8 +56,12 @@ class Registry:
         self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
         self._dead_incarnations: OrderedDict[int, bool] = OrderedDict()  # True: for SILENCES
         self._ready: dict[tuple[str, str | None], list[Worker]] = {}
+        self.totals = WorkerTotals()
         self.card: ModelCard | None = None
-        """Card of the served model, with the shortest context length of all live workers."""
+        """Card of the served model, with the shortest context length of all live workers.
+
+        It has the features that any of them has: a request that needs one is placed there.
+        """
         self.ever_ready = False
         self.slots = 0
         """Batch slots of all live decode workers that are not draining."""
@@ -184,6 +197,7 @@ class Registry:
         worker.report(hello.load, self._config.name)
         worker.enter(WorkerState.DRAINING if hello.draining else WorkerState.READY)
         self._dead_incarnations.pop(worker.incarnation, None)
+        self.totals.joined(worker)
         self._by_identity[identity] = worker
         self._live[worker.endpoint] = worker
         self._gone.pop(worker.id, None)
@@ -268,6 +282,7 @@ class Registry:
         """Declare this incarnation dead."""
         self.suspect(worker, reason)
         worker.enter(WorkerState.DEAD, reason)
+        self.totals.died(worker)
         worker.connected = False
         self._by_identity.pop(worker.identity, None)
         if self._live.get(worker.endpoint) is worker:
@@ -318,7 +333,7 @@ class Registry:
     def _changed(self) -> None:
         self._ready.clear()
         self._others = None
-        self.card = shortest((worker.card for worker in self._live.values()), self.card)
+        self.card = joint_card([worker.card for worker in self._live.values()], self.card)
         staffed = [worker for worker in self._live.values() if not worker.draining]
         self.slots = sum(worker.max_batch for worker in staffed if worker.role == "decode")
         self.prefills = sum(worker.role == "prefill" for worker in staffed)
@@ -327,6 +342,13 @@ class Registry:
             self.ever_ready = all(self.ready(role) for role in self.roles)
 
 
-def shortest(cards: Iterable[ModelCard], default: ModelCard | None = None) -> ModelCard | None:
-    """Return the card with the shortest context length, which every worker can serve."""
-    return min(cards, key=lambda card: card.max_length, default=default)
+def joint_card(cards: Sequence[ModelCard], default: ModelCard | None = None) -> ModelCard | None:
+    """Return the card with the shortest context length, which every worker can serve.
+
+    It has the features of all cards.
+    """
+    shortest = min(cards, key=lambda card: card.max_length, default=default)
+    if shortest is None or all(card.features == shortest.features for card in cards):
+        return shortest
+    features = dict.fromkeys(feature for card in cards for feature in card.features)
+    return msgspec.structs.replace(shortest, features=list(features))

@@ -6,11 +6,11 @@ its admission until it is removed.
 
 from __future__ import annotations
 
-from ..runtime.tables import ExpiringMap, TimerWheel
+from ..runtime.tables import ExpiringMap, RecentMap, TimerWheel
 from .requests import Request
 
 REMEMBER_ATTEMPTS = 16_384
-"""Number of dropped requests whose last attempt number is remembered."""
+"""Minimum number of dropped requests whose last attempt number is remembered."""
 CANCELLED_KEEP_S = 30.0
 """Seconds for which a request cancelled before its Submit arrived is remembered.
 
@@ -30,7 +30,7 @@ class RequestTable:
         self.queued: dict[bytes, Request] = {}
         self.timers: TimerWheel[Request] = TimerWheel()
         self.cancelled: ExpiringMap[bytes, None] = ExpiringMap(MAX_CANCELLED)
-        self._last_attempts: ExpiringMap[bytes, int] = ExpiringMap(REMEMBER_ATTEMPTS)
+        self._last_attempts: RecentMap[bytes, int] = RecentMap(REMEMBER_ATTEMPTS)
 
     def add(self, request: Request) -> None:
         """Add a new request."""

@@ -29,6 +29,7 @@ An attempt holds what :data:`HOLDINGS` lists for the request's state, see
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,25 +37,26 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.errors import InternalError
 from ..proto.limits import MAX_EMBEDDING_SIZE
-from ..proto.wire.messages import Terminal, TokenRun
+from ..proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
 from ..proto.wire.wire_context import WireContext
 from .workers import roles_for
 
 if TYPE_CHECKING:
     from .clients import Client
+    from .placement import Route
     from .takeover import OpenSearch
     from .workers import Worker
 
 
 class State(Enum):
-    """State of a request and of its current attempt; :data:`HOLDINGS` lists what it holds."""
+    """State of a request and of its current attempt; :data:`HOLDINGS` lists its resources."""
 
     RECOVERING = "recovering"  # resumed without a record here: a worker may hold it
     QUEUED = "queued"  # waits for workers
     ASSIGNED = "assigned"  # Assign sent to a prefill worker, not answered yet
     PREFILLING = "prefilling"  # a prefill worker has accepted it
     FOLLOWED = "followed"  # as PREFILLING, but the handoff names another router: Adopt is repeated
-    DECODING = "decoding"  # handed over, so the prefill worker is no longer needed
+    DECODING = "decoding"  # handed over: the prefill worker is not needed any more
     ENDED = "ended"  # its terminal is known and kept until acknowledged
     FORGOTTEN = "forgotten"
 
@@ -138,6 +140,9 @@ HOLDINGS: dict[State, Holding] = {
 
 RECORD_BYTES = 2048
 """Memory of a record without its arrays, rounded up."""
+_BIAS_BYTES = 160  # an entry of a dict, a number and an id
+_FIELDS_FACTOR = 16
+"""Memory of a map's fields by its encoded bytes: a number of one byte becomes an object."""
 NEVER = float("inf")
 SUSPECT_DEATHS = 2
 HARMLESS_TOKENS = 8
@@ -159,6 +164,9 @@ class Attempt:
     that runs it, as far as known. ``prefill_cost``, ``decode_cost``: its tokens in their load.
     ``answered``: the server has answered the last Adopt; ``adopts``: how many it has not.
     ``pending``: a terminal that waits for missing tokens.
+
+    The last fields are only for its story: the time of the first Assign, why these workers were
+    chosen, the handoff's report and its arrival, the end of a replaced attempt and its cause.
     """
 
     number: int
@@ -173,6 +181,13 @@ class Attempt:
     answered: bool = True
     adopts: int = 0
     pending: Terminal | None = None
+
+    assigned_at: float = NEVER
+    route: Route | None = None
+    report: HandoffReport | None = None
+    reported_at: float = NEVER
+    ended_at: float = NEVER
+    cause: str = ""
 
     def next(self) -> Attempt:
         """Return the attempt that replaces this one."""
@@ -252,6 +267,15 @@ class Request:
     strict: bool = False
     unchecked: bool = False  # no model card was known at its Submit
 
+    began: float = NEVER  # when its Submit or Resume arrived
+    gateway: str = ""
+    traceparent: str = ""
+    past: deque[Attempt] | None = None  # replaced attempts, for its story
+    first_at: float = NEVER  # arrival of its first token or embedding
+    ended_at: float = NEVER
+    moved_to: str = ""  # router that serves it since
+    times: WorkerTimes | None = None  # of the worker that ended it
+    decoded: bool = False  # that was a decode worker
     started: bool = False  # its first token has arrived, in any attempt
     submitted_at: float = NEVER  # NEVER for a resumed request: it has no TTFT
     token_at: float = NEVER  # arrival of its last token
@@ -289,7 +313,7 @@ class Request:
     def step(self, step: Step) -> None:
         """Take a step; raises InternalError for a step that is not in the table."""
         try:
-            self.state = TRANSITIONS[self.state, step]
+            self.state = TRANSITIONS[self.state, step]  # looked up here: the simulator notes it
         except KeyError:
             raise InternalError(f"request cannot {step.value} when {self.state.value}") from None
 
@@ -326,8 +350,12 @@ class Request:
     def keep(self, run: TokenRun) -> None:
         """Store a token run that starts at ``next``."""
         tokens = run.tokens
-        self.emitted.extend(tokens)
-        self.next += len(tokens)
+        if len(tokens) == 1:
+            self.emitted.append(tokens[0])  # a third of the time of extend
+            self.next += 1
+        else:
+            self.emitted.extend(tokens)
+            self.next += len(tokens)
         if self.logprobs is not None:
             self.logprobs.extend(run.logprobs or [None] * len(tokens))
 
@@ -382,11 +410,15 @@ def new_tokens(context: WireContext) -> int:
     return room if room > 0 else 0
 
 
-def context_bytes(context: WireContext) -> int:
-    """Return an upper bound, in bytes, of a request's memory until its end."""
+def context_bytes(context: WireContext, new: int | None = None) -> int:
+    """Return an upper bound, in bytes, of a request's memory until its end.
+
+    ``new``: the context's :func:`new_tokens`, if they are known.
+    """
     likely = context.log_probabilities
     per_token = 4 + (128 + 12 * likely if likely > 0 else 0)
-    total = RECORD_BYTES + context.tokens.array.nbytes + per_token * new_tokens(context)
+    new = new_tokens(context) if new is None else new
+    total = RECORD_BYTES + context.tokens.array.nbytes + per_token * new
     total += 40 * len(context.eos_token_ids)
     if context.task == "embed":
         total += 4 * MAX_EMBEDDING_SIZE
@@ -396,4 +428,7 @@ def context_bytes(context: WireContext) -> int:
         total += 4 * len(context.json_schema)
     for text in context.sampling.stop or ():
         total += 49 + 4 * len(text)
-    return total
+    if type(context) is not WireContext and context.packed is not None:
+        body, arrays = context.packed
+        total += _FIELDS_FACTOR * len(body) + sum(map(len, arrays))
+    return total + _BIAS_BYTES * len(context.sampling.logit_bias or ())

@@ -9,11 +9,13 @@ slowly, and messages above the bound are dropped.
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from ..proto.errors import DecodeFailed, ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
-from ..proto.wire.envelope import EnvelopeDecoder
+from ..proto.wire.envelope import EnvelopeDecoder, SalvagingDecoder
 from ..proto.wire.messages import (
     ClientToRouter,
     Described,
@@ -24,7 +26,6 @@ from ..proto.wire.messages import (
     TerminalAck,
     WorkerToRouter,
 )
-from ..proto.wire.salvage import SalvagingDecoder
 from ..runtime.keys.allowed import CLIENT, DECODE, OPERATOR, PREFILL
 from ..runtime.keys.identity_owners import Callers
 from ..runtime.keys.zap import Doorkeeper, door
@@ -35,6 +36,7 @@ from ..runtime.net.outbox import Outbox
 from ..runtime.net.sockets import Context, RouterChannel
 from ..runtime.process.log import get_logger
 from ..runtime.process.log_limit import LogLimit
+from ..runtime.process.otlp import OtlpSender, Span, SpanExporter
 from .authorization import ANYBODY, Caller, WorkerGate, client_refusals, without_drains
 from .config import RouterConfig
 from .core import RouterCore
@@ -56,6 +58,9 @@ from .events import (
     WorkerGone,
     WorkerInputRejected,
 )
+from .stories import Story
+from .story_report import Record, log_fields, story_record
+from .story_slices import spans_of
 
 CLIENT_QUEUE = 64
 """Maximum envelopes in ZeroMQ's queue for one client; low, since an envelope may be large."""
@@ -97,7 +102,9 @@ class RouterShell:
             files=files,
             now=loop.now(),
             caller_of=self._caller_of,
+            fresh_stories=bool(config.otlp_endpoint) or config.log_level in ("debug", "info"),
         )
+        self._spans = self._make_exporter(config)
         self._loop = loop
         options = ChannelOptions(
             send_hwm=CLIENT_QUEUE, heartbeat_s=1.0, heartbeat_timeout_s=CLIENT_SILENCE_S
@@ -143,8 +150,11 @@ class RouterShell:
 
     def close(self) -> None:
         """Close the sockets."""
+        self._tell_requests()
         self.clients.close()
         self.workers.close()
+        if self._spans is not None:
+            self._spans.close()
 
     def stop(self, times: int) -> None:
         """Reject new requests, and end after the last request; a second signal ends at once."""
@@ -243,6 +253,7 @@ class RouterShell:
     def _tick(self) -> None:
         now = self._loop.now()
         self._count_refused()
+        self._tell_requests()
         for event, keys in self._log_limit.due(now):
             _log.warning(event, **keys)
         self._perform(self.core.handle(Tick(), now))
@@ -264,19 +275,21 @@ class RouterShell:
         for action in actions:
             if type(action) is ToClient:
                 identity, message = action.identity, action.message
+                kind = type(message)
                 if identity in self._held:
                     self._hold(identity, [message])
-                elif type(message) is Submitted:
+                elif kind is Submitted:
                     self._to_clients.put_patient(identity, message)
-                elif type(message) in _LATEST_COUNTS:
+                elif kind in _LATEST_COUNTS:
                     self._to_clients.put_latest(identity, message, _merged)
                 else:
                     self._to_clients.put(identity, message)
             elif type(action) is ToWorker:
-                if type(action.message) is TerminalAck:
-                    self._to_workers.put_patient(action.identity, action.message)
+                identity, message = action.identity, action.message
+                if type(message) is TerminalAck:
+                    self._to_workers.put_patient(identity, message)
                 else:
-                    self._to_workers.put(action.identity, action.message)
+                    self._to_workers.put(identity, message)
             elif type(action) is Log:
                 _log.info(action.event, **action.fields)
 
@@ -292,6 +305,42 @@ class RouterShell:
         waiting = self._to_workers.waiting or self._to_clients.waiting
         if waiting and self._patience is None:
             self._patience = self._loop.call_later(PATIENCE_S, self._out_of_patience)
+
+    def _make_exporter(self, config: RouterConfig) -> SpanExporter[tuple[Story, int]] | None:
+        """Start to export the spans of requests; None without a collector. Raises ConfigError."""
+        if not config.otlp_endpoint:
+            return None
+        name, policy, registry = config.name, config.policy.name, self.core.registry
+
+        def spans(item: tuple[Story, int]) -> list[Span]:
+            story, arrived_ns = item
+            model = "" if registry.card is None else registry.card.name
+            return spans_of(story_record(story, policy, story.ended), name, model, arrived_ns)
+
+        exporter = SpanExporter(spans, OtlpSender(config.otlp_endpoint))
+        exporter.start()
+        return exporter
+
+    def _tell_requests(self) -> None:
+        """Log and export the requests that ended or were refused since the last tick.
+
+        A tick later, because the report of a short request's handoff may arrive after its end.
+        """
+        ended: list[Record] = []
+        stories = self.core.stories.take_fresh()
+        if stories and self._spans is not None:
+            clocks = time.time() - self._loop.now()
+            for story in stories:
+                self._spans.put((story, int((clocks + story.began) * 1e9)))
+            if self._spans.dropped:
+                self.core.dropped["spans"] = self._spans.dropped
+        for story in stories:
+            if story.state != "refused":
+                ended.append(log_fields(story))
+            elif self._log_limit.passes("request.refused", self._loop.now(), code=story.code):
+                _log.info("request.refused", **log_fields(story))
+        if ended:
+            _log.info_all("request.ended", ended)
 
     def _out_of_patience(self) -> None:
         self._patience = None

@@ -5,76 +5,67 @@ The router keeps the handoff reports, so they survive the workers that sent them
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
 
 import msgspec
 
-from ..proto.wire.messages import HandoffReport, Terminal
+from ..proto.wire.messages import HandoffReport, Status
+from ..runtime.metrics.families import Family
 from .admission import Admission
 from .authorization import ANYBODY, Caller
 from .clients import Clients
 from .config import RouterConfig
-from .latency import Latency
+from .families import Sources, families_of
+from .metrics import CANCELLED, FAILED, OK, HandoffMetrics, Metrics, Transferred
 from .pairs import FailedPair, FailedPairs
 from .registry import Registry
 from .request_table import RequestTable
 from .requests import State
+from .stories import Stories, Story, names, story_of
+from .story_report import Record, story_record
 from .workers import Worker
 
 KEEP_HANDOFFS = 256
-
-
-class Metrics:
-    """Numbers of requests by outcome since the start, and their latencies.
-
-    ``dropped``: messages and token runs without effect, by reason. ``first_tokens``: TTFT;
-    ``between_tokens``: ITL.
-    """
-
-    __slots__ = (
-        "between_tokens", "cancelled", "dropped", "failed", "finished", "first_tokens", "moved",
-        "replayed", "submitted",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.submitted = self.finished = self.failed = self.cancelled = 0
-        self.replayed = self.moved = 0
-        self.dropped: Counter[str] = Counter()
-        self.first_tokens = Latency()
-        self.between_tokens = Latency()
-
-    def count(self, terminal: Terminal) -> None:
-        """Count a terminal by its outcome."""
-        if terminal.status == "cancelled" or terminal.code == "cancelled":
-            self.cancelled += 1
-        elif terminal.code:
-            self.failed += 1
-        else:
-            self.finished += 1
+MAX_REPORTED_REQUESTS = 1000
+"""Most ended and most unfinished requests in one report; each has about 1.5 KB."""
 
 
 class Handoffs:
-    """Totals of all handoffs, and the latest reports."""
+    """Totals of all handoffs, and the latest reports.
 
-    def __init__(self) -> None:
-        self.count = self.bytes_sent = self.bytes_received = 0
+    ``known``: see :class:`HandoffMetrics`.
+    """
+
+    def __init__(self, known: Callable[[str], bool]) -> None:
         self._last: deque[tuple[HandoffReport, bytes]] = deque(maxlen=KEEP_HANDOFFS)
+        self.metrics = HandoffMetrics(known)
 
     def add(self, report: HandoffReport, owner: bytes = b"") -> None:
         """Add a committed handoff; ``owner``: key of the request's client."""
-        self.count += 1
-        self.bytes_sent += report.bytes_sent
-        self.bytes_received += report.bytes_received
         self._last.append((report, owner))
+        self.metrics.add(report)
+
+    @property
+    def count(self) -> int:
+        """Number of committed handoffs."""
+        return sum(one.count for one in self.metrics.by_transport.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of committed handoffs."""
+        return sum(one.bytes for one in self.metrics.by_transport.values())
 
     def listed(self, most: int, caller: Caller = ANYBODY) -> dict[str, object]:
         """Return totals and up to ``most`` recent handoffs that the caller may see, latest last."""
         seen = [one for one, owner in self._last if caller.operator or owner == caller.key]
         recent = seen[-most:] if most > 0 else []
+        transports = self.metrics.by_transport.values()
         return {
             "count": self.count,
             "bytes_sent": self.bytes_sent,
-            "bytes_received": self.bytes_received,
+            "bytes_received": sum(one.bytes_received for one in transports),
             "last": [_handoff(report) for report in recent],
         }
 
@@ -121,6 +112,7 @@ class Reporter:
         clients: Clients,
         metrics: Metrics,
         handoffs: Handoffs,
+        stories: Stories,
         started_at: float,
     ) -> None:
         self._config = config
@@ -131,25 +123,68 @@ class Reporter:
         self._clients = clients
         self._metrics = metrics
         self._handoffs = handoffs
+        self._stories = stories
         self._started_at = started_at
 
-    def report(self, handoffs: int, now: float, caller: Caller = ANYBODY) -> bytes:
-        """Return the report as JSON text, with up to ``handoffs`` recent handoffs.
+    def report(self, asked: Status, now: float, caller: Caller = ANYBODY) -> bytes:
+        """Return the report as JSON text, with as many handoffs and requests as asked for.
 
-        A caller without operator rights sees only handoffs of requests with its key.
+        A caller without operator rights sees only its own requests and their handoffs.
         """
         self._admission.roll(now)
-        workers = self._registry.listed()
-        return msgspec.json.encode(
-            {
-                "workers": [_worker(worker, now) for worker in workers],
-                "handoffs": self._handoffs.listed(handoffs, caller),
-                "failed_pairs": [
-                    _failed_pair(pair, now) for pair in self._failed_pairs.listed(now)
-                ],
-                "router": self._router(now),
-            }
+        restarts, handed = self._registry.totals.restarts, self._handoffs.metrics.by_worker
+        report: dict[str, object] = {
+            "workers": [
+                _worker(worker, now)
+                | {"restarts": restarts[worker.id, worker.role]}
+                | _handed_over(handed.get(worker.id))
+                for worker in self._registry.listed()
+            ],
+            "handoffs": self._handoffs.listed(asked.handoffs, caller),
+            "failed_pairs": [_failed_pair(pair, now) for pair in self._failed_pairs.listed(now)],
+            "router": self._router(now),
+            "requests": self._requests(asked, now, caller),
+        }
+        if asked.metrics:
+            report["metrics"] = self.families(now)
+        return msgspec.json.encode(report)
+
+    def families(self, now: float) -> list[Family]:
+        """Return all metrics of this router and its workers."""
+        self._admission.roll(now)
+        return families_of(
+            Sources(
+                config=self._config,
+                registry=self._registry,
+                admission=self._admission,
+                metrics=self._metrics,
+                handoffs=self._handoffs.metrics,
+                queued=len(self._table.queued),
+                clients=len(self._clients),
+                failed_pairs=sum(1 for _ in self._failed_pairs.listed(now)),
+                uptime_s=now - self._started_at,
+            )
         )
+
+    def _requests(self, asked: Status, now: float, caller: Caller) -> list[Record]:
+        """Return the records of the requests asked for, oldest first, then unfinished ones."""
+        found: list[Story] = []
+        running = (
+            request
+            for request in self._table.requests.values()
+            if not request.done and (caller.operator or request.owner == caller.key)
+        )
+        if asked.request:
+            name = asked.request
+            named = (one for one in running if names(name, one.key, one.request_id))
+            found = self._stories.find(name, MAX_REPORTED_REQUESTS, caller)
+            found += [story_of(one, now) for one in islice(named, MAX_REPORTED_REQUESTS)]
+        elif asked.requests:
+            most = min(asked.requests, MAX_REPORTED_REQUESTS)
+            found = self._stories.last(most, caller)
+            found += [story_of(one, now) for one in islice(running, most)]
+        policy = self._config.policy.name
+        return [story_record(story, policy, now) for story in found]
 
     def _router(self, now: float) -> dict[str, object]:
         admission, metrics, card = self._admission, self._metrics, self._registry.card
@@ -163,17 +198,20 @@ class Reporter:
             "numerics": card.numerics if card else "",
             "kv_dtype": card.layout.dtype if card else "",
             "clients": len(self._clients),
+            "batch_slots": self._registry.slots,
             "requests": {
                 "in_flight": admission.requests,
+                "limit": admission.limit(self._registry.slots, self._registry.others),
                 "queued": len(self._table.queued),
                 "unacknowledged": sum(
                     r.state is State.ENDED for r in self._table.requests.values()
                 ),
                 "submitted": metrics.submitted,
-                "finished": metrics.finished,
-                "failed": metrics.failed,
-                "cancelled": metrics.cancelled,
-                "refused": admission.refused,
+                "finished": metrics.total(OK),
+                "failed": metrics.total(FAILED),
+                "cancelled": metrics.total(CANCELLED),
+                "refused": metrics.refused.total(),
+                "refused_by_reason": dict(metrics.refused),
                 "replayed": metrics.replayed,
                 "moved": metrics.moved,
             },
@@ -184,6 +222,9 @@ class Reporter:
             "dropped": dict(metrics.dropped),
             "queued_tokens": admission.queued_tokens,
             "prompt_tokens": admission.prompt_tokens.total,
+            "cached_tokens": metrics.served.cached_tokens,
+            "generated_tokens": admission.tokens.total,
+            "restarts": self._registry.totals.restarts.total(),
             "context_bytes": admission.context_bytes,
             "rates": {
                 "requests_per_s": round(admission.ended.rate, 3),
@@ -191,6 +232,13 @@ class Reporter:
                 "generated_tokens_per_s": round(admission.tokens.rate, 3),
             },
         }
+
+
+def _handed_over(found: Transferred | None) -> dict[str, object]:
+    """Bytes that a worker sent or received in handoffs, and the seconds of these handoffs."""
+    if found is None:
+        return {"handoff_bytes": 0, "handoff_seconds": 0.0}
+    return {"handoff_bytes": found.bytes, "handoff_seconds": round(found.seconds, 6)}
 
 
 def _worker(worker: Worker, now: float) -> dict[str, object]:

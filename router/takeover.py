@@ -19,11 +19,11 @@ from ..proto.wire.messages import Abort, Adopt, Moved, RequestState
 from .config import RouterConfig
 from .events import Action, ToClient, ToWorker
 from .lifecycle import Lifecycle
+from .metrics import Metrics
 from .recovery import Recovery
 from .registry import Registry
 from .request_table import RequestTable
 from .requests import NEVER, Request, State, Step
-from .status import Metrics
 from .workers import Worker
 
 SEARCH_S = 2.5
@@ -180,7 +180,7 @@ class UnclaimedRequests:
 
 
 class Takeover:
-    """Adopts requests that workers hold, and replays those that no worker holds."""
+    """Adopts requests that workers hold, and replays requests that no worker holds."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Takeover:
         if now < self._until:
             self._table.wake(request, self._until, now)
         else:
-            self._lifecycle.requeue(request, now)
+            self._lifecycle.requeue(request, now, "no worker holds it")
 
     def found(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
         """Adopt a request whose search has found a worker."""
@@ -286,7 +286,7 @@ class Takeover:
             attempt = request.attempt
             asked = attempt.server is worker and not attempt.answered  # the Hello may be older
             if not asked and self._is_elsewhere(request, held):
-                self.moved(request, held.router)
+                self.moved(request, held.router, now)
             elif joined and held.attempt >= request.own:
                 self._collide(request, worker, held, now)
             elif request.state is State.RECOVERING:
@@ -303,12 +303,12 @@ class Takeover:
         mine = held.router in ("", self._config.name)
         return not mine and not request.done and request.state is not State.RECOVERING
 
-    def moved(self, request: Request, router: str) -> None:
+    def moved(self, request: Request, router: str, now: float) -> None:
         """Drop the record of a request that another router serves; notify its client, if any."""
         if request.client is not None:
             moved = Moved(request=request.key, router=router)
             self._out.append(ToClient(request.client.identity, moved))
-        self._lifecycle.drop_moved(request)
+        self._lifecycle.drop_moved(request, router, now)
 
     def registered_again(self, worker: Worker, now: float) -> None:
         """Handle another Hello of a live worker: requests that it does not list are lost there.

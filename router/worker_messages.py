@@ -30,7 +30,7 @@ from ..proto.wire.messages import (
     TokenRun,
     Tokens,
 )
-from ..runtime.tables import ExpiringMap
+from ..runtime.tables import RecentMap
 from .admission import Admission
 from .authorization import Proofs
 from .clients import Client
@@ -38,12 +38,14 @@ from .config import RouterConfig
 from .events import Action, FromWorker, ToClient, ToWorker
 from .latency import bucket
 from .lifecycle import Lifecycle
+from .metrics import Metrics
 from .pairs import FailedPairs
 from .recovery import Recovery
 from .registry import Registry
 from .request_table import RequestTable
 from .requests import NEVER, PLACED, Request, State, Step
-from .status import Handoffs, Metrics
+from .status import Handoffs
+from .stories import Stories
 from .takeover import Takeover
 from .worker_registration import WorkerRegistration
 from .workers import Worker
@@ -74,6 +76,7 @@ class WorkerMessages:
         proofs: Proofs,
         metrics: Metrics,
         handoffs: Handoffs,
+        stories: Stories,
     ) -> None:
         self._config = config
         self._out = out
@@ -88,7 +91,8 @@ class WorkerMessages:
         self._proofs = proofs
         self._metrics = metrics
         self._handoffs = handoffs
-        self._reported: ExpiringMap[bytes, int] = ExpiringMap(REMEMBER_REPORTS)
+        self._stories = stories
+        self._reported: RecentMap[bytes, int] = RecentMap(REMEMBER_REPORTS)
         self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
         self._handlers: dict[type[Message], Callable[..., None]] = {
             Tokens: self._tokens,
@@ -112,17 +116,19 @@ class WorkerMessages:
         worker = by_identity(identity)
         if worker is not None:
             worker.seen_at = now
+        handlers = self._handlers
         for message in event.messages:
             if type(message) is Hello:
                 self._registration.hello(identity, self._proofs.proven(message), now)
                 worker = by_identity(identity)
             elif worker is not None:
-                self._handlers[type(message)](worker, message, now)
+                handlers[type(message)](worker, message, now)
             else:
                 self._drop("unknown_worker")
                 text = "not registered: send Hello first"
                 self._send(identity, Rejected(code="endpoint_unknown", message=text))
-        self._acknowledged.clear()
+        if self._acknowledged:
+            self._acknowledged.clear()
 
     # ------------------------------------------------------------------ tokens
 
@@ -169,20 +175,22 @@ class WorkerMessages:
                 self._first_heard(worker, request, touched, now)
         if since != NEVER:
             self._waited(worker, since, same, now)
-        self._admission.tokens.add(total)
-        self._flush(touched)
+        self._admission.tokens.new += total
+        if touched:
+            self._flush(touched)
 
     def _waited(self, worker: Worker, since: float, runs: int, now: float) -> None:
         """Add the ITL of ``runs`` requests whose previous tokens arrived at ``since``."""
-        index = bucket(now - since)
+        seconds, metrics = now - since, self._metrics
+        index = bucket(seconds)
         worker.latency.add_to_bucket(index, now, runs)
-        self._metrics.between_tokens.add_to_bucket(index, now, runs)
+        metrics.between_tokens.add_to_bucket(index, now, runs)
+        metrics.between_tokens_s += seconds * runs
 
     def _flush(self, touched: list[Client]) -> None:
-        out = self._out
         for client in touched:
             if client.runs:
-                out.append(ToClient(client.identity, Tokens(runs=client.runs)))
+                self._out.append(ToClient(client.identity, Tokens(runs=client.runs)))
                 client.runs = []
 
     def _first_heard(
@@ -190,7 +198,8 @@ class WorkerMessages:
     ) -> None:
         """Handle a run that is the first, answers an Adopt, or completes a pending terminal."""
         attempt = request.attempt
-        attempt.answered = attempt.answered or attempt.server is worker
+        if not attempt.answered:
+            attempt.answered = attempt.server is worker
         if not request.started:
             self._started(request, now)
         pending = attempt.pending
@@ -201,26 +210,32 @@ class WorkerMessages:
     def _started(self, request: Request, now: float) -> None:
         """Note that the prompt is computed: the first token or the embedding has arrived."""
         request.started = True
+        request.first_at = now
         self._admission.started(request, self._registry.prefills, now)
         if request.submitted_at != NEVER:
-            index = bucket(now - request.submitted_at)
-            self._metrics.first_tokens.add_to_bucket(index, now)
-            if request.attempt.prefill is not None:
-                request.attempt.prefill.latency.add_to_bucket(index, now)
+            seconds, metrics = now - request.submitted_at, self._metrics
+            index = bucket(seconds)
+            metrics.first_tokens.add_to_bucket(index, now)
+            metrics.first_tokens_s += seconds
+            prefill = request.attempt.prefill
+            if prefill is not None:
+                prefill.latency.add_to_bucket(index, now)
 
     def _irregular(
         self, worker: Worker, request: Request, run: TokenRun, now: float
     ) -> TokenRun | None:
         """Handle a run that is not the expected next one; return its part to relay, or None."""
-        if not self._current(worker, request, run.attempt, now):
-            return None
-        if request.state is _ASSIGNED:
-            self._lifecycle.accepted(request)
-        # After the handoff, a late first token may still arrive from the prefill worker.
         attempt = request.attempt
-        late = request.state is _DECODING and worker.role == "prefill"
-        if attempt.server is not worker and not late:
-            self._recovery.served_by(request, worker)
+        if attempt.server is not worker or run.attempt != attempt.number:
+            if not self._current(worker, request, run.attempt, now):
+                return None
+            if request.state is _ASSIGNED:
+                self._lifecycle.accepted(request)
+            # After the handoff, a late first token may still arrive from the prefill worker.
+            attempt = request.attempt
+            late = request.state is _DECODING and worker.role == "prefill"
+            if attempt.server is not worker and not late:
+                self._recovery.served_by(request, worker)
         if run.position > request.next:
             self._drop("tokens_ahead")
             self._recovery.ask_again(request, now)
@@ -392,7 +407,8 @@ class WorkerMessages:
         if message.decode_full and request.decode_tries % tries == 0:
             request.avoid = None
             delay = self._lifecycle.back_off(request, message.retry_after, now)
-        self._lifecycle.requeue(request, now, delay)
+        cause = f"{worker.id if full is None else full.id}: {message.reason or 'no room'}"
+        self._lifecycle.requeue(request, now, cause, delay)
 
     def _given_back(
         self, worker: Worker, key: bytes, attempt: int, now: float, proof: bytes = b""
@@ -455,19 +471,24 @@ class WorkerMessages:
         self._recovery.unreachable(request, reason, now)
 
     def _handoff(self, worker: Worker, message: HandoffReport, now: float) -> None:
-        request = self._table.requests.get(message.request)
+        key, number = message.request, message.attempt
+        request = self._table.requests.get(key)
         attempt = None if request is None else request.attempt
-        if attempt is not None and worker is not attempt.prefill:
+        if message.prefill != worker.id or (attempt is not None and worker is not attempt.prefill):
             self._drop("unproven")
             return
-        if (self._reported.get(message.request) or 0) >= message.attempt:
+        if (self._reported.get(key) or 0) >= number:
             return
-        self._reported.put(message.request, message.attempt)
-        self._handoffs.add(message, request.owner if request is not None else b"")
+        self._reported.put(key, number)
+        self._handoffs.add(message, b"" if request is None else request.owner)
         if self._failed_pairs.known:
             self._passed_on(worker, message)
-        if request is None or attempt is None or message.attempt != attempt.number:
+        if request is None or attempt is None or number != attempt.number:
+            self._stories.handed_over(message, worker, now)
             return
+        attempt.report, attempt.reported_at = message, now
+        if message.times is not None:
+            self._metrics.prefilled(request, attempt, message.times)
         if request.state is _ASSIGNED:
             self._lifecycle.accepted(request)
         state = request.state
@@ -486,13 +507,13 @@ class WorkerMessages:
         if decode is not None:
             self._failed_pairs.handed_over(worker, decode)
 
-    def _moved(self, worker: Worker, message: Moved, _now: float) -> None:
+    def _moved(self, worker: Worker, message: Moved, now: float) -> None:
         """Drop the record of a request that another router serves."""
         request = self._table.requests.get(message.request)
         if request is None or request.done or request.state is State.RECOVERING:
             return  # RECOVERING: the client resumed it here since
         if request.attempt.runs_on(worker):
-            self._takeover.moved(request, message.router)
+            self._takeover.moved(request, message.router, now)
 
     # ------------------------------------------------------------------ keep-alive
 

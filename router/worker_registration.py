@@ -11,14 +11,14 @@ from collections.abc import Callable
 from ..proto.errors import AccessDenied, BatonError
 from ..proto.wire.messages import Drained, Heartbeat, Hello, Rejected, Welcome
 from ..proto.wire.proofs import worker_key
-from ..runtime.tables import ExpiringMap
+from ..runtime.tables import RecentMap
 from .admission import Admission
 from .config import RouterConfig
 from .events import Action, Log, ToWorker, WorkerGone, WorkerInputRejected
+from .metrics import Metrics
 from .recovery import WorkerLosses
 from .registry import Registry
 from .requests import NEVER
-from .status import Metrics
 from .takeover import Takeover
 from .workers import Worker, WorkerState
 
@@ -53,7 +53,7 @@ class WorkerRegistration:
         self._metrics = metrics
         self._incarnation = incarnation
         self._on_drained = on_drained
-        self._refused: ExpiringMap[int, str] = ExpiringMap(REMEMBER_REFUSED)  # logged codes
+        self._refused: RecentMap[int, str] = RecentMap(REMEMBER_REFUSED)  # logged codes
 
     def hello(self, identity: bytes, hello: Hello, now: float) -> None:
         """Register a new worker, a known one again, or a successor.

@@ -1,4 +1,4 @@
-"""Timers, and tables whose entries expire.
+"""Timers, and tables that forget their entries.
 
 =================== ==================================== ======================================
 container           use                                  cost per operation
@@ -6,6 +6,7 @@ container           use                                  cost per operation
 :class:`TimerWheel` one timer per object, moved often    O(1); a timer may be late by one slot
 :class:`KeyedHeap`  keys by time or position, in order   O(log n) amortized; exact
 :class:`ExpiringMap` values with expiry times, bounded    O(log n) amortized; exact
+:class:`RecentMap`  the values put last, without times   O(1)
 =================== ==================================== ======================================
 
 Memory is proportional to the live entries: cancelled, moved and replaced entries are cleaned up.
@@ -15,8 +16,8 @@ Pure: the caller passes the time, in monotonic seconds.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import OrderedDict
+from math import ceil
 from typing import Generic, Protocol, TypeVar
 
 SLOT_S = 0.01
@@ -56,30 +57,30 @@ class TimerWheel(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, dict[int, T]] = {}
+        self._slots: dict[int, dict[T, None]] = {}  # owners by identity, in the order of arm()
         self._order: list[int] = []
 
     def arm(self, owner: T, when: float, now: float) -> None:
         """Set the timer of ``owner`` to ``when``, replacing its current timer."""
         owner.due_at = when
-        slot = math.ceil(when / SLOT_S)
+        slot = ceil(when / SLOT_S)
         if when - now > FAR_S:
             slot = (slot - COARSE) // COARSE * COARSE
         if owner.slot >= 0:
             if owner.slot <= slot:
                 return  # due() finds it there early and arms it again
-            self._slots[owner.slot].pop(id(owner), None)
+            del self._slots[owner.slot][owner]
         owner.slot = slot
         members = self._slots.get(slot)
         if members is None:
             members = self._slots[slot] = {}
             heapq.heappush(self._order, slot)
-        members[id(owner)] = owner
+        members[owner] = None
 
     def cancel(self, owner: T) -> None:
         """Cancel the timer of ``owner``, if it is armed."""
         if owner.slot >= 0:
-            self._slots[owner.slot].pop(id(owner), None)
+            del self._slots[owner.slot][owner]
             owner.slot = -1
 
     def due(self, now: float) -> list[T]:
@@ -87,7 +88,7 @@ class TimerWheel(Generic[T]):
         ready: list[T] = []
         while self._order and self._order[0] * SLOT_S <= now:
             members = self._slots.pop(heapq.heappop(self._order))
-            for owner in members.values():
+            for owner in members:
                 owner.slot = -1
                 if owner.due_at <= now + _ROUNDING_S:
                     ready.append(owner)
@@ -163,7 +164,7 @@ class KeyedHeap(Generic[K]):
 
 
 class ExpiringMap(Generic[K, V]):
-    """At most ``capacity`` values by key, each with an expiry time or none.
+    """At most ``capacity`` values by key, each with an expiry time.
 
     Invariant: an entry is returned before its expiry time and never after it. A full map evicts
     the entry that was put first. :meth:`expire` frees expired entries earlier.
@@ -173,24 +174,27 @@ class ExpiringMap(Generic[K, V]):
         self._capacity = capacity
         # A plain dict would search its first key among all keys deleted since its last resize.
         self._entries: OrderedDict[K, tuple[V, float]] = OrderedDict()
-        self._times: KeyedHeap[K] = KeyedHeap()
+        # Expiry times, also stale ones of replaced or evicted entries. Not a KeyedHeap: it would
+        # keep a second dictionary with the same keys.
+        self._heap: list[tuple[float, int, K]] = []
+        self._serial = 0  # breaks ties
 
-    def put(self, key: K, value: V, until: float = math.inf) -> None:
-        """Set ``key`` to ``value``, to expire at ``until`` (default: never)."""
-        self._entries[key] = (value, until)
-        self._entries.move_to_end(key)
-        if until < math.inf:
-            self._times.put(key, until)
-        else:
-            self._times.drop(key)
-        if len(self._entries) > self._capacity:
-            self._times.drop(self._entries.popitem(last=False)[0])
+    def put(self, key: K, value: V, until: float) -> None:
+        """Set ``key`` to ``value``, to expire at ``until``."""
+        entries = self._entries
+        entries[key] = (value, until)
+        entries.move_to_end(key)
+        if len(entries) > self._capacity:
+            entries.popitem(last=False)
+        self._serial += 1
+        heapq.heappush(self._heap, (until, self._serial, key))
+        if len(self._heap) > 2 * len(entries) + SLACK:
+            live = enumerate(entries.items())
+            self._heap = [(until, serial, key) for serial, (key, (_, until)) in live]
+            heapq.heapify(self._heap)
 
-    def get(self, key: K, now: float = -math.inf) -> V | None:
-        """Return the value, or None if it is missing or expired at ``now``.
-
-        Only a map whose entries never expire may be read without ``now``.
-        """
+    def get(self, key: K, now: float) -> V | None:
+        """Return the value, or None if it is missing or expired at ``now``."""
         entry = self._entries.get(key)
         return entry[0] if entry is not None and entry[1] > now else None
 
@@ -201,8 +205,40 @@ class ExpiringMap(Generic[K, V]):
 
     def expire(self, now: float) -> None:
         """Remove expired entries."""
-        for key in self._times.due(now):
-            del self._entries[key]
+        heap, entries = self._heap, self._entries
+        while heap and heap[0][0] <= now:
+            key = heapq.heappop(heap)[2]
+            entry = entries.get(key)
+            if entry is not None and entry[1] <= now:
+                del entries[key]
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class RecentMap(Generic[K, V]):
+    """The values of the ``size`` keys put last, and of fewer than ``size`` older keys.
+
+    Invariant: a key is in one of two generations. A full new generation becomes the old one, whose
+    keys are forgotten. This costs a third of an exact order, and the routers put two keys for
+    every request.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._new: dict[K, V] = {}
+        self._old: dict[K, V] = {}
+
+    def put(self, key: K, value: V) -> None:
+        """Set ``key`` to ``value``."""
+        self._new[key] = value
+        if len(self._new) >= self._size:
+            self._old, self._new = self._new, {}
+
+    def get(self, key: K) -> V | None:
+        """Return the value that was put last, or None if it is missing or forgotten."""
+        value = self._new.get(key)
+        return self._old.get(key) if value is None else value
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)

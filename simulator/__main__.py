@@ -17,9 +17,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
 
-from .coverage import observed
 from .invariants import Violation
-from .recording import Recording
+from .recording import Recording, observed
 from .run import run
 from .scenarios import SCENARIOS
 

@@ -211,7 +211,7 @@ class Storm:
 
 
 def _cut_links(kind: str, prefill: str, decode: str) -> set[Link]:
-    """Return the blocked directions of a kind of cut; KV frames use a connection of their own."""
+    """Return the blocked directions of a kind of cut; KV frames use a separate connection."""
     control, data = (prefill, decode), (prefill + "/data", decode)
     back = (decode, prefill)
     return {

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..engine.grammar.constraint import GrammarTask, follow
 from ..engine.scheduling.plan import Chunk, Sampled, StepPlan, StepResult, realized
 from ..proto.errors import BatonError
-from ..proto.layout import KVLayout, ModelCard
+from ..proto.layout import FEATURES, KVLayout, ModelCard
 
 LAYERS = 2
 ANSWERS = 251
@@ -50,6 +50,7 @@ def toy_card(block_size: int = 4) -> ModelCard:
         max_length=MAX_LENGTH,
         eos_token_ids=[EOS],
         layout=layout,
+        features=list(FEATURES),
     )
 
 

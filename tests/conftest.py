@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from .suite import second_try
 from .suite.where_time_went import WhereTimeWent
 
 with contextlib.suppress(ModuleNotFoundError):  # absent on a GPU machine
@@ -35,13 +36,15 @@ def is_worker(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the process that reports take the time."""
+    """Let the process that reports take the time and print first tries."""
     if not is_worker(config):
         config.pluginmanager.register(WhereTimeWent())
+        config.pluginmanager.register(second_try.SecondTry())
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests of long files."""
+    """Mark the tests of long files, and the tests that may have a second try."""
+    second_try.allow(item)
     if item.path.stem not in IN_SHORT.get(item.path.parent.name, (item.path.stem,)):
         item.add_marker("long")
 

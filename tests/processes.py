@@ -1,4 +1,4 @@
-"""Processes that tests start: waiting for what they do, and whether they still exist."""
+"""Processes that tests start: waiting for their acts, and whether they still exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -50,6 +50,11 @@ class ChatTemplate:
         """Names of the templates; empty if the model is not a chat model."""
         return sorted(self._templates)
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether templates are rendered in another process."""
+        return self._guard is not None
+
     def close(self) -> None:
         """End the guard's process, if any."""
         if self._guard is not None:
@@ -71,7 +76,7 @@ class ChatTemplate:
 
         """
         check_messages(messages)
-        source = self._source(bool(tools))
+        source = self.source(with_tools=bool(tools))
         everything = {
             **self._variables,
             "messages": list(messages),
@@ -88,7 +93,8 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"chat messages must be plain JSON values: {error}") from None
 
-    def _source(self, with_tools: bool) -> str:
+    def source(self, *, with_tools: bool = False) -> str:
+        """Return the template that renders a request. Raises InputError without a template."""
         wanted = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         if wanted in self._templates:
             return self._templates[wanted]

@@ -12,8 +12,8 @@ whole run of byte tokens around them, but characters of that run may have been r
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterable
+from collections.abc import Sequence
+from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from typing import NamedTuple, Protocol
 
 from .stop import StopMatcher
@@ -53,7 +53,7 @@ class IncrementalDetokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Iterable[str] = (),
+        stop: Sequence[str] = (),
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
@@ -61,11 +61,15 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         decoder = _ByteDecoder if tokenizer.is_byte_level else _WindowDecoder
         self._decoder: _Decoder = decoder(tokenizer)
-        self._matcher = StopMatcher(stop, include=include_stop)
+        self._matcher = StopMatcher(stop, include=include_stop) if stop else None
 
-    def push(self, tokens: Iterable[int]) -> TextDelta:
+    def push(self, tokens: Sequence[int]) -> TextDelta:
         """Add tokens and return the text that became certain."""
         matcher, decode, skipped = self._matcher, self._decoder.push, self._skipped
+        if matcher is None:
+            texts = [decode(token) for token in tokens if token not in skipped]
+            text = texts[0] if len(texts) == 1 else "".join(texts)
+            return TextDelta(text, num_tokens=len(tokens))
         parts, used = [], 0
         for token in tokens:
             if matcher.matched is not None:
@@ -77,11 +81,14 @@ class IncrementalDetokenizer:
 
     def finish(self) -> TextDelta:
         """Return the held-back text at the end; an unfinished character becomes U+FFFD."""
-        text = self._matcher.push(self._decoder.finish())
+        text = self._decoder.finish()
+        if self._matcher is None:
+            return TextDelta(text)
+        text = self._matcher.push(text)
         return self._delta(text + self._matcher.finish(), 0)
 
     def _delta(self, text: str, used: int) -> TextDelta:
-        stop = self._matcher.matched
+        stop = None if self._matcher is None else self._matcher.matched
         return TextDelta(text, stop is not None, stop, used)
 
 
@@ -98,12 +105,22 @@ class _ByteDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._texts = tokenizer.whole_texts
+        self._utf8 = Utf8Decoder("replace")
+        self._inside = False  # an unfinished character has begun
 
     def push(self, token: int) -> str:
-        return self._utf8.decode(self._token_bytes(token))
+        if not self._inside and (text := self._texts.get(token)) is not None:
+            return text
+        content = self._token_bytes(token)
+        text, inside = self._utf8.decode(content), self._inside
+        self._inside = bool(self._utf8.buffer)
+        if not inside and not self._inside:
+            self._texts[token] = text
+        return text
 
     def finish(self) -> str:
+        self._inside = False
         return self._utf8.decode(b"", final=True)
 
 

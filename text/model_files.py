@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..proto.errors import CheckpointError
@@ -18,7 +19,10 @@ TOKENIZER_FILES = (
 )
 """The files a tokenizer is built from. All except the first may be missing."""
 
-_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+SPEECH_FILE = "speech.json"
+"""Present in the folder of a speech model; see :mod:`.speech_format`."""
+
+_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image")
 
 
 class TokenizerSettings:
@@ -98,3 +102,13 @@ def _named_templates(value: object) -> dict[str, str]:
         and isinstance(entry.get("name"), str)
         and isinstance(entry.get("template"), str)
     }
+
+
+def has_tokenizer_files(folder: str, files: Mapping[str, bytes]) -> bool:
+    """Whether a folder of this machine has these tokenizer files, byte for byte."""
+    root = Path(folder)
+    names = [name for name in TOKENIZER_FILES if name in files]
+    try:
+        return all((root / name).read_bytes() == files[name] for name in names)
+    except OSError:
+        return False

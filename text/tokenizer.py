@@ -27,6 +27,8 @@ __all__ = ["TOKENIZER_FILES", "Tokenizer"]
 MAX_CHARS_PER_TOKEN = 64
 """Above the average of any tokenizer over a text, except for long runs of one character."""
 
+_IMAGE_TOKEN = "<|image_pad|>"  # noqa: S105 -- of Qwen's models, whose settings may not name it
+
 _BYTE_OF_CHAR: dict[str, int] = {}
 
 
@@ -36,6 +38,7 @@ class Tokenizer:
     Attributes:
         special_tokens: text of the named special tokens (``bos_token``, ``eos_token``, ...).
         bos_token_id, eos_token_id, pad_token_id: their ids, or None.
+        image_token: text of the placeholder for an image; image_token_id: its id, or None.
         eos_token_ids: every id that ends an answer: the tokenizer's own id, and the ids of
             ``generation_config.json`` (or of ``config.json`` if the former names none).
         is_byte_level: the text is the joined bytes of the tokens, so each token decodes alone.
@@ -52,10 +55,13 @@ class Tokenizer:
     ) -> None:
         self._core = core
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts: dict[int, str] = {}  # of tokens whose bytes are whole characters
         self.special_tokens = settings.special_tokens
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         self.pad_token_id = self._named_id("pad_token")
+        self.image_token = settings.special_tokens.get("image_token", _IMAGE_TOKEN)
+        self.image_token_id = core.token_to_id(self.image_token)
         own = () if self.eos_token_id is None else (self.eos_token_id,)
         self.eos_token_ids = frozenset((*settings.eos_token_ids, *own))
         added = core.added_tokens
@@ -111,6 +117,11 @@ class Tokenizer:
             raise _unreadable(origin, error) from None
 
     # ------------------------------------------------------------------ text and ids
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether chat templates are rendered in another process."""
+        return self.chat_template.is_guarded
 
     @property
     def vocab_size(self) -> int:

@@ -1,4 +1,4 @@
-"""The library's tokenizer, behind an interface that a separate process can also implement."""
+"""The library's tokenizer, with an interface that a separate process can also implement."""
 
 from __future__ import annotations
 

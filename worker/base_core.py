@@ -1,6 +1,6 @@
 """Behaviour shared by prefill and decode cores: router connections, aborts, draining.
 
-Invariant: every Abort is answered, and a note is logged once the attempt's blocks are free; a
+Invariant: every Abort is answered, and a line is logged once the attempt's blocks are free; a
 worker sends Drained once, when it has no requests left.
 
 Pure. The core of each role derives from WorkerCore and adds its own handlers.
@@ -35,7 +35,7 @@ from .attempts import Key
 from .events import (
     DrainRequested,
     FromRouter,
-    Note,
+    Log,
     RouterDown,
     RouterUp,
     ToRouter,
@@ -244,7 +244,7 @@ class WorkerCore(ABC):
 
     def _drain(self) -> list[Any]:
         self._member.draining = True
-        return [Note("worker.draining", {"requests": len(self._jobs)}), *self._maybe_drained()]
+        return [Log("worker.draining", {"requests": len(self._jobs)}), *self._maybe_drained()]
 
     def _maybe_drained(self) -> list[Any]:
         if not self.is_drained or self._drained_said:

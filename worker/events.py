@@ -78,7 +78,7 @@ class AbandonStep:
 
 
 @dataclass(slots=True, frozen=True)
-class Note:
+class Log:
     """A log line: dotted event name and fields."""
 
     event: str
@@ -94,15 +94,15 @@ class Fault:
     fields: dict[str, object]
 
 
-def blocks_freed(request: bytes, attempt: int, heard: float, now: float) -> Note:
-    """Return the note that all KV blocks of an aborted attempt are free.
+def blocks_freed(request: bytes, attempt: int, heard: float, now: float) -> Log:
+    """Return the log line that all KV blocks of an aborted attempt are free.
 
     ``heard`` (when the Abort was read) and ``at`` are monotonic seconds. All processes of a host
     share this clock, so the difference to the router's ``request.cancelled`` is the duration of
     the abort, and ``at - heard`` is the wait for a running step.
     """
     fields = {"request": request.hex(), "attempt": attempt, "heard": heard, "at": now}
-    return Note("request.freed", fields)
+    return Log("request.freed", fields)
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,7 +2,7 @@
 
 The I/O thread owns all sockets and the core. The compute thread owns the model; it gets steps or
 batches from the core, and their results return to the core as events. Each role derives its shell
-from :class:`WorkerHost`, those that generate text from :class:`TextHost`.
+from :class:`WorkerHost`, shells that generate text from :class:`TextHost`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..engine.grammar.constraint import (
 )
 from ..engine.loading.loader import Runner
 from ..engine.scheduling.plan import OnLayers, StepPlan, StepResult, failed_step
-from ..kv_transfer.move_thread import MoveThread
+from ..kv_transfer.device_frames import MoveQueue
+from ..proto.block_moves import BlockMove
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.compute import ComputeThread
+from ..runtime.process.compute import ComputeThread, TimeLimited
 from ..runtime.process.log import get_logger
 from ..runtime.process.main import EXIT_RESTART, TICK_S
-from ..runtime.process.time_limit import TimeLimited
 from .base_core import WorkerCore
 from .events import (
     AbandonStep,
     DrainRequested,
     Exit,
     Fault,
-    Note,
+    Log,
     RunStep,
     StepDone,
     Tick,
@@ -108,7 +108,7 @@ class WorkerHost(ABC):
     def _perform(self, action: Any) -> None:
         """Perform an action of the core; each role adds its own."""
         match action:
-            case Note(event=name, fields=fields):
+            case Log(event=name, fields=fields):
                 _log.info(name, **fields)
             case Fault(event=name, error=error, fields=fields):
                 _log.error(name, exc_info=error, **fields)
@@ -239,3 +239,22 @@ class TextHost(WorkerHost):
         self._grammars.stop()
         self._compiler.close()
         return ended
+
+
+class MoveThread:
+    """Runs :attr:`moves` of a worker: waits on a separate thread, finishes on the loop's thread."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._thread: ComputeThread[BlockMove, None] = ComputeThread(
+            loop, lambda move: move.wait(), self._finished, name="moves"
+        )
+        self.moves = MoveQueue(self._thread.submit)
+
+    def _finished(self, move: BlockMove, result: Exception | None) -> None:
+        if result is not None:
+            _log.error("moves.failed", error=repr(result))
+        self.moves.finished(move, result)
+
+    def stop(self) -> None:
+        """Stop the thread. Moves still under way are not reported."""
+        self._thread.stop()

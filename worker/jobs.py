@@ -6,7 +6,7 @@ Invariant: each job has one name and one deadline; a job that was removed is in 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypedDict, TypeVar
 
 from ..proto.errors import InternalError
 from ..proto.wire.messages import RequestState, TokenRun
@@ -17,6 +17,15 @@ from .attempts import Attempts, Key
 def engine_name(key: Key) -> bytes:
     """Name one attempt for the engine, so that two attempts never share writable blocks."""
     return key[0] + key[1].to_bytes(8, "little")
+
+
+class Ending(TypedDict, total=False):
+    """How a request ends: its final ``status``, or an error ``code`` with the error's message."""
+
+    status: str | None
+    code: str | None
+    message: str
+    retry_after: float | None
 
 
 class Job(Protocol):

@@ -39,7 +39,7 @@ from ..proto.wire.proofs import reserve_ticket, same
 from ..runtime.liveness import HEARTBEAT_S
 from ..runtime.tables import ExpiringMap
 from .attempts import Attempts, Key
-from .events import Exit, Note, ToRouter
+from .events import Exit, Log, ToRouter
 from .token_replay import runs_again
 
 HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config", "access_denied"})
@@ -224,7 +224,7 @@ class Membership:
 
     def rejected(
         self, router: str, message: Rejected, now: float = 0.0
-    ) -> list[ToRouter | Note | Exit]:
+    ) -> list[ToRouter | Log | Exit]:
         """Handle a router's refusal; some refusals end this incarnation.
 
         If another worker has our name, retry with every heartbeat. A draining worker that was
@@ -245,7 +245,7 @@ class Membership:
                 return [Exit(reason, restart=False)]
         elif message.code == DECLARED_DEAD:
             return [Exit(reason, restart=True)]
-        return [Note("router.rejected", {"router": router, "code": message.code, "reason": reason})]
+        return [Log("router.rejected", {"router": router, "code": message.code, "reason": reason})]
 
     def _given_up(self, now: float) -> list[Exit]:
         if self._welcome:
@@ -379,9 +379,9 @@ class Membership:
 
     def tick(
         self, now: float, engine: EngineState, load: Callable[[], WorkerLoad]
-    ) -> list[ToRouter | Note | Exit]:
+    ) -> list[ToRouter | Log | Exit]:
         """Return the heartbeats, repetitions and exits that are due."""
-        actions: list[ToRouter | Note | Exit] = [*self._given_up(now)]
+        actions: list[ToRouter | Log | Exit] = [*self._given_up(now)]
         if now >= self._beat_at:
             self._beat_at = now + HEARTBEAT_S
             beat = Heartbeat(

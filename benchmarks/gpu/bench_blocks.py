@@ -66,7 +66,7 @@ class _Bench:
     def move(
         self, what: str, layout: PayloadLayout, *, back: bool = False, head_start: int = 0
     ) -> Line:
-        """A gather, or its inverse; the payload of the gather before is what is scattered."""
+        """A gather, or its inverse, which scatters the payload of the gather before."""
         stage, rest = self.stage, (self.digest, self.space)
         if self.payload is None or self.payload.shape != (layout.nbytes,):
             self.payload = stage.device.zeros((layout.nbytes,), np.uint8)

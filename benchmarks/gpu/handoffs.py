@@ -45,7 +45,7 @@ class Sender(Protocol):
 
 
 class LocalSender:
-    """In this process: what the other process runs, and what is tested without a GPU."""
+    """In this process: the code of the other process, which tests run without a GPU."""
 
     def __init__(self, stage: Stage) -> None:
         self._device, self._backend = stage.device, CudaBackend(stage.device)

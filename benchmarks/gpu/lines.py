@@ -75,7 +75,7 @@ def table(results: Iterable[PartResult]) -> str:
 def write_report(
     path: Path, verb: str, machine: dict[str, Any], results: Sequence[PartResult], note: str = ""
 ) -> None:
-    """The report as JSON; ``note`` says what the figures are worth if not what they seem."""
+    """Write the report as JSON. ``note``: a reservation about the figures, or empty."""
     report: dict[str, Any] = {
         "verb": verb,
         "note": note,

@@ -24,7 +24,7 @@ def oracle(stage: Stage) -> Iterator[Line]:
     """Two layers against transformers in bf16; sixteen against its float32, as its bf16 is.
 
     With random weights the rounding of the residual stream alone takes two bf16 models of more
-    than two layers farther apart than 1e-2: which one is nearer to float32 is what can be told.
+    than two layers farther apart than 1e-2. So the test compares their distances to float32.
     """
     lacking = [n for n in ("torch", "transformers") if importlib.util.find_spec(n) is None]
     if lacking:

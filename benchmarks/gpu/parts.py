@@ -28,7 +28,7 @@ _TAIL = 400
 class Part:
     """A part of a verb: its code as "module:function", and the most seconds it may take.
 
-    ``together``: runs beside its neighbours that say so too; others have the GPU to themselves.
+    ``together``: runs beside its neighbours with the same flag; others have the GPU to themselves.
     """
 
     name: str
@@ -101,7 +101,7 @@ def _lines_of(path: Path) -> list[Line]:
 def run_parts(
     parts: Sequence[Part], stage: str, folder: Path, budget_s: float, at_once: int = 4
 ) -> Iterator[PartResult]:
-    """Run parts in order, at most ``at_once`` of those that may run together.
+    """Run parts in order, at most ``at_once`` together.
 
     ``stage``: "module:function" that makes one. Logs and lines go to ``folder``. A part for which
     nothing of ``budget_s`` is left is not begun.

@@ -1,4 +1,4 @@
-"""Timing what is queued many times over, beside peers, all in one process and taking turns.
+"""Time work that is queued many times, beside peers, all in one process and taking turns.
 
 Work is captured into a graph of several calls, so that launches cost nothing; its inputs are
 larger than the L2 cache, or several sets of them take turns.
@@ -126,7 +126,7 @@ def as_torch(array: Any) -> Any:
 
 @dataclass(frozen=True)
 class Bars:
-    """What a figure is held to: a share of ``floor_s``, an absolute time, not behind peers."""
+    """The bars of a figure: a share of ``floor_s``, an absolute time, the peers' times."""
 
     floor_s: float = 0.0
     share: float = 0.0

@@ -7,12 +7,16 @@ token within 2 s), with 50 ms between tokens; Mooncake's own for its long contex
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from .cluster import Slo
-from .oracle import Case
+from ...loadgen.traces import Arrival, read_trace
+from .cluster import Outcome, Replay, Slo, Targets, fixed
 from .service import ServiceModel
-from .traces import Arrival, load
+
+FOLDER = Path(__file__).parents[1] / "traces"
+"""Request traces, with their sources and licences in README.md there."""
 
 MOST = {"prefill": 16, "decode": 8}
 SLOS = {
@@ -28,11 +32,30 @@ WHERE_ANY_CAN = 0.99
 
 
 @dataclass(frozen=True)
+class Case:
+    """What a schedule is played against; ``most``: largest pools allowed."""
+
+    trace: Sequence[Arrival]
+    service: ServiceModel
+    slo: Slo
+    cold_s: float
+    most: Targets
+
+    def replay(self, first: Targets) -> Replay:
+        """A run from pools of size ``first``, with the order of prompts that limits bring."""
+        return Replay(self.trace, self.service, self.cold_s, first, self.slo.ttft)
+
+    def fixed(self, pool: Targets) -> Outcome:
+        """On pools that never change."""
+        return fixed(self.trace, self.service, pool, self.slo.ttft)
+
+
+@dataclass(frozen=True)
 class Variation:
-    """One thing that is otherwise than the operator thought.
+    """One deviation from the operator's assumptions.
 
     ``slowness``: factor on all service times. ``rate``: 0.5 leaves every other request out by
-    chance, 2 lays the trace over itself, half its length later and with prefixes of its own.
+    chance, 2 lays the trace over itself, half its length later and with other prefixes.
     ``shift``: part of the trace that is played last instead of first.
     """
 
@@ -56,6 +79,11 @@ VARIATIONS = (
     Variation("begun in the middle", shift=0.5),
     Variation("begun after three quarters", shift=0.75),
 )
+
+
+def load(name: str, folder: Path = FOLDER) -> list[Arrival]:
+    """Return all requests of the trace ``name``. Raises InputError for a damaged file."""
+    return read_trace(folder / f"{name}.csv.gz")
 
 
 def case(trace: str, variation: Variation = VARIATIONS[0]) -> Case:

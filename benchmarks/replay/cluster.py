@@ -1,7 +1,7 @@
 """A trace played against modelled workers, with Baton's own routing policy.
 
 Requests are bound to their workers when they come, as the router does it: a worker that joins
-later takes nothing over. Everything is exact and repeatable; there is no randomness.
+later takes nothing over. Everything is exact and repeatable, without randomness.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...deploy.autoscale.metrics import ROLES, Metrics, RouterSample
+from ...loadgen.traces import BLOCK_TOKENS, Arrival
 from ...router.config import PolicyConfig
 from ...router.policy import make_policy
 from .service import ServiceModel
-from .traces import BLOCK_TOKENS, Arrival
 from .workers import DecodeWorker, Life, PrefillWorker, Request
 
 Targets = dict[str, int]

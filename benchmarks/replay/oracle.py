@@ -1,12 +1,13 @@
 """The cheapest schedule for a controller with full knowledge of the trace.
 
 A schedule is a size of each pool per interval; workers are ordered a cold start before the
-interval that needs them, and one that a pool gives up is drained, as for everybody. Sought is
+interval that needs them, and a worker that a pool gives up is drained, as usual. The goal is
 the least of worker-hours at which a goal is met: so many requests within both limits. Found by
 descent: pools start at the smallest constant size that meets the goal, one or two more, and
 every interval is lowered where most hours are won per request lost; then pairs of intervals
 are traded. :func:`refine` goes on from there with short intervals and moves drawn at random. A
-search can only miss cheaper schedules, never invent one: each is played. So it is no bound.
+search can miss cheaper schedules, but never invents one: each is played. So its result is not a
+bound.
 """
 
 from __future__ import annotations
@@ -15,30 +16,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .cluster import Outcome, Replay, Slo, Targets, fixed
-from .service import ServiceModel
-from .traces import Arrival
+from .cases import Case
+from .cluster import Outcome, Targets
 
 ROLES = ("prefill", "decode")
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a schedule is played against; ``most``: largest pools allowed."""
-
-    trace: Sequence[Arrival]
-    service: ServiceModel
-    slo: Slo
-    cold_s: float
-    most: Targets
-
-    def replay(self, first: Targets) -> Replay:
-        """A run from pools of size ``first``, with the order of prompts that limits bring."""
-        return Replay(self.trace, self.service, self.cold_s, first, self.slo.ttft)
-
-    def fixed(self, pool: Targets) -> Outcome:
-        """On pools that never change."""
-        return fixed(self.trace, self.service, pool, self.slo.ttft)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from ...deploy.autoscale.metrics import WorkerSample
+from ...loadgen.traces import BLOCK_TOKENS, Arrival
 from ...prefill_worker.start_order import Pace, StartOrder, latest_start
 from ...proto.layout import KVLayout, ModelCard
 from ...proto.wire.messages import Hello, WorkerLoad
 from ...router.policy import PrefixIndex
 from ...router.workers import Worker, WorkerState
 from .service import ServiceModel
-from .traces import BLOCK_TOKENS, Arrival
 
 _CARD = ModelCard(
     name="modelled",

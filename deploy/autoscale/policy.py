@@ -1,10 +1,10 @@
 """The autoscaler: ``observe(metrics, now) -> targets``.
 
 Pure, without clock or socket: equal observations give equal targets. The prefill pool is sized by
-the arrived work and the TTFT that it would have had (:mod:`.prefill`). The decode pool is sized by
-KV blocks and step times (:mod:`.decode`). A target rises at once and falls after the
-stabilization window (:class:`Governor`). A target is a total number of workers, not a number to
-add, so starting workers are never ordered twice.
+the arrived work and the TTFT that it would have had, the decode pool by KV blocks and step times
+(:mod:`.demand`). A target rises at once and falls after the stabilization window
+(:class:`Governor`). A target is a total number of workers, not a number to add, so starting workers
+are never ordered twice.
 
 Implausible, old or missing data changes no target. If the data of any ready worker of a pool is
 unusable, the pool keeps its target, and its stabilization window restarts.
@@ -16,9 +16,8 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from .decode import DecodeDemand
+from .demand import DecodeDemand, PrefillDemand
 from .metrics import ROLES, Metrics, WorkerSample
-from .prefill import PrefillDemand
 from .settings import ScaleSettings
 
 LATE_S = 15.0
@@ -143,7 +142,7 @@ class Governor:
         self.hold()
 
     def hold(self) -> None:
-        """Restart the stabilization window, because there is no usable observation now."""
+        """Restart the stabilization window, because no observation is usable now."""
         self._wanted.clear()
         self._since = None
 

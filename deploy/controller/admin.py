@@ -18,7 +18,7 @@ from ...runtime.keys.zap import ServerKeys
 from ...runtime.net.channel import ChannelOptions, Frames
 from ...runtime.net.loop import Loop
 from ...runtime.net.sockets import Context, RouterChannel
-from ...runtime.process.limited_log import LimitedLog
+from ...runtime.process.log_limit import LimitedLog
 
 ADMIN_VERSION = 1
 MAGIC = b"BA"
@@ -104,8 +104,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
     ``health``: "ok" or "degraded"; if degraded, ``problems`` has one sentence per process that
     should serve and does not. ``settings``: settings of the newest revision. ``launched``:
-    settings at launch. ``paths``: socket files that exist as long as the cluster. ``pid``:
-    process id of the controller.
+    settings at launch. ``http``: base URL of the gateways, if there are any. ``paths``: socket
+    files that exist as long as the cluster. ``pid``: process id of the controller.
     """
 
     number: Number = 0
@@ -115,6 +115,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     backend: str = ""
     pid: int = 0
     address: str = ""
+    http: str = ""
     log: str = ""
     revision: int = 0
     rollout: str = ""

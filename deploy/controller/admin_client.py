@@ -9,7 +9,6 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -69,12 +68,7 @@ class AdminClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _value: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

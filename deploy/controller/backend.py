@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..report import ClusterReport
     from ..supervise.process import ProcessSpec
 
-ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
+ROUTER, PREFILL, DECODE, GATEWAY = "router", "prefill", "decode", "gateway"
 POOLS = (PREFILL, DECODE)
 """The roles whose number of members can change while the cluster runs."""
 
@@ -42,6 +42,15 @@ class MemberStarted(msgspec.Struct, frozen=True):
     name: str
     host: str = ""
     pid: int = 0
+
+
+class MemberServes(msgspec.Struct, frozen=True):
+    """The present process of a gateway sent its first heartbeat: it serves.
+
+    The routers report whether workers serve, and their answers show that routers do.
+    """
+
+    name: str
 
 
 class MemberDown(msgspec.Struct, frozen=True):
@@ -78,7 +87,7 @@ class MemberUnplaced(msgspec.Struct, frozen=True):
     final: bool = False
 
 
-MemberEvent = MemberStarted | MemberDown | MemberEnded | MemberUnplaced
+MemberEvent = MemberStarted | MemberServes | MemberDown | MemberEnded | MemberUnplaced
 
 
 class Backend(Protocol):

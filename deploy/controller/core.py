@@ -7,8 +7,8 @@ result does not depend on the order of events. Phases::
     STARTING ──all ready──▶ SERVING ──Down──▶ DRAINING ──routers gone──▶ STOPPING ──▶ ENDED
         └──────────────── Down, or a member that cannot run ────────────────▶┘
 
-Invariants: those of :mod:`.pools`, :mod:`.rollout` and :mod:`.waiters`. The core ends only after
-the last member has ended. After :class:`End`, it returns no actions.
+Invariants: those of :mod:`.pools`, :mod:`.rollout` and :class:`.events.Waiters`. The core ends only
+after the last member has ended. After :class:`End`, it returns no actions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from ..plan.plan import router_names
 from ..supervise.core import Log, Phase, Reported, Tick
 from .backend import (
     DECODE,
+    GATEWAY,
     POOLS,
     PREFILL,
     ROUTER,
     MemberDown,
     MemberEnded,
+    MemberServes,
     MemberStarted,
     MemberUnplaced,
 )
@@ -45,17 +47,17 @@ from .events import (
     RequestResources,
     Rollout,
     Scale,
+    Waiters,
 )
 from .members import Member, Stage, View
 from .pools import ControllerLimits, Pools
 from .rollout import Replacement
-from .waiters import Waiters
 
 GOING_DOWN = "the cluster is going down"
 
 
 class ControllerCore:
-    """One cluster. ``targets``: initial number of workers of each pool."""
+    """One cluster. ``targets``: initial number of workers of each pool; ``gateways``: of those."""
 
     def __init__(
         self,
@@ -63,9 +65,10 @@ class ControllerCore:
         routers: Iterable[str] = (ROUTER,),
         limits: ControllerLimits | None = None,
         bounds: Bounds | None = None,
+        gateways: int = 0,
     ) -> None:
         sizes = {role: targets.get(role, 0) for role in POOLS}
-        self.pools = Pools(tuple(routers), sizes, limits or ControllerLimits())
+        self.pools = Pools(tuple(routers), sizes, limits or ControllerLimits(), gateways)
         self.bounds = bounds or Bounds()
         self.phase = Phase.STARTING
         self.rollout: Replacement | None = None
@@ -81,7 +84,8 @@ class ControllerCore:
         """Return the core of a new cluster. ``replace``: see :class:`.pools.ControllerLimits`."""
         targets = {PREFILL: settings.prefill, DECODE: settings.decode}
         limits = ControllerLimits(grace=settings.grace, replace=replace)
-        return cls(targets, router_names(settings), limits, Bounds.of(settings))
+        bounds = Bounds.of(settings)
+        return cls(targets, router_names(settings), limits, bounds, settings.gateways)
 
     @property
     def limits(self) -> ControllerLimits:
@@ -106,7 +110,7 @@ class ControllerCore:
                 return self._down(event, now)
             case Measured(targets):
                 if self.phase is Phase.SERVING:
-                    self.pools.targets |= clamped(targets, self.bounds)
+                    self.pools.resize(clamped(targets, self.bounds))
             case Reported(router, report):
                 reporter = self.pools.members.get(router)
                 if reporter is not None:
@@ -115,6 +119,10 @@ class ControllerCore:
                 return self.pools.observe(now)
             case MemberStarted():
                 return self._started(event, now)
+            case MemberServes(name):
+                member = self.pools.members.get(name)
+                if member is not None and member.stage is Stage.STARTING:
+                    return [Log("back", each) for each in self.pools.ready_now(member, now)]
             case MemberDown():
                 return self._process_ended(event, now)
             case MemberEnded():
@@ -136,19 +144,20 @@ class ControllerCore:
         if problem:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
         replaced = self._waiters.end_scales("replaced by a later scale")
-        self.pools.targets |= event.targets
+        self.pools.resize(event.targets)
         self._waiters.scales.append(event.ticket)
-        text = describe_targets(self.pools.targets)
+        text = describe_targets(self.pools.sizes())
         return [*replaced, Answer(event.ticket, Outcome.ACCEPTED, text)]
 
     def _drain(self, event: Drain, now: float) -> list[Action]:
         member = self.pools.members.get(event.worker)
         problem = GOING_DOWN if self._ending else ""
         if member is None or member.role == ROUTER:
-            known = ", ".join(sorted(each.name for each in self.pools.members.workers()))
+            names = (each.name for each in self.pools.members if each.role != ROUTER)
+            known = ", ".join(sorted(names))
             problem = problem or f"no worker {event.worker[:80]!r}; workers: {known or 'none'}"
         elif not (event.force or event.replace) and self._is_last(member):
-            problem = problem or last_worker(member.name, member.role)
+            problem = problem or _last(member)
         if problem or member is None:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
         self._waiters.drains[event.ticket] = member.name
@@ -247,7 +256,7 @@ class ControllerCore:
             return [*actions, Log("retired", member.name)]
         if member.stage is Stage.STOPPING or self._ending:
             return actions
-        if member.role != ROUTER and event.code == 0 and member.was_ready:
+        if member.role in POOLS and event.code == 0 and member.was_ready:
             if member.active:  # drained without an order of this controller
                 self.pools.shrink(member.role, len(self.pools.members.active(member.role)))
             return [*actions, Log("retired", member.name)]
@@ -325,7 +334,7 @@ class ControllerCore:
         if self.rollout is not None:
             actions += self._advance_rollout(self.rollout, now)
         if self.pools.reached():
-            text = describe_targets(self.pools.targets)
+            text = describe_targets(self.pools.sizes())
             actions += self._waiters.end_scales(text, Outcome.DONE)
         return actions
 
@@ -396,6 +405,8 @@ class ControllerCore:
             # This core enforces the grace, to report its end. The process manager's limit is later.
             grace = self.limits.grace + self.limits.stop_timeout
             actions.append(self.pools.stop(router, grace, now))
+        for gateway in self.pools.members.of_role(GATEWAY):
+            actions.append(self.pools.stop(gateway, self.limits.grace, now))
         return actions
 
     def _look_draining(self, now: float) -> list[Action]:
@@ -417,3 +428,10 @@ class ControllerCore:
     def _kill_all(self) -> list[Action]:
         self.phase = Phase.STOPPING
         return [KillMember(member.name) for member in self.pools.members]
+
+
+def _last(member: Member) -> str:
+    """Return why the last ready member of its role is not drained."""
+    if member.role == GATEWAY:
+        return f"{member.name} is the last gateway: HTTP would end; give --force to drain it"
+    return last_worker(member.name, member.role)

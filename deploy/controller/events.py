@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..supervise.core import Log, Reported, Tick
-from .backend import MemberDown, MemberEnded, MemberStarted, MemberUnplaced
+from .backend import MemberDown, MemberEnded, MemberServes, MemberStarted, MemberUnplaced
+from .members import Member
 
 # ----------------------------------------------------------------- events
 
@@ -36,7 +37,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """An order to drain a worker and make its pool one smaller.
+    """An order to drain a worker or gateway, and to keep one less.
 
     ``replace``: the worker's host leaves, and the pool keeps its size. ``force``: also if no other
     worker of its role serves.
@@ -78,6 +79,7 @@ Event = (
     | Down
     | Reported
     | MemberStarted
+    | MemberServes
     | MemberDown
     | MemberEnded
     | MemberUnplaced
@@ -151,3 +153,47 @@ class End:
 
 
 Action = StartMember | DrainMember | StopMember | KillMember | RequestResources | Log | Answer | End
+
+
+@dataclass(slots=True)
+class Waiters:
+    """Operators' orders that have not ended, by ticket, and their final answers.
+
+    Invariant: each ticket receives one final answer, DONE or FAILED, and is then dropped. The
+    rollout holds its own ticket.
+    """
+
+    scales: list[object] = field(default_factory=list)
+    downs: list[object] = field(default_factory=list)
+    drains: dict[object, str] = field(default_factory=dict)
+    """Worker name by ticket."""
+
+    def end_scales(self, text: str, outcome: Outcome = Outcome.FAILED) -> list[Answer]:
+        """Return final answers for all scale orders."""
+        ended, self.scales = self.scales, []
+        return [Answer(ticket, outcome, text) for ticket in ended]
+
+    def progress(self, text: str) -> list[Answer]:
+        """Return progress answers for all scale orders."""
+        return [Answer(ticket, Outcome.PROGRESS, text) for ticket in self.scales]
+
+    def end_drains(self, member: Member, code: int) -> list[Answer]:
+        """Return final answers for the drains of a worker that ended with ``code``."""
+        ended = [ticket for ticket, name in self.drains.items() if name == member.name]
+        for ticket in ended:
+            del self.drains[ticket]
+        if member.left or (code == 0 and not member.died):
+            return [Answer(ticket, Outcome.DONE, "left") for ticket in ended]
+        text = f"{member.name} ended before its drain finished; its requests move to other workers"
+        return [Answer(ticket, Outcome.FAILED, text) for ticket in ended]
+
+    def end_all(self, text: str) -> list[Answer]:
+        """Fail all scale orders and drains, because the cluster shuts down."""
+        ended = [*self.scales, *self.drains]
+        self.scales, self.drains = [], {}
+        return [Answer(ticket, Outcome.FAILED, text) for ticket in ended]
+
+    def end_downs(self) -> list[Answer]:
+        """Return final answers for all shutdown orders, after the last process has ended."""
+        ended, self.downs = self.downs, []
+        return [Answer(ticket, Outcome.DONE, "everything has ended") for ticket in ended]

@@ -6,7 +6,7 @@ listed here keeps serving and is *degraded*.
 
 from __future__ import annotations
 
-from .backend import POOLS, ROUTER
+from .backend import GATEWAY, POOLS, ROUTER
 from .members import Member, Stage
 from .pools import Pools
 
@@ -18,8 +18,8 @@ SILENT_S = 5.0
 def problems(pools: Pools, now: float) -> list[str]:
     """Return one sentence for each member that should serve and does not."""
     found = [text for member in pools.members if (text := _problem(member, now))]
-    for role in POOLS:
-        missing = pools.targets[role] - len(pools.members.active(role))
+    for role in (*POOLS, GATEWAY):
+        missing = pools.target(role) - len(pools.members.active(role))
         wait = pools.held(role, now)
         if missing > 0 and wait > 0:
             found.append(f"{role}: {missing} lost, replacement starts in {wait:.1f} s")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..report import DRAINED, ClusterReport
-from .backend import ROUTER
+from .backend import POOLS, ROUTER
 
 
 class Stage(enum.Enum):
@@ -141,8 +141,8 @@ class Members:
         return [member for member in self.of_role(role) if not member.active]
 
     def workers(self) -> list[Member]:
-        """Return all members except routers."""
-        return [member for member in self if member.role != ROUTER]
+        """Return the members of the pools."""
+        return [member for member in self if member.role in POOLS]
 
     def seen_ready(self, worker: Member) -> bool:
         """Whether every router reports this worker as ready."""

@@ -1,18 +1,19 @@
 """The actual and target state of the pools, and the next steps from one to the other.
 
 Invariants: a member is started only with an unused name. A ready worker is drained, never stopped,
-and only if the others meet the target.
+and only if the others meet the target. A gateway is stopped: it finishes its requests on SIGTERM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ..supervise.core import Log
 from ..supervise.restart import RestartPolicy
-from .backend import POOLS, ROUTER
+from .backend import GATEWAY, POOLS, ROUTER
 from .events import Action, DrainMember, StartMember, StopMember
 from .members import Member, Members, Stage
 
@@ -42,14 +43,16 @@ class ControllerLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class Pools:
     """Members and targets of one cluster.
 
+    ``gateways``: target number of gateways.
     ``revision``: number of the settings for new members. ``surge``: the pool that may have one
     extra worker for a rollout. ``in_place``: a rollout starts each replacement only after the old
-    worker has ended, because there is no room for an extra worker.
+    worker has ended, because an extra worker has no room.
     """
 
     routers: tuple[str, ...]
     targets: dict[str, int]
     limits: ControllerLimits
+    gateways: int = 0
     members: Members = field(default_factory=Members)
     revision: int = 0
     surge: str = ""
@@ -72,8 +75,9 @@ class Pools:
         return StopMember(member.name, grace)
 
     def let_go(self, member: Member, now: float) -> Action:
-        """Drain a ready worker. Stop other workers: they have no requests, or drain on SIGTERM."""
-        if member.stage is not Stage.READY and not member.unseen:
+        """Drain a ready worker. Stop others: they have no requests, or finish them on SIGTERM."""
+        loading = member.stage is not Stage.READY and not member.unseen
+        if loading or member.role == GATEWAY:
             return self.stop(member, self.limits.grace, now)
         member.enter(Stage.DRAINING, now)
         member.drain_sent_at = now
@@ -84,8 +88,26 @@ class Pools:
 
         The target stays if the pool exceeds it, as after a scale order with pending drains.
         """
-        if others < self.targets[role] + (role == self.surge):
+        if others >= self.target(role) + (role == self.surge):
+            return
+        if role == GATEWAY:
+            self.gateways = max(0, self.gateways - 1)
+        else:
             self.targets[role] = max(0, self.targets[role] - 1)
+
+    def target(self, role: str) -> int:
+        """Target number of the workers of a pool, or of the gateways."""
+        return self.gateways if role == GATEWAY else self.targets[role]
+
+    def resize(self, targets: Mapping[str, int]) -> None:
+        """Set the targets of some pools, and of the gateways."""
+        pools = dict(targets)
+        self.gateways = pools.pop(GATEWAY, self.gateways)
+        self.targets |= pools
+
+    def sizes(self) -> dict[str, int]:
+        """Return the targets of the pools, and of the gateways if there are any."""
+        return {**self.targets, **({GATEWAY: self.gateways} if self.gateways else {})}
 
     def hold(self, role: str, now: float) -> float:
         """Record a loss. Returns the delay in seconds before the next start of this role."""
@@ -111,8 +133,12 @@ class Pools:
         return sum(member.stage is Stage.READY for member in self.members.of_role(role))
 
     def serves(self, member: Member) -> bool:
-        """Whether a worker accepts requests, by the last reports of all routers."""
-        return member.stage is Stage.READY and self.members.seen_ready(member)
+        """Whether a worker accepts requests, by the last reports of all routers.
+
+        A gateway accepts them from its first heartbeat on.
+        """
+        seen = member.role == GATEWAY or self.members.seen_ready(member)
+        return member.stage is Stage.READY and seen
 
     # ------------------------------------------------------------- all of them
 
@@ -122,23 +148,23 @@ class Pools:
         if now >= self._hold.get(ROUTER, now):
             missing = [name for name in self.routers if self.members.get(name) is None]
             actions += [self.start(name, ROUTER, self.revision, now) for name in missing]
-        for role in POOLS:
+        for role in (*POOLS, GATEWAY):
             if now < self._hold.get(role, now):
                 continue
             there = len(self.members.active(role))
             there += len(self.members.leaving(role)) if self.in_place else 0
-            for _ in range(self.targets[role] - there):
+            for _ in range(self.target(role) - there):
                 name = self.members.free_name(role)
                 actions.append(self.start(name, role, self.revision, now))
         return actions
 
     def shed(self, now: float) -> list[Action]:
-        """Drain or stop excess workers. A rollout's extra worker is not excess."""
+        """Drain or stop excess members. A rollout's extra member is not excess."""
         actions: list[Action] = []
-        for role in POOLS:
+        for role in (*POOLS, GATEWAY):
             active = self.members.active(role)
-            while len(active) > self.targets[role] + (role == self.surge):
-                victim = self.victim(active, self.targets[role])
+            while len(active) > self.target(role) + (role == self.surge):
+                victim = self.victim(active, self.target(role))
                 if victim is None:
                     break
                 active.remove(victim)
@@ -214,34 +240,45 @@ class Pools:
         for member in self.members:
             if member.stage is Stage.STARTING:
                 see = self.members.sees_all if member.role == ROUTER else self.members.seen_ready
-                if see(member):
-                    member.enter(Stage.READY, now)
-                    member.was_ready = True
-                    back += [member.name] if member.cause else []
-                    member.cause = ""
+                if member.role != GATEWAY and see(member):
+                    back += self.ready_now(member, now)
             elif member.stage is Stage.READY and "draining" in self.members.states(member):
                 member.enter(Stage.DRAINING, now)  # an operator's order went directly to a router
                 self.shrink(member.role, len(self.members.active(member.role)))
         return [Log("back", name) for name in back]
 
+    def ready_now(self, member: Member, now: float) -> list[str]:
+        """Mark a starting member as ready. Returns its name if it had crashed."""
+        member.enter(Stage.READY, now)
+        back = [member.name] if member.cause else []
+        member.was_ready, member.cause = True, ""
+        return back
+
     # ------------------------------------------------------------- progress
 
     def settled(self) -> bool:
         """Whether exactly the target members exist, and all are ready."""
-        size = len(self.routers) + sum(self.targets.values())
+        size = self.size()
         members = list(self.members)
         return len(members) == size and all(m.stage is Stage.READY for m in members)
 
+    def size(self) -> int:
+        """Target number of all members."""
+        return len(self.routers) + sum(self.targets.values()) + self.gateways
+
     def reached(self) -> bool:
-        """Whether the pools have their target sizes, apart from a rollout's extra worker."""
+        """Whether pools and gateways have their target sizes, apart from a rollout's extra one."""
         return all(
             self.ready(role) >= count
             and len(self.members.of_role(role)) <= count + (role == self.surge)
-            for role, count in self.targets.items()
+            for role, count in {**self.targets, GATEWAY: self.gateways}.items()
         )
 
     def wanted(self) -> dict[str, int]:
-        """Number of members that need room, including extra and draining workers."""
+        """Number of members that need room, including extra and draining workers.
+
+        Gateways need none: they are small and run beside the routers.
+        """
         wanted = {ROUTER: len(self.routers)}
         for role, count in self.targets.items():
             wanted[role] = max(count, len(self.members.of_role(role)))

@@ -14,17 +14,20 @@ from typing import Self
 import msgspec
 
 from ...proto.errors import BatonError, ConfigError, InputError, RequestFailed
-from ...runtime.keys.allowed import OPERATOR
-from ...runtime.keys.keyring import CONTROLLER, KeyRing, load_keys
+from ...proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from ...proto.wire.messages import Drain, Message, RouterToClient, Status, StatusReport
+from ...runtime.keys.allowed import OPERATOR, ROUTER
+from ...runtime.keys.keyring import CONTROLLER, KeyRing, Keys, keys_for, load_keys
 from ...runtime.keys.zap import Doorkeeper, door
+from ...runtime.net.channel import Frames
 from ...runtime.net.loop import Loop
-from ...runtime.net.sockets import Context
+from ...runtime.net.sockets import Context, DealerChannel
 from ...runtime.process.log import get_logger
 from ..autoscale.pilot import Pilot, pilot_of
 from ..plan.bounds import scale_refusal
 from ..plan.plan import ClusterPlan, key_folder
 from ..plan.revisions import Revisions
-from ..report import ClusterReport
+from ..report import ClusterReport, parse_report
 from ..supervise.core import Log, Phase, Reported, Tick
 from . import events
 from .admin import (
@@ -40,15 +43,81 @@ from .admin import (
     RollOut,
     ScalePools,
 )
-from .backend import Backend, MemberEnded, MemberEvent
+from .backend import POOLS, Backend, MemberEnded, MemberEvent
 from .core import ControllerCore
 from .events import Action, Answer, Event, Outcome
 from .health import DEGRADED, OK, problems
-from .monitor import StatusMonitor
 
 TICK = 0.1
 """Seconds between Tick events."""
+POLL_INTERVAL = 0.2
+"""Seconds between polls of a router's status."""
+PATIENCE = 2.0
+"""Seconds without an answer before the connection to a router is replaced."""
 _log = get_logger()
+
+
+class StatusMonitor:
+    """Polls a router's status over the client socket. Calls ``on_report`` with every answer.
+
+    A connection without answers is replaced by a connection with another identity. After a network
+    failure, the router may still hold the old connection, and would ignore a second connection
+    with the same identity. A serving router would then seem to hang.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: Context,
+        address: str,
+        on_report: Callable[[ClusterReport], object],
+        keys: Keys | None = None,
+    ) -> None:
+        self._loop = loop
+        self._on_report = on_report
+        self._encoder = EnvelopeEncoder()
+        self._decoder = EnvelopeDecoder[Message](RouterToClient)
+        self._context = context
+        self._address = address
+        self._keys = keys_for(keys, address, ROUTER)
+        self._channel = self._connect()
+        self._timer = loop.call_later(0.0, self._ask)
+
+    def drain(self, worker: str) -> None:
+        """Ask the router to drain a worker. The message is lost while the router is away.
+
+        ``force``, because the controller has already checked the drain. It has more information
+        than a router, for example about the next worker of a rollout.
+        """
+        self._channel.send(self._encoder.encode([Drain(worker=worker, force=True)]))
+
+    def close(self) -> None:
+        """Stop polling and disconnect."""
+        self._timer.cancel()
+        self._channel.close()
+
+    def _connect(self) -> DealerChannel:
+        identity = b"supervisor-" + os.urandom(16)
+        channel = DealerChannel(self._context, self._address, identity, keys=self._keys)
+        channel.attach(self._loop, self._on_message)
+        self._fresh_until = self._loop.now() + PATIENCE
+        return channel
+
+    def _ask(self) -> None:
+        if self._loop.now() >= self._fresh_until:
+            self._channel.close()
+            self._channel = self._connect()
+        self._channel.send(self._encoder.encode([Status(handoffs=0)]))
+        self._timer = self._loop.call_later(POLL_INTERVAL, self._ask)
+
+    def _on_message(self, frames: Frames) -> None:
+        try:
+            for message in self._decoder.decode(frames):
+                if isinstance(message, StatusReport):
+                    self._fresh_until = self._loop.now() + PATIENCE
+                    self._on_report(parse_report(message.report))
+        except BatonError as problem:
+            _log.warning("supervisor.bad_report", error=str(problem))
 
 
 class ControllerShell:
@@ -215,7 +284,8 @@ class ControllerShell:
 
     def _check_size(self, targets: dict[str, int]) -> None:
         problem = scale_refusal(targets, self.core.bounds)
-        problem = problem or self.backend.refusal({**self.core.pools.targets, **targets})
+        workers = {role: count for role, count in targets.items() if role in POOLS}
+        problem = problem or self.backend.refusal({**self.core.pools.targets, **workers})
         if problem:
             raise InputError(problem)
 
@@ -316,7 +386,9 @@ class ControllerShell:
 
     def _start(self, action: events.StartMember) -> None:
         try:
-            spec = self._revisions.spec(action.name, action.role, action.revision)
+            spec = self._revisions.spec(
+                action.name, action.role, action.revision, self.core.pools.gateways
+            )
         except (BatonError, OSError) as problem:
             why = problem if isinstance(problem, ConfigError) else f"cannot be started: {problem}"
             self.feed(MemberEnded(action.name, 1, str(why), refused=True))

@@ -15,12 +15,16 @@ from ...engine.kernels import (
     weights_dtype,
 )
 from ...engine.loading.embedding_config import EMBED
+from ...gateway.config import GatewayConfig
 from ...kv_transfer.shared_pool import can_share
 from ...proto.errors import BatonError
+from ...proto.layout import model_name
 from ...proto.limits import MAX_DESCRIBED_BYTES
 from ...router.describe import read_text_files
+from ...runtime.keys.api_keys import KEY_VARIABLE
 from ...text.model_files import TokenizerSettings
-from ..config import ServeSettings, kv_size, shares_memory
+from ..config import ANY_HTTP_PORT, HTTP_PORT, ServeSettings, kv_size, shares_memory
+from ..controller.backend import GATEWAY
 from ..messages import mebibytes
 from ..plan.plan import ClusterPlan
 from ..report import ClusterReport, WorkerReport
@@ -40,13 +44,16 @@ class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: str = ""
     warning: str = ""
     """Why the workers compute slower than possible; empty if they do not."""
-    hint: str = ""
+    hints: tuple[str, ...] = ()
+    """Commands to try."""
+    http: str = ""
+    """Where the gateways listen; empty without gateways."""
 
 
 def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
     """Make the contents of the banner from a plan.
 
-    ``hint``: show a command to try. ``context``: maximum context length in tokens.
+    ``hint``: show commands to try. ``context``: maximum context length in tokens.
     """
     embeds = plan.settings.task == EMBED
     return BannerFacts(
@@ -59,7 +66,8 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
         block_size=plan.settings.block_size,
         kv_memory="" if embeds else _kv_memory(plan),
         warning=kernels_warning(plan.settings),
-        hint=_hint(plan) if hint else "",
+        hints=_hints(plan) if hint else (),
+        http=_http(plan),
     )
 
 
@@ -92,18 +100,51 @@ def _transport(settings: ServeSettings) -> str:
     return f"shared memory, or {streamed} where that fails" if shared else streamed
 
 
-def _hint(plan: ClusterPlan) -> str:
-    """Return a command to try, suited to the model: without a tokenizer, text is impossible."""
-    verb, rest = "status", ""
+def served_name(plan: ClusterPlan) -> str:
+    """The model's name over HTTP, which answers have."""
+    given = plan.settings.served_model_name.partition(",")[0].strip()
+    return given or model_name(plan.model)
+
+
+def _http(plan: ClusterPlan) -> str:
+    """Describe the addresses of the gateways and the model they serve."""
+    settings = plan.settings
+    if not plan.http_url:
+        return ""
+    notes = [f"model {served_name(plan)}"]
+    notes += [f"{settings.gateways} gateways"] if settings.gateways > 1 else []
+    notes += ["with an API key"] if _has_api_key(plan) else []
+    if settings.http_port == ANY_HTTP_PORT and plan.book.http_port != HTTP_PORT:
+        notes.append(f"port {HTTP_PORT} is in use")
+    return f"{plan.http_url} ({', '.join(notes)})"
+
+
+def _has_api_key(plan: ClusterPlan) -> bool:
+    configs = (spec.config for spec in plan.processes if spec.role == GATEWAY)
+    return any(isinstance(config, GatewayConfig) and config.api_keys for config in configs)
+
+
+def _hints(plan: ClusterPlan) -> tuple[str, ...]:
+    """Return commands to try, suited to the model: without a tokenizer, text is impossible."""
+    verb, rest, path, body = "status", "", "models", ""
     with contextlib.suppress(BatonError):
         files = read_text_files(plan.model, MAX_DESCRIBED_BYTES)
         if plan.settings.task == EMBED and "tokenizer.json" in files:
             verb, rest = "embed", " 'Who are you?'"
+            path, body = "embeddings", '{"input": "Who are you?"}'
         elif "tokenizer.json" in files:
             chats = "default" in TokenizerSettings(files, plan.model).templates
             verb, rest = "generate", " --chat 'Who are you?'" if chats else " 'Once upon a time'"
+            path = "chat/completions" if chats else "completions"
+            body = '{"messages": [{"role": "user", "content": "Who are you?"}]}'
+            body = body if chats else '{"prompt": "Once upon a time"}'
     keys = f" --keys {plan.settings.keys}" if plan.settings.keys else ""
-    return f"baton {verb} --address {plan.address}{keys}{rest}"
+    native = f"baton {verb} --address {plan.address}{keys}{rest}"
+    if not plan.http_url:
+        return (native,)
+    header = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if _has_api_key(plan) else ""
+    data = f" -d '{body}'" if body else ""
+    return native, f"curl {plan.http_url}/{path}{header}{data}"
 
 
 def _kv_memory(plan: ClusterPlan) -> str:
@@ -124,6 +165,7 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
         f"  model      {facts.model}",
         *_engine_lines(report),
         f"  address    {facts.address}",
+        *([f"  http       {facts.http}"] if facts.http else []),
         f"  security   {facts.security}",
         f"  handoff    {facts.transport}",
     ]
@@ -134,7 +176,7 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
     lines += _short_memory(facts, report)
     if facts.warning:
         lines.append(f"  warning    {facts.warning}")
-    return [*lines, f"  try        {facts.hint}"] if facts.hint else lines
+    return [*lines, *(f"  try        {hint}" for hint in facts.hints)]
 
 
 def _engine_lines(report: ClusterReport) -> list[str]:
@@ -166,6 +208,13 @@ def _pool_line(role: str, worker: WorkerReport) -> str:
         f"  {role:<10} {worker.id}  pid {worker.pid}  "
         f"{worker.kv_blocks_total} KV blocks  {worker.endpoint}"
     )
+
+
+def is_busy(before: ClusterReport, after: ClusterReport) -> bool:
+    """Whether there were requests between two reports, or are now."""
+    counters = ("prompt_tokens", "generated_tokens", "prefix_hit_tokens")
+    waiting = any(w.requests_running or w.requests_waiting for w in after.workers)
+    return waiting or any(_grown(counter, before, after) for counter in counters)
 
 
 def throughput(before: ClusterReport, after: ClusterReport, seconds: float) -> str:

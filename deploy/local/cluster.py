@@ -25,8 +25,8 @@ from ..controller.backend import MemberEvent, MemberSpec
 from ..controller.core import ControllerCore
 from ..controller.events import Down
 from ..controller.shell import ControllerShell
-from ..messages import FAILURES, sentence
-from ..plan.addresses import admin_address, claim_admin, ipc_path
+from ..messages import FAILURES, SUPERVISOR, json_line, sentence
+from ..plan.addresses import HttpPort, admin_address, claim_admin, ipc_path
 from ..plan.prepare import check_keys, check_model, make_plan, memory_refusal, served_context
 from ..plan.revisions import Revisions
 from ..report import ClusterReport
@@ -82,26 +82,28 @@ class LocalBackend:
         self._children.reported(router, report)
 
     def close(self) -> None:
-        """Kill remaining children. There are none unless the loop ended with an exception."""
+        """Kill remaining children. Children remain only if the loop ended with an exception."""
         self._children.close()
 
 
 class LocalCluster:
     """Runs one cluster in the calling (main) thread until it ends.
 
-    ``out``: receives the lines for the operator. ``private``: if the settings have no address,
-    listen inside the run folder instead of at the user's default address. ``log``: path of the log
-    file, shown in the overview.
+    ``out``: receives the lines for the operator, as text or JSON. ``private``: if the settings have
+    no address, listen inside the run folder instead of at the user's default address. ``log``: path
+    of the log file, shown in the overview.
     """
 
     def __init__(
         self, settings: ServeSettings, out: Out, *, private: bool = False, log: str = ""
     ) -> None:
         self._settings = settings
-        self._out = out
+        self._json = out if settings.log_format == "json" else None
+        self._out = out if self._json is None else lambda line: out(json_line(SUPERVISOR, line))
         self._log = log
         self._on_ready: Callable[[], object] | None = None
         self._lock: AddressLock | None = None
+        self._http_port: HttpPort | None = None
         self._backend: LocalBackend | None = None
         self.interrupted = False  # by a signal
         self._cut_short = False  # by a second one
@@ -121,7 +123,7 @@ class LocalCluster:
         self.failure = ""
 
     def _prepare(self, settings: ServeSettings, *, private: bool) -> None:
-        """Make the run folder, the plan and the address lock."""
+        """Make the run folder and the plan, and take the HTTP port and the address lock."""
         parent = Path(settings.run_dir) if settings.run_dir else None
         sweep(parent)
         self._folder = RunFolder(parent)
@@ -129,13 +131,15 @@ class LocalCluster:
             if private and not settings.address:
                 address = self._folder.ipc("client")
                 settings = msgspec.structs.replace(settings, address=address)
-            self.plan = make_plan(settings, self._folder)
+            self._http_port = HttpPort.of(settings)
+            port = 0 if self._http_port is None else self._http_port.number
+            self.plan = make_plan(settings, self._folder, port)
             check_keys(self.plan)
             self.admin = settings.admin or admin_address(self.plan.address)
             claim_admin(self.admin)
             self._lock = AddressLock.take(self.admin)
         except BaseException:
-            self._folder.close()
+            self._release()
             raise
 
     # ------------------------------------------------------------- life
@@ -161,17 +165,25 @@ class LocalCluster:
             if self._backend is not None:
                 self._backend.close()
             context.destroy(linger=0)
-            self._folder.close()
-            if self._lock is not None:
-                self._lock.release()
+            self._release()
             self._loop.close()
         code = 1 if self._shell.exit_code is None else self._shell.exit_code
         return EXIT_CUT_SHORT if self._cut_short else code
 
+    def _release(self) -> None:
+        """Release the port and the lock, and remove the run folder."""
+        self._folder.close()
+        if self._http_port is not None:
+            self._http_port.close()
+        if self._lock is not None:
+            self._lock.release()
+
     def _make_backend(self, emit: Callable[[MemberEvent], None]) -> LocalBackend:
         limits = HangLimits(worker_timeout=self._settings.worker_timeout)
         core, level = SupervisorCore(hang_limits=limits), self._settings.log_level
-        children = Children(self._loop, core, lambda: self._folder, self._out, emit, level)
+        children = Children(
+            self._loop, core, lambda: self._folder, self._out, emit, level, as_json=self._json
+        )
         self._backend = LocalBackend(children, self._refusal)
         return self._backend
 
@@ -200,6 +212,7 @@ class LocalCluster:
         return Overview(
             backend="local",
             address=self.plan.address,
+            http=self.plan.http_url,
             log=self._log,
             paths=[*map(str, paths), str(self._folder.path)],
         )
@@ -213,10 +226,15 @@ class LocalCluster:
         if log.event in FAILURES:
             self.failure = sentence(log)
             return
-        self._out(sentence(log))
+        if log.event == "ready" and self._json is not None:
+            facts = {"model": self._facts.model, "address": self._facts.address}
+            self._json(json_line(SUPERVISOR, sentence(log), http=self.plan.http_url, **facts))
+        else:
+            self._out(sentence(log))
         if log.event == "ready":
             for line in banner.startup(self._facts, self._shell.report):
-                self._out(line)
+                if self._json is None:
+                    self._out(line)
             self._stats = (self._loop.now(), self._shell.report)
             if self._on_ready is not None:
                 self._on_ready()
@@ -229,5 +247,6 @@ class LocalCluster:
         since, before = self._stats
         seconds = self._loop.now() - since
         if seconds >= interval:
-            self._out(banner.throughput(before, self._shell.report, seconds))
+            if banner.is_busy(before, self._shell.report):
+                self._out(banner.throughput(before, self._shell.report, seconds))
             self._stats = (self._loop.now(), self._shell.report)

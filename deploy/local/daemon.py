@@ -12,7 +12,7 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +21,7 @@ import msgspec
 from ...proto.errors import BatonError, ConfigError, RequestFailed
 from ...runtime.process.os_settings import die_with_parent, outlive_parent
 from ..config import ServeSettings
+from ..messages import SUPERVISOR, json_line, stamp
 from .cluster import LocalCluster
 from .terminal import terminal
 
@@ -86,7 +87,11 @@ def _open_log(log: Path) -> BinaryIO:
 
 
 def _stamped(line: str) -> None:
-    terminal(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
+    terminal(f"{stamp()} {line}")
+
+
+def _json(line: str) -> None:
+    terminal(json_line(SUPERVISOR, line, level="error"))
 
 
 def main() -> int:
@@ -97,10 +102,14 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
     die_with_parent(options.parent)
+    out: Callable[[str], object] = _stamped
     with os.fdopen(options.report, "wb", buffering=0) as report:
         try:
             settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
-            cluster = LocalCluster(settings, _stamped, log=options.log)
+            lines = terminal if settings.log_format == "json" else _stamped
+            if settings.log_format == "json":
+                out = _json
+            cluster = LocalCluster(settings, lines, log=options.log)
 
             def ready() -> None:
                 outlive_parent()
@@ -116,7 +125,7 @@ def main() -> int:
         except (BatonError, OSError) as problem:
             code, failure = 1, str(problem)
         if failure:
-            _stamped(failure)
+            out(failure)
             if not report.closed:
                 with contextlib.suppress(BrokenPipeError):
                     report.write(failure.encode())

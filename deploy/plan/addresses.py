@@ -8,31 +8,82 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import os
+import random
 import socket
-import stat
-import tempfile
 from pathlib import Path
 
 from ...client.routers import separated
 from ...proto.errors import ConfigError, InputError
 from ...proto.wire.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
 from ...runtime.keys.curve import check_bind
+from ...runtime.net.user_address import (
+    check_folder,
+    default_address,
+    make_folder,
+    private_folder,
+)
+from ..config import ANY_HTTP_PORT, HTTP_PORT, ServeSettings
 from ..local.run_folder import socket_in_use
 
 _THIS_MACHINE = ("0.0.0.0", "127.0.0.1", "localhost", "*", "[::]", "[::1]")  # noqa: S104 -- compared
 
 
-def default_address() -> str:
-    """Return this user's ipc address, the default of ``serve`` and of the other commands."""
-    runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime_dir and Path(runtime_dir).is_dir():
-        return f"ipc://{Path(runtime_dir) / 'baton.sock'}"
-    return f"ipc://{_private_folder() / 'serve.sock'}"
+class HttpPort:
+    """A TCP port that is reserved for the gateways of this user, until :meth:`close`.
 
+    The gateways listen there with SO_REUSEPORT, and the kernel deals connections out to them. This
+    socket is bound and never listens: the port stays the cluster's while a gateway restarts.
+    """
 
-def _private_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"
+    def __init__(self, host: str, port: int, *, gateways_listen: bool = False) -> None:
+        """Reserve ``port``, or a free one for 0. Raises OSError.
+
+        ``gateways_listen``: the cluster's gateways may listen there already.
+        """
+        bare = host.strip("[]")
+        self._socket = socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET)
+        option = self._socket.setsockopt
+        try:
+            # Closed connections of the previous gateways must not count as use of the port.
+            option(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            option(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(gateways_listen))
+            self._socket.bind((bare, port))
+            # Else only after the bind: it must fail at a port that another cluster has reserved.
+            option(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            option(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.number: int = self._socket.getsockname()[1]
+
+    @classmethod
+    def of(cls, settings: ServeSettings, *, gateways_listen: bool = False) -> HttpPort | None:
+        """Reserve the port of the settings; None without gateways.
+
+        If the default port is in use, another one is reserved. ``gateways_listen``: as of the
+        constructor. Raises ConfigError.
+        """
+        if not settings.gateways:
+            return None
+        host, port = settings.http_host, settings.http_port
+        try:
+            try:
+                number = HTTP_PORT if port == ANY_HTTP_PORT else port
+                return cls(host, number, gateways_listen=gateways_listen)
+            except OSError as problem:
+                if port != ANY_HTTP_PORT or problem.errno != errno.EADDRINUSE:
+                    raise
+                return cls(host, 0)
+        except OSError as problem:
+            if problem.errno == errno.EADDRINUSE:
+                why = f"http_port {port} of {host} is in use; give another"
+            else:
+                why = f"http_host {host}, http_port {port}: {problem.strerror or problem}"
+            raise ConfigError(why) from None
+
+    def close(self) -> None:
+        """Release the port."""
+        self._socket.close()
 
 
 def ipc_path(address: str) -> Path | None:
@@ -120,53 +171,23 @@ def admin_address(client: str) -> str:
         if len(beside.encode()) <= MAX_IPC_PATH_BYTES:
             return f"ipc://{beside}"
     digest = hashlib.blake2b(first.encode(), digest_size=8).hexdigest()
-    return f"ipc://{_private_folder() / digest}.admin"
+    return f"ipc://{private_folder() / digest}.admin"
 
 
 def claim_admin(address: str) -> None:
     """Create the folder of an admin address if needed. Raises ConfigError if it is not private."""
     path = ipc_path(address)
-    if path is not None and path.parent == _private_folder():
-        _make_folder(path.parent)
+    if path is not None and path.parent == private_folder():
+        make_folder(path.parent)
 
 
 def _make_private_folder() -> None:
     """Create or check the folder of the default address. Raises ConfigError."""
     folder = Path(default_address().removeprefix("ipc://")).parent
-    if folder == _private_folder():
-        _make_folder(folder)
+    if folder == private_folder():
+        make_folder(folder)
     else:
         check_folder(folder)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except FileExistsError:
-        pass  # check_folder below reports a path that is not a folder
-    except OSError as problem:
-        raise ConfigError(f"cannot make {folder}: {problem.strerror}") from problem
-    check_folder(folder)
-
-
-def trusted_default_address() -> str:
-    """Like :func:`default_address`, but ConfigError if another user could listen there."""
-    address = default_address()
-    folder = Path(address.removeprefix("ipc://")).parent
-    if folder.exists():  # else connecting fails with a better message
-        check_folder(folder)
-    return address
-
-
-def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless only this user can create sockets in ``folder``."""
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigError(f"{folder} belongs to another user; give --address")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"other users may write to {folder}; set its mode to 0700 or give --address"
-        )
 
 
 def _check_free(address: str) -> None:
@@ -198,13 +219,34 @@ def _check_port_free(address: str) -> None:
             raise ConfigError(f"cannot listen on {address}: {problem.strerror}") from problem
 
 
+_FIRST_PORT = 20_000
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
 def free_ports(count: int) -> list[int]:
-    """Return different TCP ports of 127.0.0.1 that are free now."""
+    """Return different TCP ports of 127.0.0.1 that are free now.
+
+    They are below those that the kernel gives to outgoing connections, if there is room: such a
+    connection could take a port before the process that it was chosen for.
+    """
+    try:
+        end = int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        end = 0
+    choices = range(_FIRST_PORT, end)
     with contextlib.ExitStack() as stack:
         trials = [
             stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             for _ in range(count)
         ]
         for trial in trials:
-            trial.bind(("127.0.0.1", 0))
+            _bind_to_any(trial, choices)
         return [trial.getsockname()[1] for trial in trials]
+
+
+def _bind_to_any(trial: socket.socket, choices: range) -> None:
+    for port in random.SystemRandom().sample(choices, min(20, len(choices))):
+        with contextlib.suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return
+    trial.bind(("127.0.0.1", 0))

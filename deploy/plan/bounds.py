@@ -1,4 +1,4 @@
-"""The bounds of the pools' sizes, and the check of requested sizes."""
+"""The bounds of the pools' sizes and of the number of gateways, and the check of requested ones."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from collections.abc import Mapping
 import msgspec
 
 from ...engine.loading.embedding_config import EMBED
-from ..config import MAX_MEMBERS, ServeSettings
-from ..controller.backend import DECODE, POOLS, PREFILL
+from ..config import MAX_GATEWAYS, MAX_MEMBERS, MAX_PORT, ServeSettings
+from ..controller.backend import DECODE, GATEWAY, POOLS, PREFILL
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Minimum and maximum workers of each pool; 0: no bound. ``embeds``: no decode workers."""
+    """Minimum and maximum workers of each pool; 0: no bound. ``embeds``: no decode workers.
+
+    ``gateway_max``: maximum gateways; 0: the cluster was launched without any, so it has no port.
+    """
 
     prefill_min: int = 0
     prefill_max: int = 0
     decode_min: int = 0
     decode_max: int = 0
     embeds: bool = False
+    gateway_max: int = 0
 
     @classmethod
     def of(cls, settings: ServeSettings) -> Bounds:
@@ -29,19 +33,33 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             decode_min=settings.decode_min,
             decode_max=settings.decode_max,
             embeds=settings.task == EMBED,
+            gateway_max=_most_gateways(settings),
         )
 
     def least(self, role: str) -> int:
-        """Minimum workers of a pool."""
+        """Minimum workers of a pool, or gateways."""
+        if role == GATEWAY:
+            return 1
         if role == DECODE and self.embeds:
             return 0
         return max(1, self.prefill_min if role == PREFILL else self.decode_min)
 
     def most(self, role: str) -> int:
-        """Maximum workers of a pool."""
+        """Maximum workers of a pool, or gateways."""
+        if role == GATEWAY:
+            return self.gateway_max
         if role == DECODE and self.embeds:
             return 0
         return (self.prefill_max if role == PREFILL else self.decode_max) or MAX_MEMBERS
+
+
+def _most_gateways(settings: ServeSettings) -> int:
+    """Return the maximum number of gateways, each of which may have a port for its metrics."""
+    if not settings.gateways:
+        return 0
+    if not settings.metrics_port:
+        return MAX_GATEWAYS
+    return min(MAX_GATEWAYS, MAX_PORT + 1 - settings.metrics_port - settings.routers)
 
 
 def scale_refusal(targets: Mapping[str, int], bounds: Bounds) -> str:
@@ -49,15 +67,17 @@ def scale_refusal(targets: Mapping[str, int], bounds: Bounds) -> str:
     if not targets:
         return "name a pool and its size, such as decode=2"
     for role, count in targets.items():
-        if role not in POOLS:
-            return f"no pool {role[:40]!r}; the pools are {' and '.join(POOLS)}"
+        if role not in (*POOLS, GATEWAY):
+            return f"no pool {role[:40]!r}; scale {', '.join(POOLS)} or {GATEWAY}"
+        if role == GATEWAY and not bounds.gateway_max:
+            return "the cluster was launched without gateways; start one with baton gateway"
         if role == DECODE and bounds.embeds:
             return "an embedding model has no decode workers; scale prefill only"
         if count < bounds.least(role):
             rule = f" ({role}_min)" if bounds.least(role) > 1 else ""
             return f"{role} must be at least {bounds.least(role)}{rule}, not {count}"
         if count > bounds.most(role):
-            rule = f" ({role}_max)" if bounds.most(role) < MAX_MEMBERS else ""
+            rule = f" ({role}_max)" if role in POOLS and bounds.most(role) < MAX_MEMBERS else ""
             return f"{role} must be at most {bounds.most(role)}{rule}, not {count}"
     return ""
 

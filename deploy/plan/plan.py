@@ -6,6 +6,7 @@ member keeps its addresses over restarts, so that the other processes can reach 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,10 +15,19 @@ import msgspec
 
 from ...decode_worker.config import DecodeWorkerConfig
 from ...engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
+from ...gateway.config import GatewayConfig
 from ...prefill_worker.config import PrefillWorkerConfig
 from ...router.config import PolicyConfig, RouterConfig
-from ..config import ServeSettings, demo_model_folder, kv_size, shares_memory
-from ..controller.backend import PREFILL, ROUTER
+from ...runtime.keys.api_keys import KEY_VARIABLE, api_key_digests, check_http_access
+from ..config import (
+    ANY_HTTP_PORT,
+    HTTP_PORT,
+    ServeSettings,
+    demo_model_folder,
+    kv_size,
+    shares_memory,
+)
+from ..controller.backend import GATEWAY, POOLS, PREFILL, ROUTER
 from ..supervise.process import ProcessSpec
 
 if TYPE_CHECKING:
@@ -28,13 +38,19 @@ class AddressBook:
     """Addresses of all processes. A worker's addresses are chosen on first use.
 
     ``clients`` and ``workers``: the two sockets of each router, by the router's name. ``place``:
-    makes an address from a stem such as ``decode-3.data``.
+    makes an address from a stem such as ``decode-3.data``. ``http_port``: the port of all
+    gateways.
     """
 
     def __init__(
-        self, clients: dict[str, str], workers: dict[str, str], place: Callable[[str], str]
+        self,
+        clients: dict[str, str],
+        workers: dict[str, str],
+        place: Callable[[str], str],
+        http_port: int = HTTP_PORT,
     ) -> None:
         self.clients, self.workers = clients, workers
+        self.http_port = http_port
         self._place = place
         self._known: dict[str, str] = {}
 
@@ -58,7 +74,7 @@ class AddressBook:
 
 
 class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes in start order: the routers, then the workers.
+    """Processes in start order: the routers, the workers, then the gateways.
 
     ``address``: client addresses of the routers, separated by commas. ``kv_default``: bytes of KV
     memory per worker if the settings give no size.
@@ -75,7 +91,18 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def worker_names(self) -> tuple[str, ...]:
         """Names of all workers."""
-        return tuple(spec.name for spec in self.processes if spec.role != ROUTER)
+        return tuple(spec.name for spec in self.processes if spec.role in POOLS)
+
+    @property
+    def http_url(self) -> str:
+        """Base URL of the gateways for OpenAI's clients; empty without gateways."""
+        settings = self.settings
+        if not settings.gateways:
+            return ""
+        host = settings.http_host.strip("[]")
+        host = f"[{host}]" if ":" in host else host
+        scheme = "https" if settings.ssl_certfile else "http"
+        return f"{scheme}://{host}:{self.book.http_port}/v1"
 
 
 def router_names(settings: ServeSettings) -> list[str]:
@@ -95,6 +122,16 @@ def all_worker_names(settings: ServeSettings) -> list[str]:
     return [*worker_names(settings, "prefill"), *worker_names(settings, "decode")]
 
 
+def http_port_of(settings: ServeSettings) -> int:
+    """The port of the gateways, unless another one is reserved; 0: any."""
+    return HTTP_PORT if settings.http_port == ANY_HTTP_PORT else settings.http_port
+
+
+def gateway_names(settings: ServeSettings) -> list[str]:
+    """Return ``gateway-0``, ``gateway-1`` ..."""
+    return [f"{GATEWAY}-{index}" for index in range(settings.gateways)]
+
+
 def model_folder(settings: ServeSettings) -> str:
     """Return the absolute path of the model folder."""
     return str(Path(settings.model).resolve() if settings.model else demo_model_folder())
@@ -102,7 +139,7 @@ def model_folder(settings: ServeSettings) -> str:
 
 def key_folder(settings: ServeSettings) -> str:
     """Return the absolute key folder, or ''. Absolute, because children run in other folders."""
-    return str(Path(settings.keys).absolute()) if settings.keys else ""
+    return _absolute(settings.keys)
 
 
 def ipc_addresses(clients: dict[str, str], folder: str) -> AddressBook:
@@ -134,7 +171,9 @@ def resolve_plan(
     ``cluster_key``: hex text, constant over restarts. ``kv_default``: bytes of KV memory per
     worker if the settings give no size.
     """
-    names = [*router_names(settings), *all_worker_names(settings)]
+    names = [
+        *router_names(settings), *all_worker_names(settings), *gateway_names(settings)
+    ]  # fmt: skip
     return ClusterPlan(
         settings=settings,
         model=model_folder(settings),
@@ -149,10 +188,15 @@ def resolve_plan(
 def process_of(
     name: str, settings: ServeSettings, book: AddressBook, cluster_key: str, kv_default: int
 ) -> ProcessSpec:
-    """Make the process specification of a member. The name's prefix is the role."""
+    """Make the process specification of a member. The name's prefix is the role.
+
+    For a gateway, reads the file of API keys. Raises ConfigError.
+    """
     role = role_of(name)
     if role == ROUTER:
         return _router(settings, book, cluster_key, name)
+    if role == GATEWAY:
+        return _gateway(settings, book, name)
     runner = _runner(settings, role, kv_default)
     return (_prefill if role == PREFILL else _decode)(settings, book, runner, name)
 
@@ -170,11 +214,73 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         cluster_key=cluster_key,
         model_folder=model_folder(settings),
         policy=PolicyConfig(name=settings.policy),
+        trace_requests=settings.trace_requests,
+        otlp_endpoint=settings.otlp_endpoint,
         worker_timeout_s=settings.worker_timeout,
         keys=key_folder(settings),
         log_level=cast("Level", settings.log_level),
+        metrics_host=settings.metrics_host,
+        metrics_port=settings.metrics_port + _number(name) if settings.metrics_port else 0,
+        metrics_keys=http_keys(settings) if settings.metrics_port else (),
+        metrics_compat=settings.metrics_compat,
     )
     return ProcessSpec(name=name, role=ROUTER, module="baton.router", config=config)
+
+
+def _gateway(settings: ServeSettings, book: AddressBook, name: str) -> ProcessSpec:
+    names = (part.strip() for part in settings.served_model_name.split(","))
+    keys = http_keys(settings)
+    check_http_access(settings.http_host, keys, "--http-host")  # a gateway's own option is --host
+    config = GatewayConfig(
+        routers=tuple(book.clients.values()),
+        name=name,
+        host=settings.http_host,
+        port=book.http_port,
+        model_names=tuple(part for part in names if part),
+        model_folder=model_folder(settings),
+        api_keys=keys,
+        metrics_host=settings.metrics_host,
+        metrics_ports=_metrics_ports(settings, name),
+        metrics_compat=settings.metrics_compat,
+        keys=key_folder(settings),
+        ssl_certfile=_absolute(settings.ssl_certfile),
+        ssl_keyfile=_absolute(settings.ssl_keyfile),
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+        image_hosts=tuple(filter(None, settings.image_hosts.split(","))),
+        share_port=True,
+        otlp_endpoint=settings.otlp_endpoint,
+        grace_s=settings.grace,
+        log_level=cast("Level", settings.log_level),
+    )
+    return ProcessSpec(name=name, role=GATEWAY, module="baton.gateway", config=config)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute()) if path else ""
+
+
+def _number(name: str) -> int:
+    """The number in a member's name; 0 without one."""
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _metrics_ports(settings: ServeSettings, name: str) -> tuple[int, ...]:
+    """Ports for a gateway's metrics, after the routers'. Empty: none.
+
+    Every gateway may use the ports of all, each in another order. So the gateway that a rollout
+    starts with a further name takes the port of the ending process.
+    """
+    if not settings.metrics_port:
+        return ()
+    first, count = settings.metrics_port + settings.routers, max(1, settings.gateways)
+    return tuple(first + (_number(name) + further) % count for further in range(count))
+
+
+def http_keys(settings: ServeSettings) -> tuple[str, ...]:
+    """Digests of the API keys, for requests over HTTP and for scrapes. Raises ConfigError."""
+    return api_key_digests(settings.api_key_file, [os.environ.get(KEY_VARIABLE)])
 
 
 def _prefill(
@@ -252,6 +358,7 @@ def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig
         device_share=_DEVICE_SHARE / sized_for(settings),
         max_length=settings.max_model_len,
         task=settings.task,
+        vision=role == "prefill",  # a decode worker gets images as KV
     )
 
 
@@ -271,6 +378,7 @@ def describe_plan(plan: ClusterPlan) -> dict[str, Any]:
 
 def _shown(spec: ProcessSpec) -> dict[str, Any]:
     config: dict[str, Any] = msgspec.to_builtins(spec.config)
-    if config.get("cluster_key"):
-        config["cluster_key"] = "(secret)"
+    for secret in ("cluster_key", "api_keys"):
+        if config.get(secret):
+            config[secret] = "(secret)"
     return config

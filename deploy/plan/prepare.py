@@ -17,8 +17,10 @@ from ...engine.loading.embedding_config import EMBED
 from ...engine.loading.loader import DEFAULT_KV_BYTES, model_task
 from ...proto.errors import BatonError, CheckpointError, ConfigError
 from ...runtime.keys.allowed import OPERATOR
-from ...runtime.keys.keyring import CONTROLLER, load_keys
+from ...runtime.keys.keyring import CONTROLLER, client_keys, load_keys
+from ...runtime.process.otlp import check_installed
 from ..config import ServeSettings, kv_size
+from ..controller.backend import GATEWAY
 from ..local.run_folder import RunFolder
 from ..messages import mebibytes
 from ..supervise.core import describe_exit
@@ -27,6 +29,7 @@ from .addresses import client_addresses, free_ports
 from .memory import PROCESS_BYTES, free_memory, kv_share, model_memory, total_memory
 from .plan import (
     ClusterPlan,
+    http_port_of,
     ipc_addresses,
     key_folder,
     model_folder,
@@ -46,6 +49,8 @@ def check_start(settings: ServeSettings) -> None:
     """
     check_model(settings)
     check_kernels(settings)
+    if settings.otlp_endpoint:
+        check_installed("otlp_endpoint")
     check_tokenizer(settings)
 
 
@@ -132,9 +137,10 @@ def default_kv_bytes(settings: ServeSettings) -> int:
     return kv_share(free, sized_for(settings), batch, model)
 
 
-def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
+def make_plan(settings: ServeSettings, folder: RunFolder | None, http_port: int = 0) -> ClusterPlan:
     """Choose addresses and resolve the plan. Without a folder (``--dry-run``), use a placeholder.
 
+    ``http_port``: the reserved port of the gateways; 0: that of the settings.
     Raises ConfigError for an unusable address, and for more workers than the memory can hold.
     """
     settings = with_task(settings)
@@ -153,6 +159,7 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None) -> ClusterPlan:
     else:
         path = folder.path if folder is not None else Path("RUN_FOLDER")
         book = ipc_addresses(clients, str(path))
+    book.http_port = http_port or http_port_of(settings)
     return resolve_plan(settings, book, secrets.token_hex(32), kv_default)
 
 
@@ -163,7 +170,11 @@ def check_keys(plan: ClusterPlan, *roles: str) -> None:
     """
     folder = key_folder(plan.settings)
     for spec in plan.processes:
-        if not roles or spec.role in roles:
+        if roles and spec.role not in roles:
+            continue
+        if spec.role == GATEWAY:
+            client_keys(folder)
+        else:
             load_keys(folder, spec.role, spec.name)
     load_keys(folder, OPERATOR, CONTROLLER)
 

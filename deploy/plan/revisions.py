@@ -10,11 +10,12 @@ import msgspec
 from ...proto.errors import ConfigError
 from ..config import ServeSettings, check, convert, with_present_names
 from ..controller.backend import MemberSpec
-from .plan import ClusterPlan, process_of
+from .plan import ClusterPlan, gateway_names, process_of
 from .prepare import check_model
 
 FIXED = (
-    "task", "routers", "address", "transport", "run_dir", "keys", "admin", "device",
+    "task", "routers", "gateways", "http_host", "http_port", "address", "transport", "run_dir",
+    "keys", "admin", "device",
     "prefill", "decode", "prefill_min", "prefill_max", "decode_min", "decode_max",
 )  # fmt: skip
 """Settings that a rollout cannot change: addresses, and settings with a separate command."""
@@ -52,16 +53,24 @@ class Revisions:
         check_model(settings)
         revision = self.newest + 1
         # Make one process of each role here, so that wrong settings raise before the rollout.
-        for name in ("prefill-0", "decode-0", *self._plan.book.clients):
+        gateways = gateway_names(settings)[:1]
+        for name in ("prefill-0", "decode-0", *self._plan.book.clients, *gateways):
             process_of(name, settings, self._plan.book, self._plan.cluster_key, self.kv_default)
         self._settings[revision] = settings
         return revision
 
-    def spec(self, name: str, role: str, revision: int) -> MemberSpec:
-        """Make the specification to start a member."""
+    def spec(self, name: str, role: str, revision: int, gateways: int = 0) -> MemberSpec:
+        """Make the specification to start a member.
+
+        ``gateways``: their target number, which decides the ports of their metrics; 0: as launched.
+        """
         plan = self._plan
         settings = self._settings[revision]
+        if gateways:
+            settings = msgspec.structs.replace(settings, gateways=gateways)
         process = process_of(name, settings, plan.book, plan.cluster_key, self.kv_default)
+        if settings.log_format == "json":
+            process = msgspec.structs.replace(process, json_log=True)
         return MemberSpec(name=name, role=role, revision=revision, process=process)
 
     def release(self, name: str) -> None:
@@ -76,7 +85,8 @@ def changed(settings: ServeSettings, changes: Mapping[str, Any]) -> ServeSetting
     after = convert({**before, **changes})
     for name in FIXED:
         if getattr(after, name) != getattr(settings, name):
-            how = "use baton scale" if name in ("prefill", "decode") else "launch a new cluster"
+            scaled = name in ("prefill", "decode", "gateways")
+            how = "use baton scale" if scaled else "launch a new cluster"
             raise ConfigError(f"a rollout cannot change {name}; {how}")
     for role in ("", "prefill_", "decode_"):  # blocks and memory replace each other
         for one, other in (("kv_blocks", "kv_memory"), ("kv_memory", "kv_blocks")):

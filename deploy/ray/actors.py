@@ -99,6 +99,7 @@ class Controller:
             return
         self._facts = ControllerFacts(
             address=self._cluster.address,
+            http=self._cluster.http,
             admin=self._cluster.admin,
             launched=msgspec.to_builtins(launched),
         )

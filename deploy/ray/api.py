@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ...proto.errors import ConnectionLost
-from ..controller.backend import DECODE, POOLS, PREFILL, ROUTER, MemberSpec
+from ..controller.backend import DECODE, GATEWAY, POOLS, PREFILL, ROUTER, MemberSpec
 from .actors import PoolMember
 from .connect import NAMESPACE
 from .member import MemberReport
@@ -22,10 +22,15 @@ ROLES = (ROUTER, PREFILL, DECODE)
 _FLAG = "--autoscaling-config="
 _MOST_BYTES = 4 << 20
 _ON_HEAD = 0.001
-"""Share of the resource ``router`` per router, so that the head's node holds all routers."""
+"""Share of the resource ``router`` per router and gateway: the head's node holds all of them."""
 
 
 _LOOK_THERE = "look there for a full disk (df -h /tmp) or too little memory (free -m)"
+
+
+def _needs(role: str) -> tuple[str, float]:
+    """Ray's resource that a member of this role takes, and how much of it."""
+    return (ROUTER, _ON_HEAD) if role in (ROUTER, GATEWAY) else (role, 1)
 
 
 class Ray:
@@ -52,8 +57,8 @@ class Ray:
             max_restarts=-1,
             max_task_retries=0,
             num_cpus=0,
-            num_gpus=0 if spec.role == ROUTER else self._gpus,
-            resources={spec.role: _ON_HEAD if spec.role == ROUTER else 1},
+            num_gpus=self._gpus if spec.role in POOLS else 0,
+            resources=dict([_needs(spec.role)]),
         ).remote(order)
 
     # ------------------------------------------------------------- members
@@ -104,7 +109,7 @@ class Ray:
         if entry.get("State") not in ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"):
             return ""
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        needs = _ON_HEAD if role == ROUTER else 1
+        role, needs = _needs(role)
         offer = [node for node in nodes if node["Resources"].get(role, 0) >= needs]
         if not offer:
             return f"none of {len(nodes)} live nodes has the resource '{role}'"
@@ -204,7 +209,7 @@ def _first_line(problem: Exception) -> str:
 
 # ------------------------------------------------------------- limits of the node types
 # Ray has no API for these limits, so they are read from the configuration file with which the
-# autoscaler on the head was started. For nodes that are added manually there are no limits.
+# autoscaler on the head was started. Nodes that are added manually have no limits.
 
 
 def autoscaling_config(gcs_address: str, proc: Path = Path("/proc")) -> dict[str, Any] | None:

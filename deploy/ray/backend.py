@@ -8,7 +8,7 @@ from functools import partial
 from ...runtime.net.loop import Loop
 from ...runtime.process.log import get_logger
 from ..controller.backend import (
-    ROUTER,
+    GATEWAY,
     MemberDown,
     MemberEnded,
     MemberEvent,
@@ -101,8 +101,9 @@ class RayBackend:
             self._hangs.alive(event.name, self._loop.now() - event.quiet)
             return
         if isinstance(event, MemberStarted):
-            router = self._roles.get(event.name) == ROUTER
-            self._hangs.started(event.name, event.pid, router=router)
+            role = self._roles.get(event.name, "")
+            if role != GATEWAY:  # its actor notices that it hangs, without a router's report
+                self._hangs.started(event.name, event.pid, role)
         elif isinstance(event, MemberDown):
             self._hangs.ended(event.name)
         elif isinstance(event, MemberEnded):

@@ -16,16 +16,17 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from ...proto.errors import ConfigError
 from ...runtime.net.loop import Loop
 from ..config import ServeSettings
 from ..controller.admin import Overview
-from ..controller.backend import ROUTER
+from ..controller.backend import GATEWAY, ROUTER
 from ..controller.core import ControllerCore
 from ..controller.events import Down, Drain
 from ..controller.members import Stage
 from ..controller.shell import ControllerShell
-from ..messages import FAILURES, sentence
-from ..plan.addresses import admin_address, claim_admin
+from ..messages import FAILURES, json_line, sentence
+from ..plan.addresses import HttpPort, admin_address, claim_admin
 from ..plan.plan import role_of
 from ..plan.prepare import check_keys, with_task
 from ..plan.revisions import Revisions
@@ -75,10 +76,11 @@ class RayCluster:
         else:
             settings = with_task(ray_settings(settings, head))
         self._plan = ray_plan(settings, key)
-        check_keys(self._plan, ROUTER)  # only here: the workers' keys are on the workers' hosts
+        # Only those here: the workers' keys are on the workers' hosts.
+        check_keys(self._plan, ROUTER, GATEWAY)
         known = None if before is None else before.revisions
         self._revisions = Revisions(self._plan, known)
-        self.address = self._plan.address
+        self.address, self.http = self._plan.address, self._plan.http_url
         self.admin = settings.admin or admin_address(self.address)
         self.failure = ""
         self._saved = data
@@ -86,8 +88,10 @@ class RayCluster:
         self._loop = Loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._backend: RayBackend | None = None
+        self._http_port: HttpPort | None = None
         self._shell = self._make_shell(api)
         try:
+            self._reserve_port(settings, again=before is not None)
             claim_admin(self.admin)
             self._shell.listen(self.admin)
         except BaseException:
@@ -96,13 +100,26 @@ class RayCluster:
         if before is not None:
             self._go_on(before)
 
+    def _reserve_port(self, settings: ServeSettings, *, again: bool) -> None:
+        """Reserve the gateways' port on this node, the head, where the gateways run.
+
+        ``again``: a previous controller had reserved it. Then the gateways serve already, and an
+        error must not end them. Otherwise raises ConfigError.
+        """
+        try:
+            self._http_port = HttpPort.of(settings, gateways_listen=again)
+        except ConfigError as problem:
+            if not again:
+                raise
+            sys.stderr.write(f"{problem}\n")
+
     def _make_shell(self, api: ControllerApi) -> ControllerShell:
         def backend(emit: Callable[[Any], None]) -> RayBackend:
             timeout = self._plan.settings.worker_timeout
             made = self._backend = RayBackend(self._loop, api, emit, timeout)
             return made
 
-        facts = Overview(backend="ray", address=self.address)
+        facts = Overview(backend="ray", address=self.address, http=self.http)
         return ControllerShell.of(
             self._loop, self._context, self._core, self._plan, self._revisions, backend, facts,
             self._print,
@@ -150,6 +167,8 @@ class RayCluster:
         self._shell.close()
         if self._backend is not None:
             self._backend.close()
+        if self._http_port is not None:
+            self._http_port.close()
         self._context.destroy(linger=int(LINGER * 1000))
         self._loop.close()
 
@@ -166,6 +185,9 @@ class RayCluster:
         line = sentence(log)
         if log.event in FAILURES:
             self.failure = line
+        settings = self._revisions.settings(self._core.pools.revision)
+        if settings.log_format == "json":
+            line = json_line("controller", line)
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
@@ -174,6 +196,7 @@ class ControllerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts for ``baton launch``. ``refusal``: why the cluster cannot run; empty if it runs."""
 
     address: str = ""
+    http: str = ""
     admin: str = ""
     refusal: str = ""
     launched: dict[str, Any] = {}

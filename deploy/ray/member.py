@@ -22,7 +22,7 @@ import msgspec
 from ...runtime.net.loop import Loop
 from ..controller.backend import MemberDown, MemberEnded, MemberEvent, MemberStarted
 from ..local.run_folder import RunFolder, sweep
-from ..messages import sentence
+from ..messages import SUPERVISOR, json_line, sentence
 from ..supervise.children import Children
 from ..supervise.core import Log, SupervisorCore, describe_exit
 from ..supervise.process import ProcessSpec
@@ -94,9 +94,11 @@ class Supervisor:
         self._loop = Loop()
         self._folder: RunFolder | None = None
         core = SupervisorCore(limits or RestartLimits(), reports=False)
+        as_json = _write if process.json_log else None
         self._children = Children(
-            self._loop, core, self._run_folder, _write, self._on_child, "debug", retry=True
-        )
+            self._loop, core, self._run_folder, self._say, self._on_child, "debug", retry=True,
+            as_json=as_json,
+        )  # fmt: skip
         self._ended = threading.Event()
         self._loop.post(lambda: self._children.start(process))
         self._thread = threading.Thread(target=self._run, name="supervisor")
@@ -157,6 +159,10 @@ class Supervisor:
             self._report = msgspec.structs.replace(self._report, state=State.STOPPING)
             self._children.stop(self._process.name, grace)
 
+    def _say(self, line: str) -> None:
+        """Write a line of the supervisor to the actor's log."""
+        _write(json_line(SUPERVISOR, line) if self._process.json_log else line)
+
     def _on_child(self, event: MemberEvent) -> None:
         """Write the child's event to the actor's log, and update the report."""
         replace, report, starts = msgspec.structs.replace, self._report, self._children.starts
@@ -166,13 +172,13 @@ class Supervisor:
                 state = State.STOPPING if stopping else State.RUNNING
                 self._report = replace(report, state=state, starts=starts)
             case MemberDown(name, why, seconds, ends):
-                _write(sentence(Log("restarting", name, why, seconds)))
+                self._say(sentence(Log("restarting", name, why, seconds)))
                 self._start_at = self._loop.now() + seconds
                 self._report = replace(
                     report, state=State.WAITING, starts=starts, why=why, ends=ends
                 )
             case MemberEnded(name, code, reason, refused):
-                _write(f"{name} ended: {reason or describe_exit(code)}")
+                self._say(f"{name} ended: {reason or describe_exit(code)}")
                 self._report = replace(
                     report, state=State.ENDED, code=code, reason=reason, refused=refused
                 )

@@ -14,11 +14,12 @@ import msgspec
 from ...decode_worker.config import DecodeWorkerConfig
 from ...engine.loading.checkpoint import load_checkpoint
 from ...engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
+from ...gateway.config import GatewayConfig
 from ...prefill_worker.config import PrefillWorkerConfig
 from ...proto.errors import BatonError, ConfigError
 from ...router.config import RouterConfig
 from ..config import demo_model_folder
-from ..controller.backend import DECODE, PREFILL, ROUTER, MemberSpec
+from ..controller.backend import DECODE, GATEWAY, PREFILL, ROUTER, MemberSpec
 from ..plan.memory import free_memory, kv_share, model_memory
 from ..supervise.process import ProcessSpec
 
@@ -26,16 +27,19 @@ CONFIGS: dict[str, type[msgspec.Struct]] = {
     ROUTER: RouterConfig,
     PREFILL: PrefillWorkerConfig,
     DECODE: DecodeWorkerConfig,
+    GATEWAY: GatewayConfig,
 }
 LOOPBACK = "127.0.0.1"
 DEVICE_SHARE = 0.9
 """Share of a GPU's memory for its worker; the driver and kernels' workspaces need the rest."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Order(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The transferred form of a :class:`MemberSpec`.
 
-    ``head``: address of the routers' node.
+    ``head``: address of the routers' node. ``json_log``: of the :class:`ProcessSpec`.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     module: str
     config: msgspec.Raw
     head: str
+    json_log: bool = False
 
 
 def order_of(spec: MemberSpec, head: str) -> bytes:
@@ -59,6 +64,7 @@ def order_of(spec: MemberSpec, head: str) -> bytes:
         module=spec.process.module,
         config=msgspec.Raw(msgspec.json.encode(config)),
         head=head,
+        json_log=spec.process.json_log,
     )
     return msgspec.json.encode(order)
 
@@ -101,11 +107,17 @@ def place(order: Order, host: str) -> ProcessSpec:
     if order.role == ROUTER:
         folder = config.model_folder or str(demo_model_folder())
         config = msgspec.structs.replace(config, model_folder=folder)
-    else:
+    elif order.role != GATEWAY:
         here = host if config.keys else LOOPBACK
         runner = _runner(config)
         config = msgspec.structs.replace(config, endpoint=f"tcp://{here}:0", runner=runner)
-    return ProcessSpec(name=order.name, role=order.role, module=order.module, config=config)
+    return ProcessSpec(
+        name=order.name,
+        role=order.role,
+        module=order.module,
+        config=config,
+        json_log=order.json_log,
+    )
 
 
 def _runner(config: Any) -> RunnerConfig:

@@ -1,5 +1,7 @@
 """Addresses of a cluster on Ray: routers at fixed ports of the head, workers at any free port.
 
+The gateways run beside the routers and share one fixed port.
+
 Pure. A worker's address is left empty here: its node sets it (:mod:`.placing`), and the worker
 reports it to the routers.
 """
@@ -13,7 +15,7 @@ import msgspec
 from ...proto.errors import ConfigError, InputError
 from ...proto.wire.endpoints import check_endpoint
 from ..config import ServeSettings
-from ..plan.plan import AddressBook, ClusterPlan, resolve_plan, router_names
+from ..plan.plan import AddressBook, ClusterPlan, http_port_of, resolve_plan, router_names
 from .placing import LOOPBACK
 
 CLIENT_PORT = 7070
@@ -42,7 +44,10 @@ def ray_settings(settings: ServeSettings, head: str) -> ServeSettings:
             f"address is {address!r}; workers on other Ray nodes must be able to connect: give "
             f"tcp://HOST:PORT with PORT up to {65535 - WORKER_OFFSET - settings.routers}"
         )
-    return msgspec.structs.replace(settings, address=address, transport="tcp")
+    http_port = http_port_of(settings)
+    if settings.gateways and not http_port:
+        raise ConfigError("http_port must not be 0 under Ray: clients must know the port")
+    return msgspec.structs.replace(settings, address=address, transport="tcp", http_port=http_port)
 
 
 def ray_plan(settings: ServeSettings, cluster_key: str) -> ClusterPlan:
@@ -56,5 +61,6 @@ def ray_plan(settings: ServeSettings, cluster_key: str) -> ClusterPlan:
         {name: f"tcp://{host}:{port}" for name, port in ports.items()},
         {name: f"tcp://{host}:{port + WORKER_OFFSET}" for name, port in ports.items()},
         lambda _stem: "",
+        settings.http_port,
     )
     return resolve_plan(settings, book, cluster_key, 0)

@@ -14,7 +14,7 @@ import msgspec
 
 from ...proto.errors import ConfigError
 from ..config import ServeSettings, with_present_names
-from ..controller.backend import POOLS, ROUTER
+from ..controller.backend import GATEWAY, POOLS, ROUTER
 from ..controller.core import ControllerCore
 from ..controller.members import Stage
 from ..controller.rollout import Replacement
@@ -35,7 +35,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
     ``revisions``: settings by revision. ``before``: the revision that a running rollout replaces,
     or None. ``surge``: the pool with the rollout's extra worker. ``in_place``: the rollout stops
-    old workers first. ``ending``: the cluster was shutting down.
+    old workers first. ``gateways``: their target number. ``ending``: the cluster was shutting down.
     """
 
     cluster_key: str
@@ -46,6 +46,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     before: int | None = None
     surge: str = ""
     in_place: bool = False
+    gateways: int = 0
     ending: bool = False
     served: bool = False
     """Whether all members have been ready at least once."""
@@ -87,6 +88,7 @@ def saved_of(core: ControllerCore, cluster_key: str, revisions: dict[int, ServeS
         before=None if core.rollout is None else core.rollout.before,
         surge=pools.surge,
         in_place=pools.in_place,
+        gateways=pools.gateways,
         ending=core.phase not in (Phase.STARTING, Phase.SERVING),
         served=core.phase is not Phase.STARTING,
     )
@@ -100,9 +102,10 @@ def restore(core: ControllerCore, saved: Saved, actors: Iterable[str], now: floa
     """
     pools = core.pools
     pools.targets |= {role: saved.targets.get(role, 0) for role in POOLS}
+    pools.gateways = saved.gateways
     pools.revision = saved.revision
     pools.change_grace(saved.revisions[saved.revision].grace)
-    names = [name for name in actors if role_of(name) in (*POOLS, ROUTER)]
+    names = [name for name in actors if role_of(name) in (*POOLS, ROUTER, GATEWAY)]
     for name in names:
         known = saved.members.get(name, SavedMember(saved.revision))
         member = pools.members.add(name, role_of(name), known.revision, now)

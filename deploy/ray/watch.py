@@ -21,9 +21,11 @@ from typing import Any, Protocol
 from ...proto.errors import BatonError
 from ...runtime.process.log import get_logger
 from ..controller.backend import (
+    GATEWAY,
     MemberDown,
     MemberEnded,
     MemberEvent,
+    MemberServes,
     MemberSpec,
     MemberStarted,
     MemberUnplaced,
@@ -110,6 +112,7 @@ class _Remote:
     asked_at: float = 0.0
     report: MemberReport | None = None
     started_sent: tuple[int, int] = (0, 0)  # (supervisor, pid) of the last MemberStarted
+    serves_sent: tuple[int, int] = (0, 0)  # (supervisor, pid) of the last MemberServes
     down_sent: tuple[int, int] = (0, 0)  # (supervisor, starts) of the last MemberDown
     waits_for: str = ""
     waits_since: float = 0.0
@@ -248,6 +251,10 @@ class MemberWatch:
             self._send_down(remote, report)
         if report.pid and report.quiet is not None:
             self._emit(MemberAlive(name, report.quiet))
+            process = (report.supervisor, report.pid)
+            if remote.spec.role == GATEWAY and remote.serves_sent != process:
+                remote.serves_sent = process
+                self._emit(MemberServes(name))
 
     def _send_down(self, remote: _Remote, report: MemberReport) -> None:
         ended = (report.supervisor, report.starts)

@@ -9,16 +9,26 @@ started it ends, so this thread must outlive the children.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...proto.errors import BatonError
 from ...runtime.net.loop import Loop
-from ..controller.backend import ROUTER, MemberDown, MemberEnded, MemberEvent, MemberStarted
+from ...runtime.process.main import SIGN_OF_LIFE
+from ..controller.backend import (
+    MemberDown,
+    MemberEnded,
+    MemberEvent,
+    MemberServes,
+    MemberStarted,
+)
 from ..local.run_folder import RunFolder
-from ..messages import sentence
+from ..local.terminal import Terminal
+from ..messages import json_line, load_progress, mebibytes, sentence
 from ..report import ClusterReport
-from .child_log import ChildLog
 from .core import (
     Action,
     Add,
@@ -36,7 +46,7 @@ from .core import (
     Tick,
 )
 from .oom import LOOK_EVERY_S, OomWatch
-from .process import Child, ProcessSpec, not_started
+from .process import Child, ProcessSpec, describe_log, not_started
 
 TICK = 0.1
 """Seconds between two Tick events."""
@@ -47,8 +57,9 @@ class Children:
 
     ``folder``: returns the folder of the config files. ``out``: receives lines for the operator,
     and the children's log lines of severity ``log_level`` and above. ``emit``: receives
-    MemberStarted, MemberDown and MemberEnded in a later turn of the loop. ``retry``: start again
-    after the system refused a first start, for example because the disk is full.
+    MemberStarted, MemberServes, MemberDown and MemberEnded in a later turn of the loop. ``retry``:
+    start again after the system refused a first start, for example because the disk is full.
+    ``as_json``: receives the children's log lines as JSON, instead of ``out``.
     """
 
     def __init__(
@@ -61,6 +72,7 @@ class Children:
         log_level: str,
         *,
         retry: bool = False,
+        as_json: Callable[[str], object] | None = None,
     ) -> None:
         self._loop = loop
         self._core = core
@@ -69,7 +81,7 @@ class Children:
         self._out = out
         self._emit = emit
         self._retry = retry
-        self._log = ChildLog(out, log_level, lambda name: self._decide(Alive(name)))
+        self._log = ChildLog(out, log_level, lambda name: self._decide(Alive(name)), as_json)
         self._oom = OomWatch()
         self._specs: dict[str, ProcessSpec] = {}
         self._children: dict[str, Child] = {}
@@ -83,7 +95,7 @@ class Children:
     def start(self, spec: ProcessSpec) -> None:
         """Start a child with an unused name and keep it running."""
         self._specs[spec.name] = spec
-        self._decide(Add(spec.name, router=spec.role == ROUTER))
+        self._decide(Add(spec.name, spec.role))
 
     def stop(self, name: str, grace: float) -> None:
         """Stop a child permanently: SIGTERM, and SIGKILL ``grace`` seconds later."""
@@ -165,7 +177,7 @@ class Children:
                 self._children[name].kill()
             case Log():
                 self._out(sentence(action))
-            case MemberDown():
+            case MemberServes() | MemberDown():
                 self._send(action)
             case MemberEnded(name):
                 del self._specs[name]
@@ -194,3 +206,132 @@ class Children:
         self._loop.add_fd(child.exit_fd, lambda: self._on_exit(name))
         self._decide(Started(name, child.pid))
         self._send(MemberStarted(name, "", child.pid))
+
+
+# ---------------------------------------------------------------- log events of children
+
+REDRAW_S = 0.1
+"""Minimum seconds between two drawings of the bar."""
+LOADING_LINE_S = 1.0
+"""Seconds of loading before a line is printed."""
+_SEVERITY = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 3}
+_HOPELESS = 1
+"""Exit code of a process that would fail again after a restart."""
+
+
+_OF_LINE = ("event", "process", "raw")
+
+
+class ChildLog:
+    """Handles the log events of child processes: lines, progress of loading, reasons of exits.
+
+    ``out`` receives lines of severity ``level`` and above. ``on_life`` receives the process name
+    of each heartbeat to the supervisor. ``as_json``: receives the children's lines as JSON.
+    """
+
+    def __init__(
+        self,
+        out: Callable[[str], object],
+        level: str,
+        on_life: Callable[[str], object] = lambda _name: None,
+        as_json: Callable[[str], object] | None = None,
+    ) -> None:
+        self._out, self._as_json = out, as_json
+        self._on_life = on_life
+        self._shown_from = _SEVERITY[level]
+        self._progress = LoadProgress(out)
+        self._last_error: dict[str, str] = {}
+        self._last_words: dict[str, str] = {}
+        self._refused: set[str] = set()
+        self._gave_in: set[str] = set()  # workers that logged why they exit
+
+    def handle(self, name: str, event: dict[str, Any]) -> None:
+        """Handle one event of a child's log."""
+        if event.get("event") == SIGN_OF_LIFE:
+            self._on_life(name)
+            return
+        severity = _SEVERITY.get(str(event.get("level", "info")), 1)
+        if event.get("event") == "load.progress":
+            done, total = (event.get(key, 0) for key in ("bytes_done", "bytes_total"))
+            self._progress.update(name, int(done), int(total))
+            return
+        line = describe_log(event)
+        if event.get("raw"):
+            self._last_words[name] = line
+        if severity >= _SEVERITY["error"]:
+            self._last_error[name] = str(event.get("error", line))
+        if event.get("event") == "worker.exit" and severity >= _SEVERITY["error"]:
+            self._last_error[name] = str(event.get("reason", line))
+            self._gave_in.add(name)
+        if event.get("event") == "process.failed":
+            self._refused.add(name)  # the error is printed with the decision about the exit
+            return
+        if severity >= self._shown_from:
+            if self._as_json is not None:
+                fields = {key: value for key, value in event.items() if key not in _OF_LINE}
+                self._as_json(json_line(name, str(event.get("event", "")), **fields))
+            else:
+                self._out(f"{name}: {event.get('level', 'info')}: {line}")
+
+    def ended(self, name: str, code: int) -> tuple[str, bool]:
+        """Return the reason of a child's exit and whether its settings are wrong.
+
+        Settings are also wrong if the routers rejected the worker permanently, for example because
+        it serves another model. Drops all data about the child.
+        """
+        self._progress.forget(name)
+        refused = name in self._refused or (name in self._gave_in and code == _HOPELESS)
+        self._refused.discard(name)
+        self._gave_in.discard(name)
+        words = self._last_words.pop(name, "")
+        return self._last_error.pop(name, "") or (words if code > 0 else ""), refused
+
+
+@dataclass(slots=True)
+class _Load:
+    """Loading of one worker's weights: ``done`` of ``total`` bytes, and the lines printed."""
+
+    began: float
+    done: int = 0
+    total: int = 0
+    announced: bool = False
+    ended: bool = False
+
+
+class LoadProgress:
+    """Collects ``(bytes done, bytes total)`` per worker. ``out`` receives the lines.
+
+    A terminal shows a bar that is redrawn. A log file gets lines: one if loading takes longer than
+    ``LOADING_LINE_S``, and one when a worker's weights are loaded.
+    """
+
+    def __init__(
+        self, out: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out = out
+        self._draw = out.draw if isinstance(out, Terminal) and out.draws() else None
+        self._clock = clock
+        self._drawn_at = clock()
+        self._loads: dict[str, _Load] = {}
+
+    def update(self, name: str, done: int, total: int) -> None:
+        """Worker ``name`` has packed ``done`` of ``total`` bytes of weights."""
+        now = self._clock()
+        load = self._loads.setdefault(name, _Load(began=now))
+        if load.ended:
+            return  # a repeated event
+        load.done, load.total = done, total
+        if done >= total:
+            load.ended = True
+            self._out(f"{name} loaded {mebibytes(total)} of weights in {now - load.began:.1f} s")
+        elif self._draw is None and not load.announced and now >= load.began + LOADING_LINE_S:
+            load.announced = True
+            self._out(f"{name} loads {mebibytes(total)} of weights")
+        running = [(n, o.done, o.total) for n, o in self._loads.items() if not o.ended]
+        if self._draw is not None and running and now >= self._drawn_at + REDRAW_S:
+            self._drawn_at = now
+            self._draw(load_progress(running))
+
+    def forget(self, name: str) -> None:
+        """Drop an ended worker."""
+        self._loads.pop(name, None)

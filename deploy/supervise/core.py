@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from ..controller.backend import MemberDown, MemberEnded
+from ..controller.backend import GATEWAY, POOLS, MemberDown, MemberEnded, MemberServes
 from ..report import ClusterReport
 from .hangs import HangLimits, Hangs
 from .restart import RestartLimits, RestartPolicy
@@ -38,10 +38,10 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add a child with an unused name. ``router``: the child is a router, which reports workers."""
+    """Add a child with an unused name. ``role``: a constant of :mod:`..controller.backend`."""
 
     name: str
-    router: bool = False
+    role: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,13 @@ class Log:
     seconds: float = 0.0
 
 
-Action = Start | Terminate | Kill | Log | MemberDown | MemberEnded
+Action = Start | Terminate | Kill | Log | MemberServes | MemberDown | MemberEnded
 
 
 @dataclass(slots=True)
 class _Child:
     policy: RestartPolicy
-    router: bool
+    role: str
     running: bool = False
     restart_at: float | None = None
     was_seen: bool = False  # see SupervisorCore, possibly before a restart
@@ -151,9 +151,10 @@ class _Child:
 class SupervisorCore:
     """The children of one supervisor; see the module docstring.
 
-    A child that has been *seen* is restarted after a refusal, and is drained if it exits with code
-    0. ``reports``: routers report to this supervisor, and their reports show which children were
-    seen. Without reports, as in an actor of Ray, a child is seen from its first heartbeat on.
+    A child that has been *seen* is restarted after a refusal, and a worker is drained if it then
+    exits with code 0. ``reports``: routers report to this supervisor, and their reports show which
+    children were seen. Without reports, as in an actor of Ray, and for gateways, a child is seen
+    from its first heartbeat on.
     """
 
     limits: RestartLimits = field(default_factory=RestartLimits)
@@ -169,17 +170,20 @@ class SupervisorCore:
         self._hangs.forgive_pause(now)
         actions: list[Action] = []
         match event:
-            case Add(name, router):
-                self._children[name] = _Child(RestartPolicy(self.limits), router)
+            case Add(name, role):
+                self._children[name] = _Child(RestartPolicy(self.limits), role)
                 actions.append(self._start(name))
             case Remove() if event.name in self._children:
                 actions += self._remove(event, now)
             case Started(name, pid) if name in self._children:
-                self._hangs.started(name, pid, router=self._children[name].router)
+                self._hangs.started(name, pid, self._children[name].role)
             case Exited() if event.name in self._children:
                 actions += self._exited(event, now)
-            case Alive(name):
+            case Alive(name) if name in self._children:
+                is_first = self._hangs.quiet(name, now) is None
                 self._hangs.alive(name, now)
+                if is_first and self._children[name].role == GATEWAY:
+                    actions.append(MemberServes(name))
             case Reported(router, report):
                 timeout = self.hang_limits.worker_timeout
                 actions += [
@@ -212,11 +216,12 @@ class SupervisorCore:
     def _exited(self, event: Exited, now: float) -> list[Action]:
         name, child = event.name, self._children[event.name]
         served, declared = self._hangs.served(name, now), self._hangs.declared(name)
-        seen = self._hangs.joined(name) if self.reports else served is not None
+        by_report = self.reports and child.role != GATEWAY
+        seen = self._hangs.joined(name) if by_report else served is not None
         child.was_seen = child.was_seen or seen
         self._hangs.ended(name)
         child.running = False
-        drained = event.code == 0 and not child.router and child.was_seen
+        drained = event.code == 0 and child.role in POOLS and child.was_seen
         if child.removed or drained or (event.refused and not child.was_seen):
             del self._children[name]
             return [MemberEnded(name, event.code, event.reason, event.refused)]

@@ -1,5 +1,7 @@
 """Detection of hanging processes: lost by all routers, and without heartbeat to the supervisor.
 
+Routers do not report gateways: a gateway hangs if it has no heartbeat.
+
 A supervised process sends a heartbeat to its supervisor every second, from the loop that serves
 its sockets (``runtime.process``). Without this second evidence, a cut connection would look like a
 hang, and the supervisor would kill a serving process.
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ...runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
+from ..controller.backend import GATEWAY, ROUTER
 from ..report import DEAD, DRAINED, ClusterReport, WorkerReport
 
 _PAUSE = 2.0  # a longer gap between the supervisor's checks means that it was suspended
@@ -28,7 +31,7 @@ class HangLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT_S
     """The setting ``worker_timeout``: a router declares a worker dead after this time."""
     router_timeout: float = 10.0
-    """A router without answer and heartbeat for this time hangs."""
+    """A router without answer and heartbeat for this time hangs; a gateway without heartbeat."""
     lost_timeout: float = 60.0
     """A worker lost by all routers for this time is restarted, even with heartbeats."""
 
@@ -53,7 +56,7 @@ class Hang:
 
 @dataclass(slots=True)
 class _Process:
-    router: bool
+    role: str
     pid: int
     seen_at: float | None = None  # last report by any router; for a router: its last answer
     joined: bool = False  # a router has reported the process at least once
@@ -80,9 +83,9 @@ class Hangs:
 
     # ------------------------------------------------------------- observations
 
-    def started(self, name: str, pid: int, *, router: bool) -> None:
+    def started(self, name: str, pid: int, role: str) -> None:
         """Record a started process. Until it is first seen, it counts as loading, not hanging."""
-        self._processes[name] = _Process(router, pid)
+        self._processes[name] = _Process(role, pid)
         self._reports.pop(name, None)
 
     def ended(self, name: str) -> None:
@@ -110,7 +113,7 @@ class Hangs:
             said = self._reports[router] = _Reports(now, now)
         said.last = now
         for name, process in self._processes.items():
-            if name == router or (not process.router and alive.get(name) == process.pid):
+            if name == router or (process.role != ROUTER and alive.get(name) == process.pid):
                 process.seen_at, process.joined, process.declared = now, True, None
                 process.dead_at.discard(router)
                 if process.served_since is None:
@@ -163,17 +166,18 @@ class Hangs:
         """Return newly detected hanging processes, each once."""
         found = []
         for name, process in self._processes.items():
-            if process.seen_at is None:
-                continue
-            why = self._why(process, process.seen_at, now)
+            seen_at = process.alive_at if process.role == GATEWAY else process.seen_at
+            why = "" if seen_at is None else self._why(process, seen_at, now)
             if why:
-                process.seen_at = None
+                process.seen_at = process.alive_at = None
                 found.append(Hang(name, process.pid, why))
         return found
 
     def _why(self, process: _Process, seen_at: float, now: float) -> str:
         quiet = now - (seen_at if process.alive_at is None else process.alive_at)
-        if process.router:
+        if process.role == GATEWAY:
+            return f"no heartbeat for {quiet:.1f} s" if quiet >= self.limits.router_timeout else ""
+        if process.role == ROUTER:
             silent = min(now - seen_at, quiet)
             limit = self.limits.router_timeout
             return f"no answer and no heartbeat for {silent:.1f} s" if silent >= limit else ""

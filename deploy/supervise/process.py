@@ -22,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from ..controller.backend import ROUTER
+from ...runtime.keys.api_keys import KEY_VARIABLE
+from ..controller.backend import POOLS
 from .oom import let_die_first
 
 _READ = 1 << 16
@@ -31,12 +32,16 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to run: ``python -P -m module --config FILE --parent PID``."""
+    """A process to run: ``python -P -m module --config FILE --parent PID``.
+
+    ``json_log``: a supervisor of this process alone writes its lines as JSON.
+    """
 
     name: str
     role: str
     module: str
     config: msgspec.Struct
+    json_log: bool = False
 
     def config_json(self) -> bytes:
         """The config file's content."""
@@ -47,10 +52,12 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a child.
 
     One BLAS thread per process, because the processes share the machine. PYTHONSAFEPATH, because
-    the working directory may contain a folder with the name of a package.
+    the working directory may contain a folder with the name of a package. No API key: a gateway
+    gets the digests in its config.
     """
     fixed = dict.fromkeys(_ONE_THREAD, "1")
-    return {**environment, **fixed, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    kept = {name: value for name, value in environment.items() if name != KEY_VARIABLE}
+    return {**kept, **fixed, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def not_started(problem: Exception, folder: Path) -> str:
@@ -79,7 +86,7 @@ class Child:
             env=child_environment(os.environ),
             process_group=0,
         )
-        if spec.role != ROUTER:
+        if spec.role in POOLS:
             let_die_first(self.pid)
         if self._popen.stderr is None:
             raise OSError("no pipe to the child's standard error")

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...proto.errors import InputError, SchemaTooComplex
-from ...proto.json_schema import check_json_schema
+from ...proto.json_schema import JSON_WHITESPACE, check_json_schema, grammar_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_LEXER_STATES = 32_000  # about 0.6 KiB each
 _MESSAGE_CHARS = 300
-# Whitespace between JSON tokens is the model's choice; the limit stops endless whitespace.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 # Options that keep the answer JSON; the other options change its spelling.
 _OPTIONS = frozenset({"coerce_one_of", "lenient", "whitespace_flexible"})
 
@@ -46,7 +44,7 @@ def load_tokenizer(folder: Path, vocab_size: int, eos: Iterable[int]) -> LLToken
 
 
 def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
-    """Compile a schema and return the state before the first token.
+    """Compile a schema, or the grammar in it, and return the state before the first token.
 
     Raises InputError if the schema is invalid, unsatisfiable or not supported by
     llguidance, and SchemaTooComplex if it is too large.
@@ -54,42 +52,48 @@ def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     check_json_schema(schema)
-    _check_options(schema)
-    if schema.strip() in ("true", "false"):  # options can only be added to an object
-        schema = "{}" if schema.strip() == "true" else '{"enum":[]}'
+    value = msgspec.json.decode(schema)
+    grammar = grammar_of(value)
+    what = "json_schema" if grammar is None else "grammar"
+    if grammar is None:
+        _check_options(value)
+    if isinstance(value, bool):  # options can only be added to an object
+        schema = "{}" if value else '{"enum":[]}'
     limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
     try:
-        text = LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_pattern": _WHITESPACE}
-        )
+        if grammar is None:
+            text = LLMatcher.grammar_from_json_schema(
+                schema, defaults={"whitespace_pattern": JSON_WHITESPACE}
+            )
+        else:
+            text = LLMatcher.grammar_from_lark(grammar)
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
     except MemoryError:
         raise
     except Exception as error:
-        raise InputError(f"json_schema: {one_line(str(error))}") from None
+        raise InputError(f"{what}: {one_line(str(error))}") from None
     except BaseException as error:
         if not type(error).__name__.startswith("Panic"):  # a panic of the Rust library
             raise
-        raise InputError(f"json_schema cannot be compiled: {one_line(str(error))}") from None
+        raise InputError(f"{what} cannot be compiled: {one_line(str(error))}") from None
     if matcher.is_error():
-        raise _refusal(matcher.get_error())
-    if not any(first):
-        raise InputError("json_schema: no token can start an instance")
+        raise _refusal(what, matcher.get_error())
+    if not any(first) and not matcher.is_accepting():
+        raise InputError(f"{what}: no token can start an instance")
     return matcher
 
 
-def _refusal(text: str) -> InputError:
+def _refusal(what: str, text: str) -> InputError:
     """Convert an error text of llguidance; its wording shows whether a limit was exceeded."""
     line = one_line(text)
     too_complex = any(word in line for word in ("too large", "too many", "Unable to determine"))
     kind = SchemaTooComplex if too_complex else InputError
-    return kind(f"json_schema: {line}")
+    return kind(f"{what}: {line}")
 
 
-def _check_options(schema: str) -> None:
+def _check_options(value: object) -> None:
     """Raise InputError for options that would make the answer something else than JSON."""
-    value = msgspec.json.decode(schema)
     options = value.get("x-guidance") if isinstance(value, dict) else None
     if options is None:
         return

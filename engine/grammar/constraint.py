@@ -154,7 +154,7 @@ class GrammarMatcher:
         self._start = start
         self._matcher = start.matcher.deep_copy()
         self._alone = False  # True after the state was rebuilt without sharing
-        self._tokens: list[int] = []  # accepted tokens, without the one that ended the answer
+        self._tokens: list[int] = []  # accepted tokens, without the token that ended the answer
         self._bits: bytes | None = None  # cached bitmask of the next tokens
         self._size = size
         self._eos = frozenset(eos)

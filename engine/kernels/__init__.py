@@ -6,7 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .backend import Backend
+    from .host_backend import HostBackend
 
 BUILD_KERNELS = (
     "install a C compiler (such as gcc) and Python's headers, then build Baton again: make setup "
@@ -15,7 +15,7 @@ BUILD_KERNELS = (
 """Hint for users: how to get the compiled kernels."""
 
 
-def load_backend(name: str = "auto", *, isa: str | None = None) -> Backend:
+def load_backend(name: str = "auto", *, isa: str | None = None) -> HostBackend:
     """Return kernels: ``cpu`` (compiled), ``numpy``, or ``auto``: cpu if it was built.
 
     ``isa`` forces an instruction set of the cpu kernels (tests); None chooses the best one.

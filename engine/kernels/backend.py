@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.block_moves import BlockStream
 from ...proto.layout import KVLayout
 from ...proto.wire.messages import DeviceTicket
 
@@ -58,50 +59,6 @@ class Mapping(Protocol):
 
     def close(self) -> None:
         """Unmap the memory."""
-        ...
-
-
-class BlockMove(Protocol):
-    """A running copy of blocks; see :class:`baton.kv_transfer.moves.Move`."""
-
-    def wait(self) -> None:
-        """Block until the move is done. May be called from any thread."""
-        ...
-
-    @property
-    def digest(self) -> int:
-        """XXH3-64 of the moved bytes; valid after the move is done."""
-        ...
-
-    @property
-    def payload(self) -> U8:
-        """The gathered bytes; valid after the move is done and until :meth:`release`."""
-        ...
-
-    def release(self) -> None:
-        """Return the buffers of a finished move."""
-        ...
-
-
-class BlockStream(Protocol):
-    """Starts moves in order; None while all buffers are taken, ValueError for bad arguments."""
-
-    def gather(self, start: int, count: int, ids: I32) -> BlockMove | None:
-        """Pack blocks ``ids`` of layers ``start..`` into pinned memory."""
-        ...
-
-    def scatter(self, start: int, count: int, ids: I32, payload: U8) -> BlockMove | None:
-        """Unpack a payload. The caller may change ``payload`` after this returns."""
-        ...
-
-    def copy(
-        self, source: F32, start: int, count: int, source_ids: I32, ids: I32
-    ) -> BlockMove | None:
-        """Copy blocks from another pool."""
-        ...
-
-    def sum(self, start: int, count: int, ids: I32) -> BlockMove | None:
-        """Compute the digest of blocks without copying them."""
         ...
 
 
@@ -162,6 +119,13 @@ class Backend(Protocol):
 
     def take_rows(self, x: F32, rows: I32, out: F32) -> None:
         """``out[i] = x[rows[i]]``; ``[R, ...]`` of ``[T, ...]``."""
+        ...
+
+    def put_rows(self, x: F32, rows: I32, out: F32, *, add: bool = False) -> None:
+        """``out[rows[i]] = x[i]``, or ``+= x[i]`` with ``add``; ``[R, H]`` into ``[T, H]``.
+
+        The rows are distinct. Raises ValueError for rows outside ``out``.
+        """
         ...
 
     def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> PackedLinear:

@@ -17,6 +17,7 @@ from . import _cpu
 from .backend import F32, I32, I64, U8, PackedLinear, Weights
 from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
+from .host_backend import ACTIVATIONS, Activation
 from .memory import Arena
 
 REVISIONS = {"amx": 4, "avx512": 1, "avx2": 1, "plain": 1}
@@ -198,6 +199,52 @@ class CpuBackend(HostArrays):
     def gelu(self, x: F32, out: F32) -> None:
         """``out = x * (1 + erf(x / sqrt(2))) / 2``, elementwise ``[T, F]``."""
         _cpu.gelu(self._isa, x, out)
+
+    def convolve(self, x: F32, weight: PackedLinear, out: F32) -> None:
+        """``out[t] = x[t : t + taps].ravel() @ weight.T + bias``; float32 weights only."""
+        if not isinstance(weight, CpuLinear) or weight.isa != self._isa:
+            raise ValueError("weight was packed by another backend")
+        if (len(x) - len(out) + 1) * x.shape[-1] != weight.in_features:
+            raise ValueError(f"x has shape {x.shape}, which does not fit {len(out)} rows of out")
+        if out.shape[-1] != weight.out_features:
+            raise ValueError(f"out has {out.shape[-1]} columns, not {weight.out_features}")
+        _cpu.convolve(self._isa, x, weight.panels, weight.bf16, weight.bias, out)
+
+    def snake(self, x: F32, scales: F32, out: F32) -> None:
+        """``out = x + sin(scales[0] * x)^2 * scales[1]`` per row ``[T, C]``."""
+        _cpu.snake(self._isa, x, None, scales, out)
+
+    def add_snake(self, x: F32, residual: F32, scales: F32, out: F32) -> None:
+        """``residual += x`` in place, then ``out = snake(residual)``."""
+        _cpu.snake(self._isa, x, residual, scales, out)
+
+    def depthwise(
+        self, x: F32, weight: F32, bias: F32, dilation: int, scales: F32 | None, out: F32
+    ) -> None:
+        """Convolve every column by itself, then apply snake if there are ``scales``."""
+        _cpu.depthwise(self._isa, x, weight, bias, dilation, scales, out)
+
+    def soft_clip(self, x: F32, out: F32) -> None:
+        """``out = tanh(x)``, ``[N]``."""
+        _cpu.soft_clip(self._isa, x, out)
+
+    def dense_attention(self, q: F32, kv: F32, bias: F32 | None, scale: float, out: F32) -> None:
+        """``out[T, H * D] = softmax(scale * q[T, H, D] @ k.T + bias) @ v``; ``kv[2, H, S, D]``."""
+        _cpu.dense_attention(self._isa, q, kv, bias, scale, out)
+
+    def activate(self, x: F32, kind: Activation, out: F32) -> None:
+        """``out[T, F] = x * sigmoid(u)``; ``u`` is one of three functions of ``x``."""
+        _cpu.activate(self._isa, ACTIVATIONS.index(kind), x, out)
+
+    def add_scaled(self, x: F32, scale: F32, residual: F32) -> None:
+        """``residual[T, H] += x[T, H] * scale[H]`` in place."""
+        _cpu.add_scaled(self._isa, x, scale, residual)
+
+    def group_norm(
+        self, x: F32, groups: int, weight: F32, bias: F32, eps: float, silu: bool, out: F32
+    ) -> None:
+        """Normalise ``x[P, C]`` over all rows and the channels of each group."""
+        _cpu.group_norm(self._isa, x, groups, weight, bias, eps, silu, out)
 
     def gather_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8

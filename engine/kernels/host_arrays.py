@@ -58,3 +58,14 @@ class HostArrays:
     def take_rows(self, x: F32, rows: I32, out: F32) -> None:
         """``out[i] = x[rows[i]]``."""
         np.take(x, rows, axis=0, out=out)
+
+    def put_rows(self, x: F32, rows: I32, out: F32, *, add: bool = False) -> None:
+        """``out[rows[i]] = x[i]``, or ``+= x[i]`` with ``add``."""
+        if x.shape != (len(rows), *out.shape[1:]):
+            raise ValueError(f"x has shape {x.shape}, not {(len(rows), *out.shape[1:])}")
+        if rows.size and not 0 <= rows.min() <= rows.max() < len(out):
+            raise ValueError(f"rows {rows.min()} .. {rows.max()} outside 0..{len(out) - 1}")
+        if add:
+            out[rows] += x
+        else:
+            out[rows] = x

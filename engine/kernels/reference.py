@@ -21,6 +21,7 @@ import xxhash
 from .backend import F32, I32, I64, U8, PackedLinear, Weights
 from .digest import payload_digest
 from .host_arrays import HostArrays
+from .host_backend import Activation
 
 Floats = npt.NDArray[Any]
 
@@ -208,6 +209,108 @@ class NumpyBackend(HostArrays):
         """``out = x * (1 + erf(x / sqrt(2))) / 2``, elementwise ``[T, F]``."""
         _shape("out", out, x.shape)
         out[:] = x * _normal_cdf(x)
+
+    def convolve(self, x: F32, weight: PackedLinear, out: F32) -> None:
+        """``out[t] = x[t : t + taps].ravel() @ weight.T + bias``."""
+        taps, columns = len(x) - len(out) + 1, x.shape[1]
+        if taps < 1 or not x.flags.c_contiguous:
+            raise ValueError(f"x has {len(x)} rows, fewer than out, or is not contiguous")
+        shape, strides = (len(out), taps * columns), (x.strides[0], x.itemsize)
+        self.linear(np.lib.stride_tricks.as_strided(x, shape, strides), weight, out)
+
+    def snake(self, x: F32, scales: F32, out: F32) -> None:
+        """``out = x + sin(scales[0] * x)^2 * scales[1]`` per row ``[T, C]``."""
+        _shape("scales", scales, (2, x.shape[1]))
+        _shape("out", out, x.shape)
+        out[:] = x + np.sin(scales[0] * x) ** 2 * scales[1]
+
+    def add_snake(self, x: F32, residual: F32, scales: F32, out: F32) -> None:
+        """``residual += x`` in place, then ``out = snake(residual)``."""
+        _shape("residual", residual, x.shape)
+        _shape("scales", scales, (2, x.shape[1]))
+        _shape("out", out, x.shape)
+        residual += x
+        self.snake(residual, scales, out)
+
+    def depthwise(
+        self, x: F32, weight: F32, bias: F32, dilation: int, scales: F32 | None, out: F32
+    ) -> None:
+        """Convolve every column by itself, then apply snake if there are ``scales``."""
+        taps, rows = len(weight), len(x)
+        if taps % 2 == 0 or dilation < 1:
+            raise ValueError(f"{taps} taps are even, or dilation {dilation} is not positive")
+        _shape("x", x, (None, weight.shape[1]))
+        _shape("bias", bias, (weight.shape[1],))
+        _shape("out", out, x.shape)
+        if scales is not None:
+            _shape("scales", scales, (2, x.shape[1]))
+        out[:] = bias
+        for tap in range(taps):
+            shift = (tap - taps // 2) * dilation
+            first, end = max(0, -shift), min(rows, rows - shift)
+            if first < end:
+                out[first:end] += x[first + shift : end + shift] * weight[tap]
+        if scales is not None:
+            self.snake(out, scales, out)
+
+    def soft_clip(self, x: F32, out: F32) -> None:
+        """``out = tanh(x)``, ``[N]``."""
+        _shape("out", out, x.shape)
+        np.tanh(x, out=out)
+
+    def dense_attention(self, q: F32, kv: F32, bias: F32 | None, scale: float, out: F32) -> None:
+        """``out[T, H * D] = softmax(scale * q[T, H, D] @ k.T + bias) @ v``; ``kv[2, H, S, D]``."""
+        rows, heads, dim = q.shape
+        _shape("kv", kv, (2, heads, None, dim))
+        _shape("out", out, (rows, heads * dim))
+        keys, values = kv
+        scores = q.transpose(1, 0, 2) @ keys.transpose(0, 2, 1) * q.dtype.type(scale)
+        if bias is not None:
+            if bias.shape not in ((1, *scores.shape[1:]), scores.shape):
+                raise ValueError(f"bias has shape {bias.shape}, scores {scores.shape}")
+            scores += bias
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed = scores @ values / scores.sum(axis=-1, keepdims=True)
+        out[:] = mixed.transpose(1, 0, 2).reshape(rows, heads * dim)
+
+    def activate(self, x: F32, kind: Activation, out: F32) -> None:
+        """``out[T, F] = x * sigmoid(u)``; ``u`` is one of three functions of ``x``."""
+        _shape("out", out, x.shape)
+        inner: Floats
+        match kind:
+            case "silu":
+                inner = x
+            case "quick_gelu":
+                inner = x * x.dtype.type(1.702)
+            case "gelu_tanh":
+                inner = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
+            case _:
+                raise ValueError(f"no activation {kind!r}")
+        with np.errstate(over="ignore"):  # exp(-inner) = inf gives the correct limit, 0
+            out[:] = x / (1 + np.exp(-inner))
+
+    def add_scaled(self, x: F32, scale: F32, residual: F32) -> None:
+        """``residual[T, H] += x[T, H] * scale[H]`` in place."""
+        _shape("x", x, (None, len(scale)))
+        _shape("residual", residual, x.shape)
+        residual += x * scale
+
+    def group_norm(
+        self, x: F32, groups: int, weight: F32, bias: F32, eps: float, silu: bool, out: F32
+    ) -> None:
+        """Normalise ``x[P, C]`` over all rows and the channels of each group."""
+        rows, width = x.shape
+        _shape("weight", weight, (width,))
+        _shape("bias", bias, (width,))
+        _shape("out", out, x.shape)
+        if groups < 1 or width % groups:
+            raise ValueError(f"{width} columns do not divide into {groups} groups")
+        grouped = x.reshape(rows, groups, -1).transpose(1, 0, 2).reshape(groups, -1)
+        normed = _standardized(grouped, eps).reshape(groups, rows, -1).transpose(1, 0, 2)
+        out[:] = normed.reshape(x.shape) * weight + bias
+        if silu:
+            self.activate(out, "silu", out)
 
     def gather_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8

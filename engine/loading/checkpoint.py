@@ -35,6 +35,11 @@ class Checkpoint:
     generation: GenerationConfig
     tensors: TensorStore
 
+    @property
+    def architecture(self) -> str:
+        """``architectures[0]`` of config.json."""
+        return self.config.architecture
+
     def take(self, name: str, shape: tuple[int, ...]) -> Weights:
         """Return a tensor as float32 or as uint16 bfloat16 bits; float16 is widened to float32.
 

@@ -9,18 +9,22 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.contexts.speech import TTSContext
 from ...proto.errors import CheckpointError, ConfigError
-from ...proto.layout import KVLayout, ModelCard
+from ...proto.layout import FEATURES, KVLayout, ModelCard, model_name
 from ...proto.sampling import SamplingParamsGenerationConfigDefaults
+from ..audio.chunks import read_layout
 from ..kernels import load_backend
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros
 from ..models.decoder import Decoder
 from ..models.registry import architecture_of
+from ..models.vision_decoder import VisionDecoder
 from ..models.weights import Progress
-from ..pipeline import EmbeddingsPipeline, TextGenerationPipeline
+from ..pipeline.embeddings import EmbeddingsPipeline
 from ..pipeline.model import PipelineModel
 from ..pipeline.steps import StepComputer
+from ..pipeline.text_generation import TextGenerationPipeline
 from .checkpoint import Checkpoint, load_checkpoint
 from .embedding_config import EMBED, GENERATE, TASKS, EmbeddingSettings, load_embedding_settings
 
@@ -39,7 +43,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``name``: the model's name for clients, by default the folder's name. ``task``: "generate" or
     "embed", by default the folder's own task.
     ``layer_group``: layers between two reports of a streaming chunk, 0 for a quarter of the
-    model. ``full_digest``: fingerprint all weight bytes instead of samples.
+    model. ``full_digest``: fingerprint all weight bytes instead of samples. ``vision``: False
+    leaves out a model's vision tower, as in a decode worker, which gets encoded images as KV.
     """
 
     model: str
@@ -53,6 +58,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     layer_group: int = 0
     full_digest: bool = False
     device_share: float = 0.9
+    vision: bool = True
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,10 +125,13 @@ def load_runner(
     backend = backend or _load_backend(config.backend)
     layout = _layout(config, checkpoint, backend)
     if not backend.on_host:
+        if issubclass(make, VisionDecoder):
+            raise ConfigError("models with images run on the CPU: leave --device cuda out")
         _check_device(checkpoint, layout)
     if config.num_blocks or config.kv_bytes or backend.on_host:
         _num_blocks(config.num_blocks, config.kv_bytes, layout)  # fail before reading the weights
-    model = make(checkpoint, backend, length, on_progress, block_size=config.block_size)
+    extra = {"vision": False} if issubclass(make, VisionDecoder) and not config.vision else {}
+    model = make(checkpoint, backend, length, on_progress, block_size=config.block_size, **extra)
     kv_bytes = config.kv_bytes
     if not backend.on_host and not kv_bytes:
         kv_bytes = int(backend.memory_bytes() * config.device_share) - model.weights_bytes
@@ -249,7 +258,7 @@ def _card(
     length: int,
     weights_bytes: int,
 ) -> ModelCard:
-    name = config.name or Path(config.model).resolve().name
+    name = config.name or model_name(str(Path(config.model).resolve()))
     if not name:
         raise CheckpointError(f"{config.model}: no model name can be taken from this path; set one")
     return ModelCard(
@@ -262,7 +271,22 @@ def _card(
         eos_token_ids=sorted(checkpoint.generation.eos_token_ids),
         layout=layout,
         weights_bytes=weights_bytes,
+        kinds=_kinds(checkpoint),
+        features=list(FEATURES),
     )
+
+
+def _kinds(checkpoint: Checkpoint) -> list[str]:
+    """Return the kinds of contexts that the folder's model takes.
+
+    Raises CheckpointError if its speech.json, or the codec that it names, does not fit the model.
+    """
+    entry = architecture_of(checkpoint.config, checkpoint.folder)
+    layout = read_layout(checkpoint.folder) if entry.speaks else None
+    if layout is None:
+        return list(entry.kinds)
+    layout.check(checkpoint.config.vocab_size)
+    return [*entry.kinds, TTSContext.__name__]
 
 
 def _numerics(checkpoint: Checkpoint, backend: Backend, length: int) -> str:

@@ -22,6 +22,7 @@ from ...proto.sampling import (
 )
 from ..models.rope import RopeConfig, parse_rope
 from .safetensors import read_json
+from .vision_config import QWEN2_5_VL, QWEN3_VL, VisionConfig, parse_vision, rope_axes
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
@@ -35,6 +36,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "num_key_value_heads": 32,
         "head_dim": 128,
+    },
+    QWEN2_5_VL: {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+    },
+    QWEN3_VL: {
+        "max_position_embeddings": 128000,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "rope_theta": 500000.0,
     },
     "BertModel": {},  # its defaults are in _RawBert
 }
@@ -76,6 +89,18 @@ class BertConfig(ModelConfig, frozen=True, kw_only=True):
 
     layer_norm_eps: float
     type_vocab_size: int
+
+
+class VisionLanguageConfig(ModelConfig, frozen=True, kw_only=True):
+    """Shape of a decoder with a vision tower.
+
+    ``image_token_id``: placeholder token of images. ``rope_axes``: for each pair of channels of a
+    head, the rope position that turns it: 0 time, 1 row, 2 column.
+    """
+
+    vision: VisionConfig
+    image_token_id: int
+    rope_axes: tuple[int, ...]
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,8 +159,10 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder}: config.json is missing; is this a model folder?")
     raw = read_json(path)
     architecture = _architecture(path, raw)
-    parse = parse_bert_config if architecture == "BertModel" else parse_model_config
     try:
+        if architecture in (QWEN2_5_VL, QWEN3_VL):
+            return parse_vision_language_config(raw, architecture, folder)
+        parse = parse_bert_config if architecture == "BertModel" else parse_model_config
         return parse(raw, architecture)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -173,6 +200,49 @@ def load_generation_config(folder: Path, config: ModelConfig) -> GenerationConfi
 
 def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
     """Build the config from config.json's object. Raises as :func:`load_model_config`."""
+    return ModelConfig(**_decoder_fields(raw, architecture))
+
+
+def parse_vision_language_config(
+    raw: dict[str, Any], architecture: str, folder: Path | None = None
+) -> VisionLanguageConfig:
+    """Build the config of a decoder with a tower. Raises as :func:`load_model_config`.
+
+    ``raw``: the decoder's keys at its top level (files of the hub) or in ``text_config``.
+    ``folder``: has the image processor's settings.
+    """
+    text = {**raw, **msgspec.convert(raw.get("text_config") or {}, dict[str, Any])}
+    tied = bool(raw.get("tie_word_embeddings")) or text.get("tie_word_embeddings") is True
+    for key in ("rope_scaling", "rope_parameters"):
+        nested = text.get(key)
+        if isinstance(nested, dict):
+            plain = {k: "default" if v == "mrope" else v for k, v in nested.items()}
+            text[key] = plain
+    fields = _decoder_fields({**text, "tie_word_embeddings": tied}, architecture)
+    vision = parse_vision(raw, architecture, folder)
+    if vision.out_hidden_size != fields["hidden_size"]:
+        raise CheckpointError(
+            f"config.json: features of {vision.out_hidden_size} channels do not fit "
+            f"embeddings of {fields['hidden_size']}"
+        )
+    if len(vision.deep_layers) >= fields["num_layers"]:
+        raise CheckpointError(
+            f"config.json: {fields['num_layers']} layers are too few for the features of "
+            f"{len(vision.deep_layers)} layers of the tower"
+        )
+    image_token = msgspec.convert(raw.get("image_token_id", 151655), int)
+    if not 0 <= image_token < fields["vocab_size"]:
+        raise CheckpointError(f"config.json: image_token_id {image_token} is not in the vocabulary")
+    return VisionLanguageConfig(
+        **fields,
+        vision=vision,
+        image_token_id=image_token,
+        rope_axes=rope_axes(text, architecture, fields["head_dim"]),
+    )
+
+
+def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the fields of a :class:`ModelConfig`."""
     filled = {**_DEFAULTS[architecture], **raw}
     fields = msgspec.convert(filled, _Raw)
     _refuse(filled, fields)
@@ -183,28 +253,29 @@ def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
             f"config.json: {fields.num_attention_heads} heads of {head_dim} channels "
             f"do not fit {kv_heads} key-value heads and rotary pairs"
         )
-    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-    biased = fields.attention_bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.vocab_size,
-        hidden_size=fields.hidden_size,
-        intermediate_size=fields.intermediate_size,
-        num_layers=fields.num_hidden_layers,
-        num_heads=fields.num_attention_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=fields.rms_norm_eps,
-        rope=parse_rope(filled),
-        tie_word_embeddings=fields.tie_word_embeddings,
-        qkv_bias=qwen2 or biased,
-        o_bias=biased,
-        mlp_bias=fields.mlp_bias and architecture == "LlamaForCausalLM",
-        qk_norm=qwen3,
-        windows=_windows(fields, architecture),
-        eos_token_ids=_ids(fields.eos_token_id),
-        dtype=fields.dtype or fields.torch_dtype or "float32",
-    )
+    qwen2 = architecture in ("Qwen2ForCausalLM", QWEN2_5_VL)
+    qwen3 = architecture in ("Qwen3ForCausalLM", QWEN3_VL)
+    biased = fields.attention_bias and (qwen3 or architecture == "LlamaForCausalLM")
+    return {
+        "architecture": architecture,
+        "vocab_size": fields.vocab_size,
+        "hidden_size": fields.hidden_size,
+        "intermediate_size": fields.intermediate_size,
+        "num_layers": fields.num_hidden_layers,
+        "num_heads": fields.num_attention_heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.rms_norm_eps,
+        "rope": parse_rope(filled),
+        "tie_word_embeddings": fields.tie_word_embeddings,
+        "qkv_bias": qwen2 or biased,
+        "o_bias": biased,
+        "mlp_bias": fields.mlp_bias and architecture == "LlamaForCausalLM",
+        "qk_norm": qwen3,
+        "windows": _windows(fields, architecture),
+        "eos_token_ids": _ids(fields.eos_token_id),
+        "dtype": fields.dtype or fields.torch_dtype or "float32",
+    }
 
 
 class _RawBert(msgspec.Struct, kw_only=True):

@@ -25,7 +25,6 @@ Weights = npt.NDArray[np.generic]
 
 MAX_HEADER_BYTES = 100_000_000
 """Longest header accepted, as in the format's reference implementation."""
-INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 _ITEM_BYTES = {
@@ -92,14 +91,14 @@ class TensorStore:
         self._files = files
 
     @classmethod
-    def open(cls, folder: Path) -> TensorStore:
-        """Open ``model.safetensors`` or all shards of ``model.safetensors.index.json``."""
-        if (folder / INDEX_NAME).is_file():
-            return cls(_open_shards(folder))
-        single = folder / SINGLE_NAME
+    def open(cls, folder: Path, stem: str = "model") -> TensorStore:
+        """Open ``STEM.safetensors`` or all shards of ``STEM.safetensors.index.json``."""
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if index.is_file():
+            return cls(_open_shards(folder, index))
         if not single.is_file():
             raise CheckpointError(
-                f"{folder}: no weights; expected {SINGLE_NAME} or {INDEX_NAME} in this folder"
+                f"{folder}: no weights; expected {single.name} or {index.name} in this folder"
             )
         file = SafetensorsFile(single)
         return cls(dict.fromkeys(file.entries, file))
@@ -236,8 +235,7 @@ def _check_cover(path: Path, entries: dict[str, TensorEntry], data_bytes: int) -
         raise CheckpointError(f"{path}: {data_bytes - at} bytes after the last tensor")
 
 
-def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
-    index = folder / INDEX_NAME
+def _open_shards(folder: Path, index: Path) -> dict[str, SafetensorsFile]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map")

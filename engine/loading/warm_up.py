@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...proto.sampling import SamplingParams
-from ..pipeline import TextGenerationPipeline
+from ..pipeline.text_generation import TextGenerationPipeline
 from ..scheduling.plan import Chunk, SampleSpec, StepPlan
 from ..scheduling.step_time import StepTime
 

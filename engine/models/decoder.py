@@ -93,20 +93,28 @@ class Decoder(PipelineModel, KVCacheMixin):
         if not np.isfinite(cos_sin).all():
             raise CheckpointError(f"{checkpoint.folder}: the rope settings give non-finite angles")
         self._cos_sin = backend.upload(cos_sin)
-        # Embedding checkpoints are often saved without the wrapper class that adds the head.
-        base = "" if not head and "embed_tokens.weight" in checkpoint.tensors else "model."
+        base = self._prefix(checkpoint, head=head)
         table = loader.take(f"{base}embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._table = backend.parameters(table)
         self._layers = [_load_layer(loader, config, base, i) for i in range(config.num_layers)]
         self._final_norm = loader.norm(f"{base}norm.weight", config.hidden_size)
         self._head: PackedLinear | None = None
         if head:
-            name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+            name = f"{base}embed_tokens" if config.tie_word_embeddings else "lm_head"
             self._head = loader.linear([(name, config.vocab_size)], config.hidden_size, bias=False)
+        self._load_more(loader, checkpoint)
         self.weights_bytes = loader.packed_bytes + self._table.nbytes
         headless = config.tie_word_embeddings or not head
         loader.finish(unused=("lm_head.weight",) if headless else ())
         self._space = Workspace(backend)
+
+    def _prefix(self, checkpoint: Checkpoint, *, head: bool) -> str:
+        """Return the prefix of the decoder's tensors."""
+        # Embedding checkpoints are often saved without the wrapper class that adds the head.
+        return "" if not head and "embed_tokens.weight" in checkpoint.tensors else "model."
+
+    def _load_more(self, loader: WeightLoader, checkpoint: Checkpoint) -> None:
+        """Load what a subclass has beside the decoder."""
 
     # ------------------------------------------------------------------ called by pipelines
 
@@ -131,7 +139,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         return lay_out_next(next_tokens, prev_model_inputs)
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        """Return the logits of the wanted rows, or their hidden states if there is no head."""
+        """Return the logits of the wanted rows, or their hidden states without a head."""
         wanted = narrowed(model_inputs)
         rows = uploaded(model_inputs, self.backend)
         every = wanted is model_inputs
@@ -179,6 +187,9 @@ class Decoder(PipelineModel, KVCacheMixin):
         residual = space.rows("residual", rows, hidden)
         normed = space.rows("normed", rows, hidden)
         kernels.embed(inputs.tokens, self._table, residual)
+        features = inputs.features
+        for image in features:
+            kernels.put_rows(image.features, image.rows, residual)
         kernels.rms_norm(residual, self._layers[0].input_norm, config.rms_norm_eps, normed)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -192,7 +203,10 @@ class Decoder(PipelineModel, KVCacheMixin):
                     return normed
             self._attend(layer, inputs, q, pool[index], residual, normed)
             following = self._final_norm if index == last else self._layers[index + 1].input_norm
-            self._mlp(layer, residual, normed, following)
+            deep: tuple[tuple[I32, F32], ...] = ()
+            if features:
+                deep = tuple((f.rows, f.deep[index]) for f in features if index < len(f.deep))
+            self._mlp(layer, residual, normed, following, deep)
         return normed
 
     def _append(self, layer: Layer, batch: ModelInputs, normed: F32, kv_layer: F32) -> F32:
@@ -204,9 +218,9 @@ class Decoder(PipelineModel, KVCacheMixin):
         self.backend.linear(normed, layer.qkv, qkv)
         self.backend.qk_norm_rope_append(
             qkv,
-            batch.positions,
+            batch.positions if batch.rope_positions is None else batch.rope_positions,
             batch.slots,
-            self._cos_sin,
+            self._cos_sin if batch.cos_sin is None else batch.cos_sin,
             layer.q_norm,
             layer.k_norm,
             config.rms_norm_eps,
@@ -237,13 +251,25 @@ class Decoder(PipelineModel, KVCacheMixin):
         self.backend.linear(mixed, layer.o, delta)
         self.backend.add_rms_norm(delta, residual, layer.post_norm, config.rms_norm_eps, normed)
 
-    def _mlp(self, layer: Layer, residual: F32, normed: F32, following: F32) -> None:
-        """Add the MLP to ``residual``; ``normed`` becomes the input of the next layer."""
+    def _mlp(
+        self,
+        layer: Layer,
+        residual: F32,
+        normed: F32,
+        following: F32,
+        deep: Sequence[tuple[I32, F32]] = (),
+    ) -> None:
+        """Add the MLP to ``residual``; ``normed`` becomes the input of the next layer.
+
+        ``deep``: rows, and features of images that are added to them.
+        """
         rows, width = len(normed), self.config.intermediate_size
         gate_up = self._space.rows("gate_up", rows, 2 * width)
         active = self._space.rows("active", rows, width)
         delta = self._space.rows("delta", rows, self.config.hidden_size)
         self.backend.gated_mlp(normed, layer.gate_up, layer.down, gate_up, active, delta)
+        for where, added in deep:
+            self.backend.put_rows(added, where, delta, add=True)
         self.backend.add_rms_norm(delta, residual, following, self.config.rms_norm_eps, normed)
 
     def _taken(self, q: F32, residual: F32, rows: I32) -> tuple[F32, F32]:

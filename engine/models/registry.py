@@ -6,18 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...proto.contexts.speech import TTSContext
 from ...proto.contexts.text import TextContext
-from ...proto.errors import CheckpointError
+from ...proto.contexts.validators import validate_image_grid_thw_args
+from ...proto.contexts.vision import TextAndVisionContext
+from ...proto.errors import CheckpointError, InputError
 from ...proto.ids import RequestID
-from ...proto.requests import check_kind
 from ...proto.wire.context_maps import context_to_run
 from ...proto.wire.wire_context import WireContext
 from ..kernels.backend import Backend
 from ..loading.checkpoint import Checkpoint
 from ..loading.embedding_config import EMBED, GENERATE, EmbeddingSettings
 from ..loading.model_config import ModelConfig
+from ..loading.vision_config import QWEN2_5_VL, QWEN3_VL
 from .bert import BertModel
 from .decoder import Decoder
+from .vision_decoder import VisionDecoder
 from .weights import Progress
 
 Validator = Callable[[TextContext], None]
@@ -63,7 +67,8 @@ class Architecture:
     ``embedder``: constructor of a model that returns hidden states, or None. ``pooling``: used if
     the folder of an embedding model sets none. ``context``: class of its requests. ``validators``:
     functions that raise InputError for unsupported contexts. ``tokenizer``: file that converts text
-    to token ids; clients read it, workers see only ids.
+    to token ids; clients read it, workers see only ids. ``speaks``: its tokens may be audio tokens,
+    if the folder has a speech.json.
     """
 
     generator: type[Decoder] | None = None
@@ -72,17 +77,30 @@ class Architecture:
     context: type[TextContext] = TextContext
     validators: tuple[Validator, ...] = ()
     tokenizer: str = "tokenizer.json"
+    speaks: bool = False
 
     @property
     def task(self) -> str:
         """Default task; the folder or the operator may choose another."""
         return EMBED if self.generator is None else GENERATE
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the contexts that the architecture takes."""
+        return tuple(dict.fromkeys((TextContext.__name__, self.context.__name__)))
+
 
 _CAUSAL = Architecture(
     generator=Decoder,
     embedder=_decoder_without_head,
     pooling=EmbeddingSettings("last", normalize=True),
+    speaks=True,
+)
+
+_WITH_IMAGES = Architecture(
+    generator=VisionDecoder,
+    context=TextAndVisionContext,
+    validators=(validate_image_grid_thw_args,),
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -90,6 +108,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": _CAUSAL,
     "Qwen2ForCausalLM": _CAUSAL,
     "Qwen3ForCausalLM": _CAUSAL,
+    QWEN2_5_VL: _WITH_IMAGES,
+    QWEN3_VL: _WITH_IMAGES,
     "BertModel": Architecture(embedder=BertModel),
 }
 
@@ -112,9 +132,14 @@ def read_context(
 
     Raises InputError or ValueError if the context cannot be run.
     """
-    check_kind(wire)  # a text context would silently omit the images of another kind
     entry = ARCHITECTURES.get(architecture, _PLAIN)
-    context = context_to_run(wire, request_id, emitted, entry.context)
+    kind = str(wire.__struct_config__.tag)
+    kinds = (*entry.kinds, TTSContext.__name__) if entry.speaks else entry.kinds
+    if kind not in kinds:  # a text context would silently omit the images of another kind
+        raise InputError(f"{architecture} takes no {kind}, only {' and '.join(kinds)}")
+    # Requests for text stay plain also where the model takes more; other kinds name their class.
+    own = TextContext if entry.context is TextAndVisionContext else entry.context
+    context = context_to_run(wire, request_id, emitted, own)
     for validate in entry.validators:
         validate(context)
     return context

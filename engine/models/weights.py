@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ...proto.errors import CheckpointError
 from ..kernels.backend import Backend, PackedLinear
-from ..loading.checkpoint import Checkpoint
-from ..loading.safetensors import Weights
+from ..loading.safetensors import TensorStore, Weights
 
 F32 = npt.NDArray[np.float32]
 Progress = Callable[[int, int], None]
+Order = npt.NDArray[np.intp]
+A = TypeVar("A", bound=np.generic)
 
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "embeddings.position_ids")
 """Tensors in old checkpoints that are redundant because the config implies them."""
+
+
+class TensorSource(Protocol):
+    """A checkpoint, or one part of a model with several parts."""
+
+    @property
+    def tensors(self) -> TensorStore:
+        """All tensors by name."""
+        ...
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model in error messages."""
+        ...
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Weights:
+        """Return a tensor as float32 or uint16 bfloat16 bits; CheckpointError for another shape."""
+        ...
 
 
 class WeightLoader:
     """Reads tensors by name, checks their shapes, packs them, reports progress in bytes."""
 
     def __init__(
-        self, checkpoint: Checkpoint, backend: Backend, on_progress: Progress | None
+        self, checkpoint: TensorSource, backend: Backend, on_progress: Progress | None
     ) -> None:
         self.packed_bytes = 0
+        self.unused: list[str] = []
+        """Prefixes of tensors that a model leaves out, such as a tower that it does not load."""
         self._checkpoint = checkpoint
-        self._backend = backend
+        self.backend = backend
         self._on_progress = on_progress
         self._total = checkpoint.tensors.nbytes
         self._done = 0
@@ -48,7 +70,7 @@ class WeightLoader:
 
     def norm(self, name: str, size: int) -> F32:
         """Return the weights ``[size]`` of a norm in the backend's form."""
-        return self._backend.parameters(self.vector(name, size))
+        return self.backend.parameters(self.vector(name, size))
 
     def halves(self, parts: Sequence[tuple[str, int]]) -> bool:
         """True if the weights of all these modules ``(name, out_features)`` are bfloat16."""
@@ -56,14 +78,25 @@ class WeightLoader:
         return all(entry(f"{name}.weight").dtype == "BF16" for name, _ in parts)
 
     def linear(
-        self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool
+        self,
+        parts: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        bias: bool,
+        orders: Sequence[Order | None] | None = None,
     ) -> PackedLinear:
-        """Pack the modules ``(name, out_features)`` into one matrix, with biases if requested."""
+        """Pack the modules ``(name, out_features)`` into one matrix, with biases if requested.
+
+        ``orders``: for each module, the order in which its outputs are packed, or None.
+        """
         weights = [self.take(f"{name}.weight", (out, in_features)) for name, out in parts]
         if len({w.dtype for w in weights}) > 1:
             weights = [widened(w) for w in weights]
         biases = [self.vector(f"{name}.bias", out) for name, out in parts] if bias else []
-        packed = self._backend.pack_linear(weights, np.concatenate(biases) if bias else None)
+        if orders is not None:
+            weights = [_ordered(w, order) for w, order in zip(weights, orders, strict=True)]
+            biases = [_ordered(b, order) for b, order in zip(biases, orders, strict=bias)]
+        packed = self.backend.pack_linear(weights, np.concatenate(biases) if bias else None)
         self.packed_bytes += packed.nbytes
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
@@ -72,17 +105,24 @@ class WeightLoader:
     def finish(self, unused: Sequence[str] = ()) -> None:
         """Report the end. Raises CheckpointError for weights that the model does not use.
 
-        ``unused``: tensors that may be present without being used.
+        ``unused``: tensors that may be present without being used; a name that ends with a dot
+        is a prefix.
         """
+        prefixes = tuple(name for name in (*unused, *self.unused) if name.endswith("."))
         for name in self._checkpoint.tensors:
             known = name in self._taken or name in unused or name.endswith(_IGNORED_SUFFIXES)
+            known = known or name.startswith(prefixes)
             if not known:
                 raise CheckpointError(
                     f"{self._checkpoint.tensors.path(name)}: tensor '{name}' is not used by "
-                    f"{self._checkpoint.config.architecture} with this config.json"
+                    f"{self._checkpoint.architecture} with this config.json"
                 )
         if self._on_progress is not None:
             self._on_progress(self._total, self._total)
+
+
+def _ordered(array: npt.NDArray[A], order: Order | None) -> npt.NDArray[A]:
+    return array if order is None else array[order]
 
 
 def widened(tensor: Weights) -> F32:

@@ -3,6 +3,7 @@
 from ...proto.contexts.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
 from .embeddings import EmbeddingsPipeline
 from .model import KVCacheMixin, KVManager, ModelInputs, ModelOutputs, PipelineModel
+from .speech import SpeechPipeline
 from .text_generation import TextGenerationPipeline, token_steps
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "ModelInputs",
     "ModelOutputs",
     "PipelineModel",
+    "SpeechPipeline",
     "TextGenerationPipeline",
     "token_steps",
 ]

@@ -15,16 +15,32 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.contexts.outputs import TokenLogProbs
+from ...proto.contexts.text import TextContext
+from ...proto.contexts.validators import validate_text_only
+from ...proto.errors import BatonError, InputError
 from ...proto.layout import KVLayout
 from ..cache.paged_cache import PagedCache
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool
-from ..scheduling.plan import Chunk
+from ..scheduling.plan import Chunk, ChunkImage
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 LayerDone = Callable[[int], None]
+
+
+@dataclass(slots=True, frozen=True)
+class FeatureRows:
+    """Features of an image for rows of a step.
+
+    ``rows``: int32 ``[n]``. ``features``: ``[n, hidden]``, they replace the rows' embeddings.
+    ``deep``: for each of the first layers ``[n, hidden]``, added to the rows after that layer.
+    """
+
+    rows: I32
+    features: F32
+    deep: tuple[F32, ...] = ()
 
 
 @dataclass(slots=True)
@@ -35,8 +51,13 @@ class ModelInputs:
     row. ``block_tables``: int32 ``[S, N]``, padded with 0. ``row_offsets``: int32 ``[S+1]``.
     ``logit_rows``: int32 ``[R]``, ascending, rows whose results are wanted. ``pool``: KV pool
     ``[L, NB, 2, Hk, BS, D]``, written at ``slots``, read through the block tables.
-    ``layer_done(n)``: called when keys and values of layers ``0 .. n`` are final. ``plan``: the
-    backend's attention plan, for uploaded rows.
+    ``layer_done(n)``: called when keys and values of layers ``0 .. n`` are final; 0 reports other
+    progress. ``plan``: the backend's attention plan, for uploaded rows.
+
+    ``rope_positions``: int32 ``[T]``, or ``[3, T]`` for time, row and column; None: ``positions``.
+    ``rope_deltas``: int32 ``[S]``, rope position minus position of the next token of each sequence.
+    ``cos_sin``: angles ``[N, D]`` that ``rope_positions`` index instead of the model's own table.
+    ``images``: parts of images, with rows of the step. ``features``: their features.
     """
 
     tokens: I32
@@ -48,6 +69,11 @@ class ModelInputs:
     pool: F32
     layer_done: LayerDone | None = None
     plan: object = None
+    rope_positions: I32 | None = None
+    rope_deltas: I32 | None = None
+    cos_sin: F32 | None = None
+    images: tuple[ChunkImage, ...] = ()
+    features: tuple[FeatureRows, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +97,16 @@ class PipelineModel(ABC):
     """Largest number of positions served."""
     vocab_size: int
     weights_bytes: int
+    encode_seconds: float = 0.0
+    """Seconds spent on encoding images, since the start."""
+
+    def check(self, context: TextContext) -> None:
+        """Raise InputError if the model cannot run the context; by default if it has images."""
+        validate_text_only(context)
+
+    def refusal(self, image: ChunkImage) -> BatonError | None:
+        """Return why the model cannot encode an image, or None."""
+        return InputError("this model takes no images")
 
     @abstractmethod
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
@@ -171,6 +207,7 @@ def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
     positions = np.arange(offsets[-1], dtype=np.int32) + (starts - offsets[:-1])[sequence]
     blocks = tables[sequence, positions // block_size].astype(np.int64)
     sampling = [i for i, c in enumerate(chunks) if c.sample is not None]
+    rope, deltas = _rope(chunks, positions, sequence)
     return ModelInputs(
         tokens=np.concatenate([c.tokens for c in chunks]).astype(np.int32, copy=False),
         positions=positions,
@@ -179,13 +216,41 @@ def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
         row_offsets=offsets,
         logit_rows=offsets[1:][sampling] - np.int32(1),
         pool=pool,
+        rope_positions=rope,
+        rope_deltas=deltas,
+        images=tuple(
+            replace(image, row=int(offset) + image.row)
+            for chunk, offset in zip(chunks, offsets[:-1], strict=True)
+            for image in chunk.images
+        ),
     )
+
+
+def _rope(
+    chunks: Sequence[Chunk], positions: I32, sequence: npt.NDArray[np.int64]
+) -> tuple[I32 | None, I32 | None]:
+    """Return ``rope_positions`` and ``rope_deltas`` of :class:`ModelInputs`."""
+    apart = any(c.rope_positions is not None for c in chunks)
+    if not apart and not any(c.rope_delta for c in chunks):
+        return None, None
+    deltas = np.array([c.rope_delta for c in chunks], np.int32)
+    shifted = positions + deltas[sequence]
+    if not apart:
+        return shifted, deltas
+    rope, row = np.empty((3, len(positions)), np.int32), 0
+    for chunk in chunks:
+        rows = slice(row, row := row + len(chunk.tokens))
+        given = chunk.rope_positions
+        rope[:, rows] = shifted[rows] if given is None else given
+    return rope, deltas
 
 
 def uploaded(inputs: ModelInputs, backend: Backend) -> ModelInputs:
     """Return the rows in the memory that the backend's kernels read."""
+    rope = inputs.rope_positions
     return replace(
         inputs,
+        rope_positions=None if rope is None else backend.upload(rope),
         tokens=backend.upload(inputs.tokens),
         positions=backend.upload(inputs.positions),
         slots=backend.upload(inputs.slots),
@@ -208,6 +273,9 @@ def narrowed(inputs: ModelInputs) -> ModelInputs:
         slots=inputs.slots[rows],
         row_offsets=np.searchsorted(rows, inputs.row_offsets).astype(np.int32),
         logit_rows=np.arange(len(rows), dtype=np.int32),
+        rope_positions=None if inputs.rope_positions is None else inputs.rope_positions[..., rows],
+        images=(),
+        features=(),
     )
 
 
@@ -225,4 +293,6 @@ def lay_out_next(next_tokens: I32, before: ModelInputs) -> ModelInputs:
         row_offsets=np.arange(count + 1, dtype=np.int32),
         logit_rows=rows,
         pool=before.pool,
+        rope_positions=None if before.rope_deltas is None else positions + before.rope_deltas,
+        rope_deltas=before.rope_deltas,
     )

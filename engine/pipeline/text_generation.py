@@ -22,7 +22,6 @@ import numpy.typing as npt
 from ...proto.contexts.outputs import TextGenerationOutput
 from ...proto.contexts.status import GenerationStatus
 from ...proto.contexts.text import TextContext
-from ...proto.contexts.validators import validate_text_only
 from ...proto.errors import BatonError, InternalError, error_from_code
 from ...proto.ids import RequestID
 from ..scheduling.events import Failed
@@ -87,16 +86,16 @@ class TextGenerationPipeline:
         tokens; a context without KV memory waits and may get none. Contexts of earlier calls
         that are not in the batch are paused; the prefix cache may keep their KV.
         If contexts fail, raises the error of the first after all others are done; their tokens
-        are in the next call's outputs. Raises InputError before computing if a context
-        has images, which a text model does not support.
+        are in the next call's outputs. Raises InputError before computing if the model cannot
+        run a context, such as a text model one with images.
         """
         for context in batch.values():
-            validate_text_only(context)
+            self.check(context)
         loop = self._loop = self._loop or StepLoop(self)
         for request_id in self._keys.keys() - batch.keys():
             loop.abort(self._keys.pop(request_id))
         for request_id, context in batch.items():
-            if request_id not in self._keys and not context.is_done:
+            if request_id not in self._keys and not context.status.is_done:
                 self._keys[request_id] = loop.add(context)
         failed: list[Failed] = []
         for _ in range(num_steps):
@@ -105,7 +104,7 @@ class TextGenerationPipeline:
             failed += [event for event in loop.step() if isinstance(event, Failed)]
         over = {event.request for event in failed}
         for request_id, key in list(self._keys.items()):
-            if key in over or batch[request_id].is_done:
+            if key in over or batch[request_id].status.is_done:
                 del self._keys[request_id]
         if failed:
             raise error_from_code(failed[0].code, failed[0].message)
@@ -116,6 +115,10 @@ class TextGenerationPipeline:
         key = self._keys.pop(context.request_id, None)
         if key is not None and self._loop is not None:
             self._loop.abort(key)
+
+    def check(self, context: TextContext) -> None:
+        """Raise InputError if the model cannot run the context."""
+        self.model.check(context)
 
     # ------------------------------------------------------------------ plans
 
@@ -132,7 +135,7 @@ class TextGenerationPipeline:
         ``unwanted()`` is checked before the first layer and, if the computer can stop, after
         each layer. Once it returns True, the step is abandoned and no longer writes to its blocks.
         """
-        began = time.perf_counter()
+        began, encoded = time.perf_counter(), self.model.encode_seconds
         failed: dict[bytes, BatonError] = {}
         drawn, self._drawn = self._drawn, {}
         try:
@@ -147,7 +150,15 @@ class TextGenerationPipeline:
             return abandoned_step(plan, time.perf_counter() - began)
         self._drawn = {row.request: row.token for row in sampled}
         seconds = time.perf_counter() - began
-        return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens, failed)
+        encoding = self.model.encode_seconds - encoded
+        return StepResult(
+            plan.step,
+            tuple(sampled),
+            seconds,
+            plan.num_tokens,
+            failed,
+            encode_seconds=encoding,
+        )
 
     def clear(self, block: int) -> None:
         """Zero a block of the pool; no request may hold it."""
@@ -190,19 +201,25 @@ class TextGenerationPipeline:
         self._last = chunks, inputs
         return inputs
 
-    def _misfit(self, chunk: Chunk) -> str | None:
+    def _misfit(self, chunk: Chunk) -> BatonError | None:
         end = chunk.start + len(chunk.tokens)
         if not len(chunk.tokens) or chunk.start < 0 or end > self.model.max_length:
-            return f"positions {chunk.start}..{end} outside 0..{self.model.max_length}"
+            limit = self.model.max_length
+            return InternalError(f"positions {chunk.start}..{end} outside 0..{limit}")
         if len(chunk.block_table) * self._block_size < end:
-            return f"{len(chunk.block_table)} blocks are too few for {end} tokens"
-        return None
+            return InternalError(f"{len(chunk.block_table)} blocks are too few for {end} tokens")
+        if not chunk.images:
+            return None
+        refusals = (self.model.refusal(image) for image in chunk.images)
+        return next((why for why in refusals if why is not None), None)
 
-    def _stray(self, chunk: Chunk) -> str | None:
+    def _stray(self, chunk: Chunk) -> BatonError | None:
         if self._in_range(chunk.tokens, chunk.block_table):
             return None
         vocab = self.model.vocab_size
-        return f"token ids outside 0..{vocab - 1} or blocks outside 0..{self._blocks - 1}"
+        return InternalError(
+            f"token ids outside 0..{vocab - 1} or blocks outside 0..{self._blocks - 1}"
+        )
 
     def _in_range(self, tokens: I32, blocks: I32) -> bool:
         return bool(
@@ -224,7 +241,8 @@ class TextGenerationPipeline:
             self.layers_done += 1
             if asked is not None and asked():
                 raise _Abandoned
-            if on_layers and (layer_end % self.layer_group == 0 or layer_end == layers):
+            due = layer_end % self.layer_group == 0 or layer_end == layers
+            if on_layers and layer_end and due:
                 for request in streaming:
                     on_layers(request, layer_end)
 
@@ -241,17 +259,20 @@ def _go_on(chunks: Sequence[Chunk], before: Sequence[Chunk]) -> bool:
             or chunk.start != last.start + len(last.tokens)
             or len(chunk.tokens) != 1
             or chunk.sample is None
+            or chunk.images
         ):
             return False
     return True
 
 
 def _without(
-    chunks: Sequence[Chunk], fault: Callable[[Chunk], str | None], failed: dict[bytes, BatonError]
+    chunks: Sequence[Chunk],
+    fault: Callable[[Chunk], BatonError | None],
+    failed: dict[bytes, BatonError],
 ) -> Sequence[Chunk]:
     """Return the chunks without a fault; the others go to ``failed``."""
     faults = {c.request: reason for c in chunks if (reason := fault(c)) is not None}
-    failed.update({request: InternalError(reason) for request, reason in faults.items()})
+    failed.update(faults)
     return [c for c in chunks if c.request not in faults]
 
 

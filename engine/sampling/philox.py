@@ -10,8 +10,8 @@ from __future__ import annotations
 Words4 = tuple[int, int, int, int]
 
 _MASK = 0xFFFFFFFF
-_MULTIPLY_0, _MULTIPLY_1 = 0xD2511F53, 0xCD9E8D57
-_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 
 
@@ -20,14 +20,14 @@ def philox4x32(counter: Words4, key: tuple[int, int]) -> Words4:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        product_0, product_1 = _MULTIPLY_0 * c0, _MULTIPLY_1 * c2
+        product_0, product_1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (
             (product_1 >> 32) ^ c1 ^ k0,
             product_1 & _MASK,
             (product_0 >> 32) ^ c3 ^ k1,
             product_0 & _MASK,
         )
-        k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
+        k0, k1 = (k0 + WEYL[0]) & _MASK, (k1 + WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
 

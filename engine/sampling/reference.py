@@ -28,6 +28,8 @@ def sample_reference(logits: F32, spec: SampleSpec, weigh: Weigh = platform_weig
     """Sample a token from ``logits[vocab]``."""
     params = spec.params
     logits = logits.astype(np.float32)
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += np.float32(bias)
     _penalties(logits, spec)
     for processor in params.logits_processors or ():
         processor(logits)

@@ -8,7 +8,7 @@ values give the cut, and ids decide only between values equal to the cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -65,11 +65,17 @@ def log_probs(logits: F32, token: int, top: int) -> TokenLogProbs:
 
 
 def _adjusted(logits: F32, spec: SampleSpec) -> F32:
-    """Return the logits after penalties, processors, bans and mask; the input if none apply."""
+    """Return the logits after biases, penalties, processors, bans and mask.
+
+    Returns the input if none of them apply.
+    """
     params, mask = spec.params, spec.mask
-    if not (params.needs_penalties or params.logits_processors or spec.banned or mask is not None):
+    changes = params.needs_penalties or params.logits_processors or params.logit_bias
+    if not (changes or spec.banned or mask is not None):
         return logits
     adjusted = logits.copy()
+    if params.logit_bias:
+        _add_biases(adjusted, params.logit_bias)
     if params.needs_penalties:
         _penalize(adjusted, spec)
     for processor in params.logits_processors or ():
@@ -88,6 +94,14 @@ def _left(allowed: Bools, banned: tuple[int, ...]) -> Bools:
     left = allowed.copy()
     left[np.asarray(banned)] = False
     return left if left.any() else allowed
+
+
+def _add_biases(logits: F32, biases: Mapping[int, float]) -> None:
+    """Add the biases in place."""
+    ids = np.fromiter(biases, np.int64, len(biases))
+    if ids.min() < 0 or ids.max() >= len(logits):
+        raise InternalError("logit_bias has ids outside the vocabulary")
+    logits[ids] += np.fromiter(biases.values(), np.float32, len(biases))
 
 
 def _penalize(logits: F32, spec: SampleSpec) -> None:

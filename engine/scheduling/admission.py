@@ -12,7 +12,7 @@ from __future__ import annotations
 from ...proto.errors import CapacityError
 from ..cache.paged_cache import PagedCache
 from .events import Event, Failed
-from .queues import Queues, by_rank
+from .queues import Queues
 from .sequence import Sequence
 
 
@@ -55,7 +55,7 @@ class Admission:
                 holders = self._queues.holders()
                 if len(holders) == 1:
                     break  # only grants hold the other blocks: keep these and skip a step
-                victim = max(holders, key=by_rank)
+                victim = _victim(holders, sequence)
                 self._preempt(victim)
                 if victim is sequence:
                     break
@@ -65,6 +65,7 @@ class Admission:
         sequence.free(self._cache)
         sequence.num_computed_tokens = 0
         self._queues.send_back(sequence)
+        sequence.preemptions += 1
         self.preemptions += 1
 
     def _fail(self, sequence: Sequence) -> None:
@@ -119,3 +120,12 @@ class Admission:
         sequence.num_computed_tokens = sequence.cached_tokens
         self.prefix_hit_tokens += sequence.cached_tokens
         return True
+
+
+def _victim(holders: list[Sequence], sequence: Sequence) -> Sequence:
+    """Return the sequence to preempt for ``sequence``: the last in rank, images last.
+
+    A decode worker cannot compute images again.
+    """
+    after = [s for s in holders if s.rank > sequence.rank]
+    return max(after, key=lambda s: (s.images is None, s.rank), default=sequence)

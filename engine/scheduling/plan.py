@@ -56,6 +56,24 @@ class SampleSpec:
 
 
 @dataclass(slots=True, frozen=True)
+class ChunkImage:
+    """The part of an image in a chunk: rows whose inputs are the image's features.
+
+    ``row``: first of these rows in the chunk (in :class:`ModelInputs`: in the step). ``first``,
+    ``count``: the features that they get; ``first`` is above 0 if a prefix hit ends inside the
+    image. ``key``: 16 bytes, identifies tenant and image. ``pixels``: uint8 ``[H, W, 3]``, or
+    empty in a context whose pixels were dropped. ``grid``: rows and columns in patches.
+    """
+
+    row: int
+    first: int
+    count: int
+    key: bytes
+    pixels: npt.NDArray[np.generic]
+    grid: tuple[int, int]
+
+
+@dataclass(slots=True, frozen=True)
 class Chunk:
     """Consecutive tokens of one request to run through the model in this step.
 
@@ -63,6 +81,8 @@ class Chunk:
     ``block_table``: int32, pool block of each logical block, covering ``start + n`` tokens.
     ``sample``: how to sample from the last row's logits; None if more of the prompt follows.
     ``stream_layers``: report finished layers during the step, so that handoff overlaps compute.
+    ``images``: parts of images in the chunk. ``rope_positions``: int32 ``[3, n]``, or None if they
+    are the positions plus ``rope_delta``, which holds for all tokens after the last image.
     """
 
     request: bytes
@@ -71,6 +91,9 @@ class Chunk:
     block_table: Int32
     sample: SampleSpec | None = None
     stream_layers: bool = False
+    images: tuple[ChunkImage, ...] = ()
+    rope_positions: Int32 | None = None
+    rope_delta: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,6 +128,7 @@ class StepResult:
     """The result of a plan. ``failed``: requests whose step failed, and the reason.
 
     ``abandoned``: the step was not finished, so ``seconds`` must not be used for estimates.
+    ``encode_seconds``: the part of ``seconds`` that encoded images.
     """
 
     step: int
@@ -113,6 +137,7 @@ class StepResult:
     num_tokens: int
     failed: dict[bytes, BatonError] = field(default_factory=dict)
     abandoned: bool = False
+    encode_seconds: float = 0.0
 
 
 def realized(

@@ -27,7 +27,8 @@ from collections.abc import Iterable
 import msgspec
 
 from ...proto.errors import BatonError, InternalError
-from ...proto.wire.messages import WorkerLoad
+from ...proto.wire.messages import Buckets, WorkerLoad
+from ...runtime.metrics.families import GAP_S, STEP_SECONDS, STEP_TOKENS, TOKENS, Histogram
 from ..cache.paged_cache import Allocation, PagedCache
 from .admission import Admission
 from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
@@ -72,6 +73,8 @@ class Scheduler:
         self._events: list[Event] = []
         self._prompt_tokens = self._generated_tokens = 0  # since the start
         self._compute_seconds = 0.0
+        self._step_seconds = Histogram(GAP_S)
+        self._step_tokens = Histogram(TOKENS)
         self._admission = Admission(cache, self._queues, 0 if config.one_token else config.growth)
         self._budget = ChunkBudget(config.token_budget, config.step_seconds)
 
@@ -233,7 +236,7 @@ class Scheduler:
             if allocation is None or allocation.capacity < tokens:
                 continue  # no blocks in this step
             if count > 1:
-                count = min(count, budget)
+                count = sequence.next_count(budget, alone=not prefills)
                 budget -= count
                 place = prefills
             else:
@@ -255,8 +258,11 @@ class Scheduler:
         self._compute_seconds += result.seconds
         rows = self._out.popleft()
         counts = [count for _, count in rows.values()]
+        self._step_seconds.observe(result.seconds)
+        self._step_tokens.observe(sum(counts))
         if max(counts) > 1 and not result.abandoned:
-            self._budget.learn(sum(counts), result.seconds)
+            # Encoding depends on the images, so it says nothing about the cost of tokens.
+            self._budget.learn(sum(counts), result.seconds - result.encode_seconds)
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
         for request, (sequence, count) in rows.items():
@@ -300,7 +306,7 @@ class Scheduler:
         if sequence.first_token is None:
             sequence.first_token = now
         events.append(TokenEvent(sequence.request, position, drawn.token, drawn.logprobs))
-        if sequence.context.is_done:
+        if sequence.context.status.is_done:
             self._queues.leave(sequence)
             self._let_go(sequence)
             events.append(Finished(sequence.request, sequence.context.status.value))
@@ -346,6 +352,10 @@ class Scheduler:
             generated_tokens=self._generated_tokens,
             preemptions=self._admission.preemptions,
             compute_seconds=self._compute_seconds,
+            histograms={
+                STEP_SECONDS: _buckets(self._step_seconds),
+                STEP_TOKENS: _buckets(self._step_tokens),
+            },
         )
 
     def check_integrity(
@@ -361,6 +371,10 @@ class Scheduler:
         holders |= {sequence for rows in self._out for sequence, _ in rows.values()}
         live = [s.allocation for s in holders if s.allocation is not None]
         self.cache.check_integrity([*live, *others], held)
+
+
+def _buckets(histogram: Histogram) -> Buckets:
+    return Buckets(list(histogram.counts), histogram.total)
 
 
 def _draws(sequence: Sequence, rows: _Rows) -> bool:

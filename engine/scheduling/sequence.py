@@ -7,16 +7,27 @@ give the next token. A sequence has no "prefill" or "decode" state.
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import numpy as np
 
+from ...proto.contexts.images import IMAGE_KEY_BYTES
 from ...proto.contexts.matching import Matcher
 from ...proto.contexts.outputs import TokenLogProbs
+from ...proto.contexts.rope_positions import (
+    context_grids,
+    context_rope_delta,
+    merged_grids,
+    rope_positions,
+    spans_of,
+)
 from ...proto.contexts.status import GenerationStatus
 from ...proto.contexts.text import TextContext
 from ...proto.contexts.tokens import FUTURE_TOKEN
-from ...proto.hashing import block_hashes
+from ...proto.contexts.vision import TextAndVisionContext
+from ...proto.hashing import ImageSpan, block_hashes
 from ..cache.paged_cache import Allocation, PagedCache
-from .plan import Chunk, Int32, SampleSpec, TokenMask
+from .plan import Chunk, ChunkImage, Int32, SampleSpec, TokenMask
 
 _NO_HISTORY: Int32 = np.empty(0, np.int32)
 _UNKNOWN: Int32 = np.array([FUTURE_TOKEN], np.int32)
@@ -29,16 +40,17 @@ class Sequence:
     grows only through :meth:`accept`. ``num_tokens``: its tokens, prompt and generated;
     ``prompt_length``: tokens of the original request; ``end_length``: maximum tokens.
     ``salt``: keys the block hashes (tenant and model). ``priority``: lower goes first, ties
-    by arrival. ``stream_from``: first prompt token that the receiver lacks; if set, finished
-    layers are reported during a step. ``arrival``, ``admitted``, ``first_token``: times in
-    seconds of the caller's clock.
+    by arrival. ``images``: the context's images, or None. ``stream_from``: first prompt token
+    that the receiver lacks; if set, finished layers are reported during a step. ``arrival``,
+    ``admitted``, ``first_token``: times in seconds of the caller's clock. Raises InputError if
+    images and grids contradict each other.
     """
 
     __slots__ = (
         "aborted", "admitted", "allocation", "arrival", "block_size", "cached_tokens", "context",
-        "end_length", "eos", "first_token", "hashes", "mask", "min_length", "needs_history",
-        "num_computed_tokens", "num_tokens", "priority", "prompt_length", "rank", "request",
-        "salt", "stream_from",
+        "end_length", "eos", "first_token", "hashes", "images", "mask", "min_length",
+        "needs_history", "num_computed_tokens", "num_tokens", "preemptions", "priority",
+        "prompt_length", "rank", "request", "salt", "stream_from",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +81,7 @@ class Sequence:
         self.aborted = False
         self.admitted: float | None = None
         self.first_token: float | None = None
+        self.preemptions = 0
         params = context.sampling_params
         limit = params.max_new_tokens
         longest = context.max_length
@@ -77,6 +90,9 @@ class Sequence:
         self.eos = () if context.ignore_eos else tuple(sorted(context.eos_token_ids))
         self.needs_history = params.needs_penalties
         self.mask = None if context.matcher is None else _mask_of(context.matcher)
+        self.images: SequenceImages | None = None
+        if isinstance(context, TextAndVisionContext) and context.images:
+            self.images = SequenceImages(context, salt)
 
     def constrain(self, matcher: Matcher) -> None:
         """Constrain the next tokens by a grammar; ``matcher`` has accepted all tokens so far."""
@@ -100,7 +116,8 @@ class Sequence:
         if start < end:
             tokens = self._tokens(start * self.block_size, end * self.block_size)
             parent = self.hashes[-1] if self.hashes else b""
-            self.hashes += block_hashes(tokens, self.block_size, self.salt, parent)
+            spans = self.images.spans(start * self.block_size) if self.images else ()
+            self.hashes += block_hashes(tokens, self.block_size, self.salt, parent, spans)
         return self.hashes
 
     def chunk(self, count: int, *, stream_layers: bool = False) -> Chunk:
@@ -111,7 +128,26 @@ class Sequence:
         end = start + count
         sample = self._sample_spec(end) if end == self.num_tokens else None
         table = self.allocation.block_table
-        return Chunk(self.request, start, self._tokens(start, end), table, sample, stream_layers)
+        tokens, images = self._tokens(start, end), self.images
+        if images is None:
+            return Chunk(self.request, start, tokens, table, sample, stream_layers)
+        rope = images.rope_positions(start, end)
+        parts = images.parts(start, end)
+        return Chunk(
+            self.request, start, tokens, table, sample, stream_layers, parts, rope, images.delta
+        )
+
+    def next_count(self, budget: int, *, alone: bool) -> int:
+        """Return the number of tokens of the next prefill chunk, at most ``budget``.
+
+        No chunk ends inside an image. An image that does not fit is taken whole if the chunk is
+        ``alone`` in its step, else the chunk waits.
+        """
+        start = self.num_computed_tokens
+        count = max(0, min(self.num_tokens - start, budget))
+        if self.images is None or not count:
+            return count
+        return self.images.aligned_count(start, count, whole=alone)
 
     @property
     def can_go_on_unseen(self) -> bool:
@@ -131,7 +167,9 @@ class Sequence:
             raise ValueError("a sequence without blocks has no chunk")
         self.context.update_with_future_token()
         sample = self._sample_spec(self.num_tokens + 1)
-        return Chunk(self.request, self.num_tokens, _UNKNOWN, self.allocation.block_table, sample)
+        table = self.allocation.block_table
+        delta = 0 if self.images is None else self.images.delta
+        return Chunk(self.request, self.num_tokens, _UNKNOWN, table, sample, rope_delta=delta)
 
     def accept(self, token: int, logprobs: TokenLogProbs | None) -> None:
         """Append a sampled token; the context's status then shows if the request ended.
@@ -144,7 +182,7 @@ class Sequence:
         else:
             context.update(token, logprobs)
         self.num_tokens += 1
-        if self.num_tokens >= self.end_length and not context.is_done:
+        if self.num_tokens >= self.end_length and not context.status.is_done:
             context.update_status(GenerationStatus.MAXIMUM_LENGTH)
 
     def _tokens(self, start: int, end: int) -> Int32:
@@ -165,3 +203,71 @@ class Sequence:
 def _mask_of(matcher: Matcher) -> TokenMask | None:
     """Return the matcher as a mask, or None if it can only accept or reject tokens."""
     return matcher if isinstance(matcher, TokenMask) else None
+
+
+# --------------------------------------------------------------------------- images
+
+
+class SequenceImages:
+    """The images of a context with at least one image.
+
+    ``delta``: rope position minus position of the tokens after the last image. ``salt``: of the
+    tenant and model; the hash of an image comes from the client, so features are not shared between
+    tenants. Raises InputError if images and grids contradict each other.
+    """
+
+    def __init__(self, context: TextAndVisionContext, salt: bytes) -> None:
+        self._spans = context.image_spans()
+        self._places = spans_of(context)
+        grids = context_grids(context)
+        self._merged = merged_grids(self._places, grids)
+        self.delta = context_rope_delta(context)
+        self._end = self._places[-1][1]
+        self._images = [
+            ChunkImage(
+                row=start,
+                first=0,
+                count=end - start,
+                key=blake2b(key, key=salt[:64], digest_size=IMAGE_KEY_BYTES).digest(),
+                pixels=image.pixel_values,
+                grid=(int(rows), int(columns)),
+            )
+            for (start, end, key), image, (_, rows, columns) in zip(
+                self._spans, context.images, np.asarray(grids), strict=True
+            )
+        ]
+
+    def spans(self, start: int) -> list[ImageSpan]:
+        """Return the spans for block hashes of the tokens from ``start`` on."""
+        return [(a - start, b - start, key) for a, b, key in self._spans if b > start]
+
+    def aligned_count(self, start: int, count: int, *, whole: bool) -> int:
+        """Return how many of ``count`` tokens from ``start`` on a chunk takes without cutting.
+
+        It ends before the image that contains its end. If this is the image at its start, it takes
+        the whole image, or nothing unless ``whole``.
+        """
+        for first, last in self._places:
+            if first < start + count < last:
+                if first > start:
+                    return first - start
+                return last - start if whole else 0
+        return count
+
+    def rope_positions(self, start: int, end: int) -> Int32 | None:
+        """Return rope positions of the tokens, int32 ``[3, n]``; None after the last image."""
+        if start >= self._end:
+            return None
+        return rope_positions(self._places, self._merged, start, end)
+
+    def parts(self, start: int, end: int) -> tuple[ChunkImage, ...]:
+        """Return the parts of images among the tokens ``[start, end)``."""
+        found = []
+        for image in self._images:
+            low, high = max(image.row, start), min(image.row + image.count, end)
+            if low < high:
+                part = ChunkImage(
+                    low - start, low - image.row, high - low, image.key, image.pixels, image.grid
+                )
+                found.append(part)
+        return tuple(found)

@@ -9,7 +9,6 @@ import time
 from typing import Protocol
 
 from ...proto.contexts.text import TextContext
-from ...proto.contexts.validators import validate_text_only
 from ...proto.errors import InputError, InternalError
 from ...proto.hashing import cache_salt
 from ..cache.paged_cache import PagedCache
@@ -29,6 +28,10 @@ class PlanRunner(Protocol):
     @property
     def kv(self) -> _Books:
         """The pipeline's KV cache, which creates its bookkeeping."""
+        ...
+
+    def check(self, context: TextContext) -> None:
+        """Raise InputError if the model cannot run the context."""
         ...
 
     def execute(self, plan: StepPlan, on_layers: OnLayers | None = None) -> StepResult:
@@ -60,9 +63,9 @@ class StepLoop:
         """Queue a request and return its key; its tokens and status appear in ``context``.
 
         The caller must compile a ``json_schema`` first: see :mod:`..grammar.constraint`. Raises
-        InputError for a context with images, or with a schema but no matcher.
+        InputError for a context that the model cannot run, or with a schema but no matcher.
         """
-        validate_text_only(context)
+        self.pipeline.check(context)
         if context.json_schema is not None and context.matcher is None:
             raise InputError("the context has a json_schema but no matcher")
         self._added += 1

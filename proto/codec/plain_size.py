@@ -1,8 +1,8 @@
-"""The memory that plain values of a message will take, counted before anything is built.
+"""Bounds the memory of decoded plain values before any object is built.
 
-An empty list takes one byte in a message and 64 as an object, an empty set 224. So a type that is
-made of lists, sets, dicts and scalars alone is decoded only after one pass over the message has
-shown that its objects stay within a multiple of its bytes.
+An empty list takes 1 byte in a message and 64 bytes as an object; an empty set takes 224. So one
+pass over the message estimates the size of its objects. Types that consist of lists, sets, dicts
+and scalars alone are decoded only if this size is within a multiple of the message's bytes.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from uuid import UUID
 from ..errors import LimitExceeded
 
 SMALL = 4096
-"""Messages up to this many bytes need no pass: their objects fit into 1 MB, whatever they are."""
+"""Messages up to this many bytes need no pass: any objects in them fit into 1 MB."""
 
-# What CPython takes, in bytes; an item's slot is counted with its list.
+# Sizes of CPython's objects in bytes. A list's size includes the slots of its items.
 _LIST, _SLOT = 64, 8
 _SET, _SET_ENTRY, _LEAST_ENTRIES = 224, 16, 8
 _MAP, _SMALL_MAP, _SMALL_MAP_PAIRS, _PAIR = 64, 240, 5, 80
-"""``_PAIR``: of a dict that has just grown, with the smaller table it is filled from."""
+"""``_PAIR``: per pair of a dict that has just grown, including the old table that it replaces."""
 _TEXT, _WIDE_TEXT, _DATA = 49, 76, 49
 _NUMBER, _NEGATIVE_NUMBER, _SHORT_NUMBER = 11, 21, 10
-"""For each byte of numbers, as an object of one takes 32: most are of 3 bytes or more, those of
-:data:`_NEGATIVE` of one, and those that begin with :data:`_SHORT` of 2."""
+"""Bytes of objects per byte of numbers in the message. A number's object takes 32 bytes. Most
+numbers have 3 bytes or more in the message; numbers in :data:`_NEGATIVE` have 1, and numbers that
+begin with :data:`_SHORT` have 2."""
 
 _SCALARS = re.compile(
     rb"(?:[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]++|[\xcc\xd0].|[\xcd\xd1]..|[\xca\xce\xd2].{4}"
     rb"|[\xcb\xcf\xd3].{8})++",
     re.DOTALL,
 ).match
-"""Numbers, booleans and nil, as many as follow each other."""
+"""Matches a run of consecutive numbers, booleans and nils."""
 _NEGATIVE = bytes(range(0xE0, 0xFB))
-"""Numbers of one byte that CPython keeps no objects of."""
+"""One-byte numbers below -5: CPython creates a new object for each of them."""
 _SHORT = b"\xd0"
 _NUMBERS = frozenset({0xC0, 0xC2, 0xC3, *range(0xCA, 0xD4)})
 _EXT_FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
@@ -49,18 +50,18 @@ _EXT_WIDTH = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _COUNT_WIDTH = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 FACTOR, MARGIN = 31, 900_000
-"""Objects may take so many times the bytes of the message, and so many more."""
+"""Limit of the objects' bytes: ``FACTOR`` times the message's bytes, plus ``MARGIN``."""
 
 _STEADY = frozenset(
     {float, bool, str, bytes, bytearray, type(None)}
     | {datetime, date, time, timedelta, UUID, Decimal}
 )
-"""Scalars whose objects take less than that, whatever their values."""
+"""Scalars whose objects stay below :data:`FACTOR` for every value."""
 _CONTAINERS = frozenset({list, tuple, dict})
 
 
 def is_plain(kind: Any) -> bool:
-    """Whether a declared type consists of containers, scalars and ``Any`` alone."""
+    """Whether a declared type consists only of containers, scalars and ``Any``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return is_plain(arguments[0])
@@ -72,7 +73,7 @@ def is_plain(kind: Any) -> bool:
 
 
 def may_grow(kind: Any) -> bool:
-    """Whether a plain type has values that take more memory than :data:`FACTOR` allows."""
+    """Whether some values of a plain type exceed :data:`FACTOR`, so that a check is needed."""
     if get_origin(kind) is Annotated:
         return may_grow(get_args(kind)[0])
     arguments = [one for one in get_args(kind) if one is not ...]
@@ -85,8 +86,8 @@ def may_grow(kind: Any) -> bool:
 def is_nested(kind: Any) -> bool:
     """Whether a plain type has containers in containers, sets, dicts of numbers, or ``Any``.
 
-    The other types that :func:`may_grow` are flat lists of numbers: only numbers of one byte below
-    -5 take more than :data:`FACTOR` allows there.
+    All other types for which :func:`may_grow` is true are flat lists of numbers. In such a list,
+    only one-byte numbers below -5 exceed :data:`FACTOR`.
     """
     origin, arguments = get_origin(kind), [one for one in get_args(kind) if one is not ...]
     if origin is Annotated:
@@ -101,7 +102,7 @@ def is_nested(kind: Any) -> bool:
 
 
 def is_hashable(kind: Any) -> bool:
-    """Whether all values of a plain type can be in sets and be keys of dicts."""
+    """Whether all values of a plain type can be items of sets and keys of dicts."""
     origin, arguments = get_origin(kind), [one for one in get_args(kind) if one is not ...]
     if origin is Annotated:
         return is_hashable(arguments[0])
@@ -110,35 +111,35 @@ def is_hashable(kind: Any) -> bool:
 
 
 def has_sets(kind: Any) -> bool:
-    """Whether lists of a message may become sets."""
+    """Whether the type has sets, so that lists of a message are decoded as sets."""
     origin = get_origin(kind) or kind
     return _is_set(origin) or (origin is not Literal and any(map(has_sets, get_args(kind))))
 
 
 def has_small_numbers(message: bytes, room: int) -> bool:
-    """Whether flat lists of a message may take more than ``room`` bytes; False if certainly not.
+    """Return False if the flat lists of a message certainly fit into ``room`` bytes, else True.
 
-    Counts in C the bytes that could be numbers of one byte below -5.
+    Fast: counts, in C, the bytes that could be one-byte numbers below -5.
     """
     negative = len(message) - len(message.translate(None, _NEGATIVE))
     return _NEGATIVE_NUMBER * negative + (_NUMBER + _SLOT) * len(message) > room
 
 
 def check_plain_size(message: bytes, room: int, *, sets: bool) -> int:
-    """Return the rest of ``room`` bytes when the objects of a message are built.
+    """Return how many of ``room`` bytes are left after the objects of a message are built.
 
-    LimitExceeded if they would take more. Records are counted as dicts.
-    ``sets``: count every list as a set. What is no msgpack is left to the decoder.
+    Raises LimitExceeded if the objects need more than ``room``. Structs are counted as dicts.
+    ``sets``: count every list as a set. Invalid msgpack is not reported here, but by the decoder.
     """
     at, end = 0, len(message)
     while at < end and room >= 0:
         first = message[at]
-        if 0xA0 <= first <= 0xBF:  # a short text, the most frequent value that is no number
+        if 0xA0 <= first <= 0xBF:  # a short text: the most frequent value after numbers
             at += 1 + (first & 0x1F)
             room -= _text_bytes(message[at - (first & 0x1F) : at])
         elif first <= 0x7F or first >= 0xE0 or first in _NUMBERS:
             run = _SCALARS(message, at)
-            at = end if run is None else run.end()  # cut off: the decoder will say so
+            at = end if run is None else run.end()  # truncated: the decoder raises
             room -= 0 if run is None else _number_bytes(run[0])
         else:
             taken, at = _value(message, at, sets)
@@ -149,7 +150,11 @@ def check_plain_size(message: bytes, room: int, *, sets: bool) -> int:
 
 
 def _value(message: bytes, at: int, sets: bool) -> tuple[int, int]:
-    """Bytes that a text, data, a list or a map takes without its items, and where it ends."""
+    """Return the object's bytes without its items, and the position after the value's header.
+
+    The value is a text, data, a list or a map. Text and data have no items, so their position is
+    the value's end.
+    """
     first = message[at]
     if first <= 0x8F:
         return _map_bytes(first & 0x0F), at + 1
@@ -168,7 +173,7 @@ def _value(message: bytes, at: int, sets: bool) -> tuple[int, int]:
     elif first in _EXT_WIDTH:
         length, at = _number(message, at + 1, _EXT_WIDTH[first])
     else:
-        return 0, at + 1  # no msgpack
+        return 0, at + 1  # not valid msgpack
     at += length + (first not in _DATA_WIDTH)
     return _DATA + length, at
 
@@ -178,7 +183,7 @@ def _number(message: bytes, at: int, width: int) -> tuple[int, int]:
 
 
 def _number_bytes(found: bytes) -> int:
-    """What a run of numbers takes."""
+    """Return the bytes of the objects of a run of numbers."""
     negative = len(found) - len(found.translate(None, _NEGATIVE))
     short = found.count(_SHORT)
     return _NUMBER * len(found) + _NEGATIVE_NUMBER * negative + _SHORT_NUMBER * short
@@ -187,7 +192,7 @@ def _number_bytes(found: bytes) -> int:
 def _text_bytes(text: bytes) -> int:
     length = len(text)
     if length < 2:
-        return 0  # CPython keeps these
+        return 0  # CPython shares one object per text
     if text.isascii():
         return (_TEXT + length + 15) // 16 * 16
     return (_WIDE_TEXT + 4 * length + 15) // 16 * 16
@@ -196,7 +201,7 @@ def _text_bytes(text: bytes) -> int:
 def _list_bytes(count: int, sets: bool) -> int:
     if not sets:
         return _LIST + _SLOT * count
-    # CPython's sets take four times what they hold, and large ones twice, when 3 of 5 are used.
+    # When 3 of 5 entries are used, a set grows to four times its items (large sets: twice).
     entries, old = _LEAST_ENTRIES, 0
     while 5 * count >= 3 * (entries - 1):
         used, old = -(-3 * (entries - 1) // 5), entries
@@ -216,7 +221,7 @@ def _is_steady(kind: Any) -> bool:
 
 
 def _is_scalar(kind: Any) -> bool:
-    """Whether the values of a plain type have no items."""
+    """Whether a plain type is a scalar, without items."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _is_scalar(arguments[0])

@@ -32,16 +32,9 @@ from ..errors import DecodeFailed, LimitExceeded
 from ..limits import MAX_ARRAY_BYTES, MAX_ARRAY_FRAMES
 from ..sampling import SamplingParams
 from ..wire.arrays import Array, ArrayReader, Frame, OpenShared, array_map, read_array
-from ..wire.context_maps import (
-    Write,
-    from_map,
-    has_one_array,
-    put_arrays,
-    put_tokens,
-    to_map,
-    token_buffer,
-)
+from ..wire.context_maps import Write, from_map, to_map, token_buffer
 from ..wire.log_prob_maps import LogProbMaps, build_log_probs
+from ..wire.map_bytes import has_one_array, put_arrays, put_tokens
 from ..wire.wire_context import (
     WireContext,
     WirePixelContext,
@@ -182,6 +175,7 @@ def _build_tokens(value: WireTokens, reader: ArrayReader) -> TokenBuffer:
 
 
 _PARAMS_BYTES = 1500
+_BIAS_BYTES = 160
 """Memory of decoded sampling parameters, which may be a single byte in a message."""
 
 
@@ -195,7 +189,7 @@ _room = _Room()
 
 
 def _count(nbytes: int) -> None:
-    """Take room for an object that will be built; LimitExceeded if there is none left."""
+    """Take room for an object that will be built; LimitExceeded if no room is left."""
     _room.left -= nbytes
     if _room.left < 0:
         raise LimitExceeded("the objects of a message would be much larger than its bytes")
@@ -205,7 +199,7 @@ class _CountedSampling(WireSampling, frozen=True, gc=False):
     """Sampling parameters in a user's own type: counted before they are built."""
 
     def __post_init__(self) -> None:
-        _count(_PARAMS_BYTES)
+        _count(_PARAMS_BYTES + _BIAS_BYTES * len(self.logit_bias or ()))
 
 
 def _build_params(value: WireSampling, _: ArrayReader) -> SamplingParams:
@@ -415,7 +409,7 @@ def msgpack_numpy_decoder(
 ) -> NumpyDecoder[T]:
     """Decoder for ``type_``; arrays are decoded where the type declares them.
 
-    Where it says ``Any``, an array stays the map it is on the wire. ``copy=False`` gives
+    Where the type is ``Any``, an array stays the map it is on the wire. ``copy=False`` gives
     read-only arrays that keep the decoded message, or its shared memory, alive.
     ``use_shared_memory``: False refuses arrays in shared memory, for messages of senders that
     are not trusted to be on this host.

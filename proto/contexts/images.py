@@ -12,15 +12,18 @@ import numpy.typing as npt
 from .equality import same_fields
 
 IMAGE_KEY_BYTES = 16
+_HASH_BYTES = 8
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ImageMetadata:
     """An image and its placeholder tokens ``[start_idx, end_idx)``.
 
-    ``pixel_values``: float32, or uint16 with the bits of bfloat16, in the model's shape.
-    ``image_hash``: 64-bit identity of the image for the prefix cache; None: computed from the
-    pixels when needed. Raises ValueError for an empty range or a negative start.
+    ``pixel_values``: uint8 ``[height, width, 3]``, resized for the model (other models may take
+    float32, or uint16 with the bits of bfloat16, in their shape); empty after the handoff, which
+    needs no pixels. ``image_hash``: 64-bit identity of the image for the prefix cache
+    (:func:`image_hash`); None: computed from the pixels when needed. Raises ValueError for an empty
+    range or a negative start.
     """
 
     start_idx: int
@@ -48,6 +51,18 @@ class ImageMetadata:
     def key(self) -> bytes:
         """Return the image's 16-byte key for block hashes; see :func:`image_key`."""
         return image_key(self.pixel_values, self.image_hash)
+
+
+def image_hash(pixels: npt.NDArray[np.uint8]) -> int:
+    """Return the 64-bit identity of an image: a keyless hash of its pixels and their shape.
+
+    ``pixels``: uint8 ``[height, width, 3]``. A worker computes it again, because a client's value
+    may be wrong.
+    """
+    digest = blake2b(digest_size=_HASH_BYTES, person=b"baton-pixels")
+    digest.update(np.array(pixels.shape, "<i8").tobytes())
+    digest.update(np.ascontiguousarray(pixels).data.cast("B") if pixels.size else b"")
+    return int.from_bytes(digest.digest(), "little")
 
 
 def image_key(pixels: npt.NDArray[Any], image_hash: int | None = None) -> bytes:

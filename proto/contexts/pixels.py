@@ -1,7 +1,14 @@
-"""A request for an image: latents are refined in steps from text tokens, and become an image."""
+"""A request for an image: latents are refined in steps from text tokens, and become an image.
+
+The image is encoded as PNG with zlib alone.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
+import struct
+import zlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -9,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from ..ids import RequestID
 from ..limits import MAX_NAMED_ARRAYS
 from .equality import same_fields
-from .image_output import GenerationOutput, OutputImageContent
 from .status import GenerationStatus
 from .text import wrap_tokens
 from .tokens import TokenBuffer
@@ -24,6 +30,56 @@ Floats = npt.NDArray[np.float32]
 
 def _no_floats() -> Floats:
     return np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputImageContent:
+    """One image as base64 text, or its URL.
+
+    ``format``: ``png``, ``jpeg`` and so on, in lower case.
+    """
+
+    image_data: str | None = None
+    image_url: str | None = None
+    format: str | None = None
+    detail: str | None = None
+    type: str = "output_image"
+
+    def __post_init__(self) -> None:
+        if self.type != "output_image":
+            raise ValueError(f"the type of an output image is not {self.type[:40]!r}")
+
+    @classmethod
+    def from_numpy(
+        cls,
+        array: npt.NDArray[Any],
+        format: str = "png",  # noqa: A002
+        detail: str | None = None,
+    ) -> OutputImageContent:
+        """Encode uint8 ``[height, width]`` or ``[height, width, 1, 3 or 4 channels]``.
+
+        ``detail``: level of detail for a reader, passed through. Raises ValueError for other
+        arrays and for images that the format cannot hold. Formats other than PNG need Pillow
+        (``pip install pillow``); raises ConfigError without it.
+        """
+        png = encode_png(array)
+        name = format.lower()
+        data = png if name == "png" else _converted(png, name)
+        return cls(image_data=base64.b64encode(data).decode(), format=name, detail=detail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOutput:
+    """Generated contents of one request, and its status after them."""
+
+    request_id: RequestID
+    final_status: GenerationStatus
+    output: list[OutputImageContent] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether these are the request's last contents."""
+        return self.final_status.is_done
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -109,3 +165,48 @@ def _pixels(latents: Array) -> npt.NDArray[np.uint8]:
     if not np.all((latents >= 0) & (latents <= 1)):
         raise InputError("latents must be decoded to pixels, floats from 0 to 1 or uint8, first")
     return np.rint(latents.astype(np.float32) * 255).astype(np.uint8)
+
+
+def _converted(png: bytes, wanted: str) -> bytes:
+    try:
+        from PIL import Image  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError(f"images as {wanted[:40]!r} need Pillow: pip install pillow") from None
+    out = io.BytesIO()
+    try:
+        Image.open(io.BytesIO(png)).save(out, format=wanted)
+    except (KeyError, OSError) as error:
+        raise InputError(f"the image cannot be written as {wanted[:40]!r}: {error}") from None
+    return out.getvalue()
+
+
+_COLOURS = {1: 0, 3: 2, 4: 6}  # channels: grey, RGB, RGB and alpha
+
+
+def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Encode uint8 ``[height, width]`` or ``[height, width, 1, 3 or 4]``; else ValueError."""
+    if pixels.ndim not in (2, 3):
+        raise ValueError(
+            f"Expected 2D or 3D array [height, width(, channels)], not shape {pixels.shape}"
+        )
+    height, width = pixels.shape[:2]
+    channels = pixels.shape[2] if pixels.ndim == 3 else 1
+    if channels not in _COLOURS:
+        raise ValueError(f"Unsupported number of channels: {channels}, an image has 1, 3 or 4")
+    if pixels.dtype != np.uint8:
+        raise ValueError(f"pixels must be uint8, not {pixels.dtype}")
+    if not height or not width:
+        raise ValueError(f"an image of shape {pixels.shape} has no pixels")
+    rows = np.zeros((height, 1 + width * channels), np.uint8)  # each begins with filter 0: none
+    rows[:, 1:] = pixels.reshape(height, -1)
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + _png_chunk(b"IHDR", header)
+        + _png_chunk(b"IDAT", zlib.compress(rows.tobytes(), 6))
+        + _png_chunk(b"IEND", b"")
+    )
+
+
+def _png_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

@@ -25,7 +25,7 @@ from ..wire.endpoints import check_target_endpoint
 from ..wire.wire_context import EosSequences
 from .equality import same_fields
 from .matching import Matched, Matcher
-from .outputs import LogProbabilities, TextGenerationOutput, TokenLogProbs
+from .outputs import LogProbabilities, TextGenerationOutput, TokenLogProbs, token_output
 from .status import GenerationStatus
 from .tokens import FUTURE_TOKEN, TokenBuffer
 
@@ -241,9 +241,7 @@ class TextContext(OldNames, Matched):
             if token == FUTURE_TOKEN:
                 raise ValueError(NOT_REALIZED)
             buffer._completion_start = end
-            return TextGenerationOutput(
-                request_id=self.request_id, tokens=[token], final_status=self.status
-            )
+            return token_output(self.request_id, token, self.status)
         start, tokens = self._undelivered()
         if FUTURE_TOKEN in tokens:
             raise ValueError(NOT_REALIZED)

@@ -17,6 +17,7 @@ from .message_types import (
     Attempt,
     Binaries,
     Binary,
+    Code,
     Count,
     LogProbs,
     Message,
@@ -26,6 +27,8 @@ from .message_types import (
     Text,
     TokenIds,
     Word,
+    WorkerName,
+    WorkerTimes,
 )
 from .wire_context import CarriedArray, CarriedContext
 
@@ -58,15 +61,16 @@ class Terminal(Message, frozen=True, kw_only=True, eq=False):
     request: Binary
     attempt: Attempt = 0
     position: Count = 0  # the context's length at its end: tokens below it must have arrived
-    status: Name | None = None
-    code: Name | None = None
+    status: Code | None = None
+    code: Code | None = None
     message: Text = ""
     retry_after: Seconds | None = None
     request_id: Name = ""  # identifies a refused request to a client that has not got its key
     cached_tokens: Count = 0
-    prefill: Name = ""  # workers that served the request, for the client
-    decode: Name = ""
+    prefill: WorkerName = ""  # workers that served the request, for the client
+    decode: WorkerName = ""
     embedding: CarriedArray = None  # float32 [dim], of a request for embeddings
+    times: WorkerTimes | None = None  # from a worker to the router alone
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
     def __eq__(self, other: object) -> bool:
@@ -89,7 +93,9 @@ class Submit(Message, frozen=True, kw_only=True):
     pool: Name | None = None
     pin: Name = "prefer"  # "strict": a replay may not move the request off target_endpoint
     fallback: bool = False  # choose another worker if target_endpoint cannot take the request
-    serial: Word = 0  # number of the request at its client; tells requests of one name apart
+    serial: Word = 0  # number of the request at its client; distinguishes requests of one name
+    gateway: Name = ""  # name of the gateway that sends it for an HTTP client
+    traceparent: Name = ""  # trace that the request belongs to, as in W3C Trace Context
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 
@@ -107,6 +113,8 @@ class Resume(Message, frozen=True, kw_only=True):
     pool: Name | None = None
     pin: Name = "prefer"
     fallback: bool = False
+    gateway: Name = ""  # as in Submit, like the next field
+    traceparent: Name = ""
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 
@@ -135,6 +143,10 @@ class Status(Message, frozen=True, kw_only=True):
     """Request the cluster's state."""
 
     handoffs: Count = 16  # number of recent handoffs to list
+    requests: Count = 0  # number of ended requests to describe, the latest ones
+    request: Name = ""  # describe all requests with this id, key, or part of the id
+    metrics: bool = False  # report also the families of metrics
+    nonce: Word = 0  # repeated in the answer; 0: none
 
 
 class Drain(Message, frozen=True, kw_only=True):
@@ -181,6 +193,7 @@ class StatusReport(Message, frozen=True, kw_only=True):
     """The output of ``baton status --json``, as JSON text."""
 
     report: bytes
+    nonce: Word = 0  # of the Status that it answers
 
 
 class Moved(Message, frozen=True, kw_only=True):

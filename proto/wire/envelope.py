@@ -1,4 +1,4 @@
-"""Envelopes: many messages in one frame, large arrays beside them without a copy.
+"""Envelopes: many messages in one frame, and their large arrays in separate frames, uncopied.
 
 Frames::
 
@@ -6,35 +6,39 @@ Frames::
     1..n   one large array each, raw bytes, in the order of the messages they belong to
 
 The context of a message is the map that :func:`..codec.single_buffer.msgpack_numpy_encoder` writes.
-Its array frames are numbered from 1 for each message. So a router forwards a context as it came,
-and the public decoder alone can read it, from the map and the message's frames.
+Its array frames are numbered from 1 for each message. So a router can forward a context unchanged,
+and the public decoder can read it from the map and the message's frames alone.
 
-Between workers envelopes are *sealed*, because what a decode worker believes nobody asks
-again: ``b"BS" | u8 version | u64 digest | msgpack array``, little-endian, with the digest of
-all that follows, array frames included. Without a seal only messages are heard that cannot
-do harm (:data:`.messages.UNSEALED`).
+Envelopes between workers are *sealed*, because no later message corrects a wrong value at a decode
+worker. Format: ``b"BS" | u8 version | u64 digest | msgpack array``, little-endian. The digest
+covers all following bytes, including the array frames. An unsealed envelope may contain only
+harmless messages (:data:`.messages.UNSEALED`).
 
-Invariant of the decoders: whatever bytes come in, only DecodeFailed, EnvelopeDamaged,
-LimitExceeded or VersionMismatch comes out, and memory stays within a small multiple of the
-bytes received: sizes and counts are checked first, and every value is decoded into a declared
-type, so nothing generic is ever built. Unknown fields, of a newer peer, are skipped unbuilt.
+Invariant of the decoders: for any received bytes, they raise only DecodeFailed, EnvelopeDamaged,
+LimitExceeded or VersionMismatch, and their memory stays within a small multiple of these bytes.
+Sizes and counts are checked first, and every value is decoded into a declared type, so no generic
+objects are built. Unknown fields, sent by a newer peer, are skipped.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NoReturn, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Generic, NoReturn, TypeVar, get_args
 from zlib import crc32
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 from msgspec.structs import replace
 
 from ..errors import (
+    BatonError,
     DecodeFailed,
     EnvelopeDamaged,
+    InputError,
     LimitExceeded,
     ProtocolError,
 )
@@ -46,10 +50,12 @@ from ..limits import (
     MAX_KV_FRAME_BYTES,
     MAX_KV_HEADER_BYTES,
     MAX_MESSAGES_PER_FRAME,
+    MAX_NAME_CHARS,
+    MAX_REQUEST_ID_CHARS,
     PROTOCOL_VERSION,
 )
 from .arrays import ArrayMap, ArrayReader, Frame, array_bytes, array_map, frame_map
-from .context_maps import MapEncoder, attach_context, put_attached, within
+from .map_bytes import MapEncoder, attach_context, put_attached, within
 from .messages import UNSEALED, KVFrame, Message
 from .versions import check_version
 from .wire_context import WireContext
@@ -68,7 +74,7 @@ _ARRAY32 = 0xDD
 _HEADS = {
     extra: struct.Struct(f"<3s{extra}xB").unpack_from for extra in (0, _DIGEST_BYTES, _CRC_BYTES)
 }
-"""By what lies between version and body: reads the prefix and the first byte of the body."""
+"""Reads the prefix and the body's first byte; key: number of bytes between version and body."""
 _NIL = b"\xc0"
 
 _set = msgspec.structs.force_setattr
@@ -76,7 +82,7 @@ _set = msgspec.structs.force_setattr
 Vector = npt.NDArray[np.float32]
 T = TypeVar("T")
 Digest = Callable[[Sequence[Frame]], int]
-"""XXH3-64 of buffers one after the other; handed in, so proto needs no library for it."""
+"""Computes the XXH3-64 of consecutive buffers; passed in, so that proto needs no library for it."""
 
 
 _CARRIERS = {
@@ -85,13 +91,13 @@ _CARRIERS = {
     for name in ("context", "embedding")
     if name in kind.__struct_fields__
 }
-"""The messages with arrays, and the field that holds them."""
+"""The messages that hold arrays, and the field that holds them."""
 
 
 class EnvelopeEncoder:
     """Encodes batches of messages; one instance per thread.
 
-    ``max_bytes``: limit of the first frame, as the receiver's. ``digest``: seals them.
+    ``max_bytes``: limit of the first frame, equal to the receiver's. ``digest``: seals envelopes.
     """
 
     def __init__(self, max_bytes: int = MAX_CONTROL_BYTES, digest: Digest | None = None) -> None:
@@ -101,10 +107,10 @@ class EnvelopeEncoder:
         self._maps = MapEncoder()
 
     def encode(self, messages: Sequence[Message]) -> list[Frame]:
-        """Frames of one ZeroMQ message.
+        """Return the frames of one ZeroMQ message.
 
-        Frames after the first are views of the messages' own arrays: leave those unchanged
-        until the message is sent. LimitExceeded if a receiver would refuse the size.
+        Frames after the first are views of the messages' own arrays: do not change these arrays
+        until the message is sent. Raises LimitExceeded if a receiver would reject the size.
         """
         frames: list[Frame] = [b""]
         body = self._encoder.encode(
@@ -116,14 +122,18 @@ class EnvelopeEncoder:
             prefix = _SEALED_PREFIX + digest.to_bytes(_DIGEST_BYTES, "little")
         size = len(prefix) + len(body)
         if size > self._max_bytes or len(messages) > MAX_MESSAGES_PER_FRAME:
-            raise LimitExceeded(f"{len(messages)} messages of {len(body)} bytes in one envelope")
+            raise LimitExceeded(
+                f"{len(messages)} messages of {len(body)} bytes in one envelope; limits: "
+                f"{MAX_MESSAGES_PER_FRAME} messages, {self._max_bytes} bytes"
+            )
         frames[0] = prefix + body
         return frames
 
     def _packed(self, message: Any, frames: list[Frame]) -> Any:
-        """The message with its context or vector as bytes, whose large arrays join the frames.
+        """Return the message with its context or embedding encoded.
 
-        A text request made here stays as it is: it is encoded in one go with its message.
+        Large arrays are appended to ``frames``. A text context that this process made is left to
+        msgspec, which encodes it with its message.
         """
         name = _CARRIERS[type(message)]
         value = getattr(message, name)
@@ -147,7 +157,7 @@ class EnvelopeEncoder:
 
 
 def _encode_object(value: object) -> object:
-    if isinstance(value, np.ndarray):  # the tokens of a text request, its only array
+    if isinstance(value, np.ndarray):  # the tokens, the only array of a text context
         return array_map(value) if value.nbytes < INLINE_ARRAY_BYTES else frame_map(value, 1)
     if isinstance(value, np.generic):
         return value.item()
@@ -157,8 +167,8 @@ def _encode_object(value: object) -> object:
 class EnvelopeDecoder(Generic[T]):
     """Decodes envelopes of one direction: ``EnvelopeDecoder[ClientToRouter](ClientToRouter)``.
 
-    ``max_bytes``: limit of the first frame. ``digest``: envelopes must be sealed with it;
-    ``damaged`` counts those that were not what their sender had sealed.
+    ``max_bytes``: limit of the first frame. ``digest``: checks the seals, which are then required.
+    ``damaged``: number of envelopes with a wrong digest.
     """
 
     def __init__(
@@ -173,9 +183,9 @@ class EnvelopeDecoder(Generic[T]):
         self.damaged = 0
 
     def decode(self, frames: Sequence[Frame]) -> list[T]:
-        """Messages of one envelope; arrays are read-only views of the frames.
+        """Return the messages of one envelope; arrays are read-only views of the frames.
 
-        Raises DecodeFailed, EnvelopeDamaged, LimitExceeded or VersionMismatch, nothing else.
+        Raises only DecodeFailed, EnvelopeDamaged, LimitExceeded or VersionMismatch.
         """
         try:
             body, sealed = self._body(frames)
@@ -187,7 +197,7 @@ class EnvelopeDecoder(Generic[T]):
                     if attach is not None:
                         used += attach(message, frames, used)
             if used != len(frames) - 1:  # each frame belongs to one array
-                raise DecodeFailed(f"{len(frames) - 1} array frames, but {used} are referred to")
+                raise DecodeFailed(f"{len(frames) - 1} array frames, but {used} are used")
             if self._digest is not None and not sealed:
                 _check_harmless(messages)
         except Exception as error:
@@ -195,11 +205,11 @@ class EnvelopeDecoder(Generic[T]):
         return messages
 
     def _body(self, frames: Sequence[Frame]) -> tuple[Frame, bool]:
-        """The msgpack array, and whether it was sealed."""
+        """Return the msgpack array, and whether it was sealed."""
         if not 0 < len(frames) <= _MOST_FRAMES:
             raise _wrong_count(frames)
         frame = frames[0]
-        # A view takes more time than a copy of a short message.
+        # Copying a short message takes less time than creating a view.
         short = type(frame) is bytes and len(frame) <= INLINE_ARRAY_BYTES
         first = frame if short else memoryview(frame)
         if self._digest is None or first[:2] != SEALED_MAGIC:
@@ -217,8 +227,8 @@ class EnvelopeDecoder(Generic[T]):
 _decode_array = msgspec.msgpack.Decoder(ArrayMap).decode
 
 
-def _attach_vector(message: Any, frames: Sequence[Frame], base: int) -> int:
-    """Put a vector, or None, in place of its bytes; how many frames it took."""
+def _attach_embedding(message: Any, frames: Sequence[Frame], base: int) -> int:
+    """Replace an encoded embedding by its array or None; return the number of frames it used."""
     raw = message.embedding
     if raw is None:
         return 0
@@ -230,14 +240,17 @@ def _attach_vector(message: Any, frames: Sequence[Frame], base: int) -> int:
         except msgspec.ValidationError as error:
             raise within(error, "embedding") from None
         if vector.dtype != np.float32 or vector.ndim != 1 or len(vector) > MAX_EMBEDDING_SIZE:
-            raise DecodeFailed(f"a vector is {vector.dtype} of shape {vector.shape}")
+            raise DecodeFailed(
+                f"an embedding of {vector.dtype} and shape {vector.shape}; expected float32 and "
+                f"at most {MAX_EMBEDDING_SIZE} values"
+            )
         used = reader.used()
     put_attached(message, "embedding", vector, used)
     return used
 
 
 _ATTACH: dict[type, Callable[[Any, Sequence[Frame], int], int]] = {
-    kind: attach_context if name == "context" else _attach_vector
+    kind: attach_context if name == "context" else _attach_embedding
     for kind, name in _CARRIERS.items()
 }
 
@@ -245,7 +258,7 @@ _ATTACH: dict[type, Callable[[Any, Sequence[Frame], int], int]] = {
 def _check_harmless(messages: list[T]) -> None:
     for message in messages:
         if type(message) not in UNSEALED:
-            raise DecodeFailed(f"{type(message).__name__} came without the digest it needs")
+            raise DecodeFailed(f"{type(message).__name__} must be in a sealed envelope")
 
 
 def _wrong_count(frames: Sequence[Frame]) -> ProtocolError:
@@ -255,7 +268,7 @@ def _wrong_count(frames: Sequence[Frame]) -> ProtocolError:
 
 
 def _checked_body(view: Frame, prefix: bytes, max_bytes: int, extra: int = 0) -> Frame:
-    """What follows the prefix, once magic, version, size and count of messages are right.
+    """Check magic, version, size and number of messages; return the bytes after the prefix.
 
     ``extra``: bytes between version and body.
     """
@@ -276,7 +289,10 @@ def _checked_body(view: Frame, prefix: bytes, max_bytes: int, extra: int = 0) ->
 
 
 def _fail(error: Exception) -> NoReturn:
-    """The one wrapper: msgspec lets UnicodeDecodeError and RecursionError out as well."""
+    """Raise ``error`` as a ProtocolError.
+
+    msgspec also raises UnicodeDecodeError, RecursionError and MemoryError.
+    """
     if isinstance(error, ProtocolError):
         raise error
     if isinstance(error, (RecursionError, MemoryError)):
@@ -284,22 +300,96 @@ def _fail(error: Exception) -> NoReturn:
     raise DecodeFailed(f"not a valid message: {str(error)[:200]}") from None
 
 
+# --------------------------------------------------------------------------- valid messages
+# A peer puts all messages of a turn into one envelope. An invalid message must not invalidate the
+# others, and its sender must learn which request failed.
+
+MAX_REFUSED = 4096
+"""Maximum messages of one envelope that are refused one by one."""
+_PREFIX_BYTES = 3
+_ARRAY_OF_ONE = b"\x91"
+
+
+@dataclass(slots=True)
+class Salvaged(Generic[T]):
+    """The valid messages, and by request id the errors of the others."""
+
+    messages: list[T] = field(default_factory=list)
+    refused: dict[str, BatonError] = field(default_factory=dict)
+
+
+class _Heading(msgspec.Struct):
+    """The part of an invalid message that identifies its request."""
+
+    type: Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
+
+
+class _Arrays(msgspec.Struct):
+    """The part of a message that gives the number of its array frames."""
+
+    arrays: Annotated[int, Meta(ge=0, le=MAX_ARRAY_FRAMES)] = 0
+
+
+class SalvagingDecoder(EnvelopeDecoder[T]):
+    """Decodes envelopes, and the valid part of envelopes that :meth:`decode` refuses."""
+
+    def __init__(self, union: object) -> None:
+        super().__init__(union)
+        self._one: EnvelopeDecoder[T] = EnvelopeDecoder(union)
+        self._raws = msgspec.msgpack.Decoder(list[msgspec.Raw])
+        self._arrays = msgspec.msgpack.Decoder(_Arrays)
+        self._heading = msgspec.msgpack.Decoder(_Heading)
+
+    def salvage(self, frames: Sequence[Frame]) -> Salvaged[T] | None:
+        """Return the valid messages of an unsealed envelope, and the errors of the others.
+
+        Returns None if an invalid message does not identify its request. Takes time and memory in
+        proportion to the envelope.
+        """
+        head = memoryview(frames[0]) if frames else memoryview(b"")
+        if head[: len(MAGIC)] != MAGIC:
+            return None
+        prefix = bytes(head[:_PREFIX_BYTES]) + _ARRAY_OF_ONE
+        found: Salvaged[T] = Salvaged()
+        frame = 1
+        try:
+            for raw in self._raws.decode(head[_PREFIX_BYTES:]):
+                own = frames[frame : frame + self._arrays.decode(raw).arrays]
+                frame += len(own)
+                try:
+                    found.messages += self._one.decode([prefix + bytes(raw), *own])
+                except ProtocolError as error:
+                    heading = self._heading.decode(raw)
+                    found.refused[heading.request_id] = _invalid(heading.type, error)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return found if 0 < len(found.refused) <= MAX_REFUSED else None
+
+
+def _invalid(kind: str, error: ProtocolError) -> InputError:
+    detail = str(error).removeprefix("not a valid message: ").replace("$[0]", "$", 1)
+    return InputError(f"the {kind[:40]} cannot be read: {detail}")
+
+
+# --------------------------------------------------------------------------- KV frames
+
 _KV_ENCODER = msgspec.msgpack.Encoder()
 _KV_DECODER = msgspec.msgpack.Decoder(KVFrame)
 
 
 def encode_kv_header(header: KVFrame) -> bytes:
-    """First frame of a data message: ``b"BK" | u8 version | u32 CRC-32 | msgpack header``.
+    """Return the first frame of a data message.
 
-    The payload's checksum says nothing about where the payload belongs, so the header has
-    its own.
+    Format: ``b"BK" | u8 version | u32 CRC-32 | msgpack header``. The payload's checksum does not
+    protect its destination, so the header has a separate checksum.
     """
     body = _KV_ENCODER.encode(header)
     return _KV_PREFIX + crc32(body).to_bytes(_CRC_BYTES, "little") + body
 
 
 def decode_kv_header(frame: Frame) -> KVFrame:
-    """Header of a data message, with payload size within the limit; errors as for envelopes."""
+    """Decode and check the header of a data message. Raises the same errors as envelopes."""
     try:
         view = memoryview(frame)
         body = _checked_body(view, _KV_PREFIX, MAX_KV_HEADER_BYTES, _CRC_BYTES)

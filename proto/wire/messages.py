@@ -72,6 +72,7 @@ from .message_types import (
     Attempt,
     Binaries,
     Binary,
+    Code,
     Count,
     GrantRef,
     LogProbs,
@@ -84,6 +85,8 @@ from .message_types import (
     TokenIds,
     Total,
     Word,
+    WorkerName,
+    WorkerTimes,
 )
 from .worker_messages import (
     Abort,
@@ -91,6 +94,7 @@ from .worker_messages import (
     Accepted,
     Adopt,
     Assign,
+    Buckets,
     Busy,
     HandoffReport,
     Heartbeat,
@@ -118,9 +122,11 @@ __all__ = [
     "Attempt",
     "Binaries",
     "Binary",
+    "Buckets",
     "Busy",
     "Cancel",
     "ClientToRouter",
+    "Code",
     "Commit",
     "Committed",
     "Count",
@@ -184,6 +190,8 @@ __all__ = [
     "Welcome",
     "Word",
     "WorkerLoad",
+    "WorkerName",
+    "WorkerTimes",
     "WorkerToRouter",
 ]
 

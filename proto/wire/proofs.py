@@ -46,7 +46,7 @@ def assignment(
     ``prefill``, ``decode``: incarnations. Without a decode worker, the last two are empty.
     """
     first, second, third = _pair(cluster_key, prefill, decode)
-    what = _what(request, attempt)
+    what = attempt.to_bytes(8, "little") + request  # as _what, which costs a call
     proof = first.copy()
     proof.update(what)
     if second is None or third is None:

@@ -27,6 +27,7 @@ from ..limits import (
     MAX_EOS_SEQUENCES,
     MAX_EOS_TOKEN_IDS,
     MAX_IMAGES,
+    MAX_LOGIT_BIASES,
     MAX_NAME_CHARS,
     MAX_NAMED_ARRAYS,
     MAX_STOP_SEQUENCES,
@@ -60,6 +61,7 @@ Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 StopStrings = Annotated[list[Name], Meta(max_length=MAX_STOP_SEQUENCES)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+LogitBias = Annotated[dict[TokenId, float], Meta(max_length=MAX_LOGIT_BIASES)]
 EosTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_EOS_TOKEN_IDS)]
 EosSequences = Annotated[
     list[Annotated[list[TokenId], Meta(max_length=MAX_EOS_SEQUENCE_TOKENS)]],
@@ -90,6 +92,7 @@ class WireSampling(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     stop_token_ids: StopTokenIds | None = None
     detokenize: bool = True
     seed: int = 0
+    logit_bias: LogitBias | None = None
 
 
 def _equal(self: msgspec.Struct, other: object) -> Any:
@@ -225,13 +228,13 @@ class WireContext(
     @property
     def is_fresh(self) -> bool:
         """Whether the request is unprocessed: it has only its prompt."""
-        tokens = self.tokens
+        tokens, prompt = self.tokens, self._prompt_length
         return (
             self.status is _ACTIVE
             and self._is_initial_prompt
             and not self._log_probabilities_data
             and not (self._carried_start or self._carried_end)
-            and self._prompt_length in (-1, len(tokens.array))
+            and (prompt == -1 or prompt == len(tokens.array))
             and (tokens.is_plain or tokens.state() == fresh_state(len(tokens.array)))
         )
 

@@ -8,10 +8,17 @@ import msgspec
 from msgspec import Meta
 
 from ..layout import ModelCard
-from ..limits import MAX_DROP_REASONS, MAX_LIST_ITEMS, MAX_ROUTERS
+from ..limits import (
+    MAX_BUCKETS,
+    MAX_DROP_REASONS,
+    MAX_HISTOGRAMS,
+    MAX_LIST_ITEMS,
+    MAX_ROUTERS,
+)
 from .message_types import (
     Attempt,
     Binary,
+    Code,
     Count,
     Message,
     Name,
@@ -20,6 +27,8 @@ from .message_types import (
     TokenIds,
     Total,
     Word,
+    WorkerName,
+    WorkerTimes,
 )
 from .wire_context import CarriedContext
 
@@ -45,6 +54,13 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: Count  # as routers count load: prompt tokens (prefill) or final lengths (decode)
 
 
+class Buckets(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A histogram since the worker's start; its name determines the bounds."""
+
+    counts: Annotated[list[Count], Meta(max_length=MAX_BUCKETS)]
+    total: Total  # sum of all values
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Load of a worker, for routing policies and ``baton status``."""
 
@@ -61,13 +77,14 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     compute_seconds: Total = 0.0  # spent in steps of the engine
     # By router, if there are several: shows each router the work that the others have assigned.
     shares: Annotated[dict[Name, Share], Meta(max_length=MAX_ROUTERS)] = {}
+    histograms: Annotated[dict[Name, Buckets], Meta(max_length=MAX_HISTOGRAMS)] = {}
 
 
 class Hello(Message, frozen=True, kw_only=True):
     """First message of a worker on every (re)connection."""
 
     version: Count
-    worker: Name
+    worker: WorkerName
     role: Name  # "prefill" | "decode"
     incarnation: Word
     pid: Count
@@ -124,9 +141,9 @@ class HandoffReport(Message, frozen=True, kw_only=True):
 
     request: Binary
     attempt: Attempt
-    prefill: Name
-    decode: Name
-    transport: Name
+    prefill: WorkerName
+    decode: WorkerName
+    transport: Code
     bytes_sent: Count
     bytes_received: Count
     blocks: Count
@@ -134,6 +151,7 @@ class HandoffReport(Message, frozen=True, kw_only=True):
     frames: Count = 0
     resent_frames: Count = 0
     seconds: Seconds = 0.0
+    times: WorkerTimes | None = None
 
 
 class PeerLost(Message, frozen=True, kw_only=True):

@@ -1,1 +1,1 @@
-"""CURVE keys: key folders, who is allowed, and which names and identities a key owns."""
+"""CURVE keys: key folders, allowed keys, and which names and identities a key owns."""

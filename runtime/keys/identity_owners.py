@@ -67,5 +67,5 @@ class Callers:
             self._gone.popitem(last=False)
 
     def withdrawn(self) -> list[bytes]:
-        """Return connected peers whose keys are no longer allowed."""
+        """Return connected peers whose keys were removed from the list."""
         return [identity for identity, key in self._key_of.items() if self.admits(key) is None]

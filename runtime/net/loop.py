@@ -126,8 +126,8 @@ class Loop:
     ) -> None:
         """Call ``on_readable`` while ``socket`` has messages.
 
-        ``on_readable`` handles one message without blocking and returns True, or returns False if
-        there is none. ``sends``: whether other code uses the socket too, for example to send. If
+        ``on_readable`` handles one message without blocking and returns True; without a message, it
+        returns False. ``sends``: whether other code uses the socket too, for example to send. If
         not, no signal is lost, and the socket is polled only after a signal.
         """
         source = _Source(socket, on_readable, sends=sends)

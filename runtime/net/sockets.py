@@ -8,36 +8,27 @@ failed. A hung process still answers ZeroMQ's heartbeats; only Baton's own heart
 from __future__ import annotations
 
 import errno
+import os
+import socket as posix
+from pathlib import Path
+from typing import cast
 
 import msgspec
 import zmq
 
+from ...proto.errors import ConfigError
 from ...proto.limits import PROTOCOL_VERSION
 from ...proto.wire.messages import Ping
-from ..keys.curve import (
-    apply_server_keys,
-    check_bind,
-    is_tcp,
-)
+from ..keys.curve import apply_server_keys, check_bind, is_tcp
 from ..keys.identity_owners import Callers
 from ..keys.zap import ServerKeys
 from ..process.log import get_logger
 from .admissions import MAX_PENDING, Admissions
-from .binding import bind, ipc_path
-from .channel import (
-    Buffers,
-    Channel,
-    ChannelOptions,
-    Frames,
-    OnPeer,
-    OnPeerMessage,
-    SendResult,
-)
+from .channel import Buffers, Channel, ChannelOptions, Frames, OnPeer, OnPeerMessage, SendResult
 from .dealer import Context, DealerChannel
 from .descriptors import handshake_stage, open_files, remote_address, shut_down
 from .loop import Loop
 from .monitor import HANDSHAKE_FAILURES, MAX_WAITING, Monitor, describe_refusal
-from .peers import PeerTable
 
 VERIFY_DELAYS = (0.0, 0.002, 0.010, 0.050)
 """Seconds after a disconnect at which a probe is sent to the peer. ZeroMQ may still accept a
@@ -320,3 +311,104 @@ def _descriptor(head: zmq.Frame) -> int | None:
         return int(head.get(zmq.SRCFD))
     except zmq.ZMQError:
         return None
+
+
+REMEMBER_CLOSED_S = 5.0
+"""Maximum seconds for which a message is read later than its connection's close event."""
+
+
+class PeerTable:
+    """A two-way map of peer identities and descriptors."""
+
+    def __init__(self) -> None:
+        self._fd_of: dict[bytes, int] = {}
+        self._by_fd: dict[int, set[bytes]] = {}
+        self._closed_at: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._fd_of)
+
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._fd_of
+
+    def heard(self, identity: bytes, fd: int, now: float) -> bool:
+        """Note a message's connection; return whether it may be closed already."""
+        if self._fd_of.get(identity) == fd:
+            return False
+        self._drop(identity)
+        self._fd_of[identity] = fd
+        self._by_fd.setdefault(fd, set()).add(identity)
+        # Not certain, since descriptor numbers are reused.
+        return now - self._closed_at.get(fd, -REMEMBER_CLOSED_S) < REMEMBER_CLOSED_S
+
+    def closed(self, fd: int, now: float) -> list[bytes]:
+        """Note a closed descriptor; return the peers whose last message used it."""
+        if len(self._closed_at) > 256:
+            old = [f for f, at in self._closed_at.items() if now - at >= REMEMBER_CLOSED_S]
+            for f in old:
+                del self._closed_at[f]
+        self._closed_at[fd] = now
+        return list(self._by_fd.get(fd, ()))
+
+    def descriptor(self, identity: bytes) -> int | None:
+        """Return the descriptor of a peer's last message, or None."""
+        return self._fd_of.get(identity)
+
+    def forget(self, identity: bytes) -> None:
+        """Remove a disconnected peer."""
+        self._drop(identity)
+
+    def _drop(self, identity: bytes) -> None:
+        fd = self._fd_of.pop(identity, None)
+        if fd is None:
+            return
+        others = self._by_fd[fd]
+        others.discard(identity)
+        if not others:
+            del self._by_fd[fd]
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind ``socket``; return the address to connect to, with the chosen port for ``:0``.
+
+    Raises ConfigError if the address is in use or cannot be bound.
+    """
+    path = ipc_path(endpoint)
+    if path is not None:
+        _check_ipc_path(endpoint, path)
+    if endpoint.startswith("tcp://["):
+        socket.setsockopt(zmq.IPV6, 1)
+    mask = os.umask(0o177)  # create an ipc file with access for this user only
+    try:
+        socket.bind(endpoint.replace("tcp://localhost:", "tcp://127.0.0.1:"))
+    except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"address in use: {endpoint}") from error
+        raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
+    finally:
+        os.umask(mask)
+    if path is not None:
+        return endpoint
+    return cast("bytes", socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+
+def ipc_path(endpoint: str) -> Path | None:
+    """Return the file of an ipc endpoint; None for tcp and for abstract names."""
+    name = endpoint.removeprefix("ipc://")
+    return None if name == endpoint or name.startswith("@") else Path(name)
+
+
+def _check_ipc_path(endpoint: str, path: Path) -> None:
+    """Raise ConfigError if ``path`` is in use: libzmq would silently take it over."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot listen on {endpoint}: no folder {path.parent}")
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ConfigError(f"cannot listen on {endpoint}: {path} is a file of another kind")
+    with posix.socket(posix.AF_UNIX, posix.SOCK_STREAM) as trial:
+        try:
+            trial.connect(str(path))
+        except OSError:
+            return  # stale socket file of a dead process
+    raise ConfigError(f"address in use: {endpoint}")

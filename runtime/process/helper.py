@@ -162,7 +162,7 @@ def serve(answer: Callable[[bytes], bytes], cpu_seconds: int | None = None) -> N
 
 
 def write_message(pipe: int, content: bytes) -> None:
-    """Write a message to a blocking pipe. Raises OSError if nobody can read it."""
+    """Write a message to a blocking pipe. Raises OSError if the reader has closed it."""
     left = memoryview(_framed(content))
     while left:
         left = left[os.write(pipe, left) :]

@@ -17,6 +17,7 @@ import stat
 import sys
 import threading
 import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -41,27 +42,30 @@ class _StderrWriter:
 
     def msg(self, line: str) -> None:
         """Write a line, or drop it if stderr is full or closed."""
+        self.write(line.encode("utf-8", "replace") + b"\n", 1)
+
+    def write(self, data: bytes, lines: int) -> None:
+        """Write this number of whole lines at once, or drop all of them."""
         if sys.stderr is None:
             return
         with self._lock:
             try:
-                self._write(sys.stderr, line)
+                self._write(sys.stderr, data, lines)
             except (OSError, ValueError):
                 return
 
-    def _write(self, stream: Any, line: str) -> None:
+    def _write(self, stream: Any, data: bytes, lines: int) -> None:
         fd = _descriptor(stream)
         if fd is None:
-            stream.write(line + "\n")
+            stream.write(data.decode())
             stream.flush()
             return
         self._rest = _send(fd, self._rest)
-        data = line.encode("utf-8", "replace") + b"\n"
         if self._dropped:
             data = _dropped_line(self._dropped) + data
         left = data if self._rest else _send(fd, data)
         if len(left) == len(data):
-            self._dropped += 1
+            self._dropped += lines
             return
         self._rest, self._dropped = left, 0
 
@@ -78,9 +82,11 @@ def _descriptor(stream: Any) -> int | None:
 
 def _send(fd: int, data: bytes) -> bytes:
     """Write without blocking; return the unwritten rest."""
+    if not data:
+        return data
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
-    if not data or not poll.poll(0):
+    if not poll.poll(0):
         return data
     try:
         return data[os.write(fd, data) :]
@@ -103,8 +109,11 @@ def never_block() -> None:
         os.set_blocking(fd, False)
 
 
+_encode_json = msgspec.json.Encoder(enc_hook=repr).encode
+
+
 def _render_json(_logger: Any, _method: str, event: dict[str, Any]) -> str:
-    return msgspec.json.encode(event, enc_hook=repr).decode("utf-8", "replace")
+    return _encode_json(event).decode("utf-8", "replace")
 
 
 def _format_traceback(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
@@ -117,10 +126,7 @@ def _format_traceback(_logger: Any, _method: str, event: dict[str, Any]) -> dict
 
 
 def _chain(*, human: bool) -> list[Any]:
-    shared = [
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
+    shared = [structlog.processors.add_log_level, _stamp]
     if human:
         colors = sys.stderr is not None and sys.stderr.isatty()
         plain = structlog.dev.plain_traceback
@@ -128,7 +134,10 @@ def _chain(*, human: bool) -> list[Any]:
     return [*shared, _format_traceback, _render_json]
 
 
+_stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
 _writer = _StderrWriter()
+LINES_PER_WRITE = 8
+"""Lines of one write. The system does not split the writes of a shared pipe up to 4,096 bytes."""
 
 
 def _make(level: str, *, human: bool, bound: dict[str, str]) -> Any:
@@ -145,11 +154,16 @@ class Logger:
 
     def __init__(self) -> None:
         self._out = self._always = _make("warning", human=True, bound={})
+        self._bound: dict[str, str] | None = None  # keys of each JSON line, None: not JSON
 
-    def configure(self, out: Any, always: Any = None) -> None:
-        """Write to ``out`` from now on, and reports to ``always`` (default: ``out``)."""
+    def configure(self, out: Any, always: Any = None, bound: dict[str, str] | None = None) -> None:
+        """Write to ``out`` from now on, and reports to ``always`` (default: ``out``).
+
+        ``bound``: the keys of each line, if ``out`` writes JSON at level info.
+        """
         self._out = out
         self._always = out if always is None else always
+        self._bound = bound
 
     def report(self, event: str, **keys: object) -> None:
         """Log for a supervisor, independent of the log level."""
@@ -162,6 +176,22 @@ class Logger:
     def info(self, event: str, **keys: object) -> None:
         """Log an event of interest to operators."""
         self._out.info(event, **keys)
+
+    def info_all(self, event: str, records: Sequence[Mapping[str, object]]) -> None:
+        """Log an event with the keys of each record, all at this time.
+
+        As JSON, a line costs a fifth of :meth:`info`.
+        """
+        if self._bound is None:
+            for record in records:
+                self._out.info(event, **record)
+            return
+        end = _stamp(None, "info", {"event": event, "level": "info"})
+        for some in (
+            records[i : i + LINES_PER_WRITE] for i in range(0, len(records), LINES_PER_WRITE)
+        ):
+            lines = [_encode_json({**self._bound, **record, **end}) for record in some]
+            _writer.write(b"\n".join([*lines, b""]), len(lines))
 
     def warning(self, event: str, **keys: object) -> None:
         """Log a problem that was handled."""
@@ -194,5 +224,7 @@ def configure(
     """
     bound = {key: value for key, value in (("role", role), ("process", process)) if value}
     _logger.configure(
-        _make(level, human=human, bound=bound), _make("info", human=human, bound=bound)
+        _make(level, human=human, bound=bound),
+        _make("info", human=human, bound=bound),
+        None if human or _LEVELS[level] > logging.INFO else bound,
     )

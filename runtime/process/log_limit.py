@@ -1,8 +1,11 @@
-"""Rate limit for log lines that a peer can cause at will; suppressed lines are counted. Pure."""
+"""Rate limit for log lines that a peer can cause at will; suppressed lines are counted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from ..net.loop import Loop
+from .log import get_logger
 
 INTERVAL_S = 10.0
 """Seconds between two lines of the same event."""
@@ -16,7 +19,7 @@ class _Event:
 
 
 class LogLimit:
-    """Passes the first line of an event, then one summary per interval.
+    """Passes the first line of an event, then one summary per interval. Pure.
 
     ``now`` is in seconds of the same clock in all calls. Every occurrence is counted in exactly one
     line, provided :meth:`due` is called after its interval.
@@ -53,3 +56,35 @@ class LogLimit:
             lines.append((name, {**event.keys, "count": event.count}))
             self._events[name] = _Event(now + self._interval_s)
         return lines
+
+
+_log = get_logger()
+
+
+class LimitedLog:
+    """Logs the first warning of an event, then one warning with a count per interval.
+
+    Only on the loop's thread. The last count is lost when the process exits.
+    """
+
+    def __init__(self, loop: Loop, interval_s: float = INTERVAL_S) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        self._limit = LogLimit(interval_s)
+        self._waits = False  # whether _look is scheduled
+
+    def warning(self, event: str, **keys: object) -> None:
+        """Log the event now, or count it for the next line."""
+        if self._limit.passes(event, self._loop.now(), **keys):
+            _log.warning(event, **keys)
+        if not self._waits:
+            self._waits = True
+            self._loop.call_later(self._interval_s, self._look)
+
+    def _look(self) -> None:
+        lines = self._limit.due(self._loop.now())
+        for event, keys in lines:
+            _log.warning(event, **keys)
+        self._waits = not self._limit.quiet
+        if self._waits:
+            self._loop.call_later(self._interval_s, self._look)

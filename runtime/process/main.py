@@ -1,5 +1,7 @@
 """Lifecycle of router and worker processes, from settings to exit code.
 
+Settings are a frozen msgspec struct; unknown keys are rejected.
+
 Exit codes: 0 drained or stopped; 1 invalid setting or model (a restart does not help);
 :data:`EXIT_RESTART` the incarnation ended and the process may be restarted. A paused worker that
 was declared dead starts its next incarnation itself, with its model still loaded.
@@ -13,21 +15,22 @@ import os
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
 
-from ...proto.errors import BatonError
+from ...proto.errors import BatonError, ConfigError
 from ..keys.keyring import KeyRing
 from ..keys.zap import Doorkeeper
 from ..net.descriptors import raise_open_files
 from ..net.loop import Loop
 from ..net.sockets import Context
 from . import os_settings
-from .config import load
 from .log import configure, get_logger, never_block
 from .os_settings import on_stop_signal
 
@@ -39,6 +42,8 @@ SIGN_OF_LIFE = "process.alive"
 """Log event of a supervised process, written once a second by the loop that serves its sockets. It
 shows the supervisor that the process runs, even if its connections are lost."""
 SIGN_EVERY_S = 1.0
+SWITCH_S = 0.0005
+"""Seconds that another thread may keep Python's lock while the event loop waits for it."""
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 _log = get_logger()
@@ -66,7 +71,7 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
         never_block()
         _supervised = True
     try:
-        config = load(options.config, kind)
+        config = load_settings(options.config, kind)
         process = str(getattr(config, "worker_id", getattr(config, "name", "")))
         human = getattr(config, "log_format", "json") == "text"
         configure(role, process, level=getattr(config, "log_level", "info"), human=human)
@@ -174,8 +179,82 @@ def settle() -> None:
     gc.freeze()
 
 
+def favor_event_loop() -> None:
+    """Let the event loop wait at most :data:`SWITCH_S` for a thread that keeps Python's lock.
+
+    For processes that encode metrics or spans in a thread. Call once, at the process's start.
+    """
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+
+
+def collect_rarely() -> None:
+    """As :func:`settle`, and let further collections be rare: each is a pause of all requests."""
+    gc.set_threshold(50_000, 50, 100)
+    settle()
+
+
 def leave(code: int) -> None:
     """Exit the process without waiting for a compute thread that may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+# ---------------------------------------------------------------- settings
+
+
+def parse_json(text: str | bytes, kind: type[Config], source: str = "settings") -> Config:
+    """Parse a JSON object as ``kind``. Raises ConfigError with the invalid key."""
+    try:
+        return from_mapping(msgspec.json.decode(text), kind, source)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source}: not valid JSON: {error}") from error
+
+
+def parse_toml(text: str, kind: type[Config], source: str = "settings") -> Config:
+    """Parse a TOML document as ``kind``. Raises ConfigError with the invalid key."""
+    try:
+        return from_mapping(tomllib.loads(text), kind, source)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}") from error
+
+
+def load_settings(path: str | Path, kind: type[Config]) -> Config:
+    """Read ``kind`` from a ``.json`` or ``.toml`` file. Raises ConfigError."""
+    path = Path(path)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read settings {path}: {error}") from error
+    parse = parse_toml if path.suffix == ".toml" else parse_json
+    return parse(text, kind, str(path))
+
+
+def from_mapping(values: Any, kind: type[Config], source: str = "settings") -> Config:
+    """Convert a decoded object to ``kind``. Raises ConfigError with the invalid key."""
+    unknown = _unknown_keys(values, kind)
+    if unknown:
+        known = ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
+        raise ConfigError(f"{source}: unknown key {unknown[0]!r}; known: {known}")
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def dump_settings(config: msgspec.Struct) -> str:
+    """Return a config as JSON, for a child process."""
+    return msgspec.json.encode(config).decode()
+
+
+def _unknown_keys(values: Any, kind: type[msgspec.Struct]) -> list[str]:
+    """Return the keys of ``values`` that ``kind`` or its nested structs lack, as dotted paths."""
+    if not isinstance(values, dict):
+        return []
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    unknown = [str(key) for key in values if key not in fields]
+    for key in values.keys() & fields.keys():
+        inner = fields[key]
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            unknown += [f"{key}.{name}" for name in _unknown_keys(values[key], inner)]
+    return unknown

@@ -40,7 +40,7 @@ def on_stop_signal(loop: Loop, callback: Callable[[int], object]) -> None:
 def hold_signals() -> Iterator[None]:
     """Delay :data:`STOP_SIGNALS` until the end of the block.
 
-    An exception from a signal handler inside a constructor would leak what it has created so far.
+    An exception from a signal handler inside a constructor would leak the resources created so far.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

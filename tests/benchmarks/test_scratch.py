@@ -1,4 +1,4 @@
-"""A benchmark that is ended leaves nothing behind."""
+"""An ended benchmark leaves no files."""
 
 import os
 import signal

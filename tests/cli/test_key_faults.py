@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from baton.cli.command import main
-from baton.runtime.keys.files import make_folder
+from baton.runtime.keys.keyring import make_folder
 
 pytestmark = pytest.mark.integration
 

@@ -19,6 +19,8 @@ from baton.deploy.report import (
     HandoffTotals,
     LatencyReport,
     Percentiles,
+    Rates,
+    RequestCounts,
     RouterReport,
     WorkerReport,
 )
@@ -104,7 +106,7 @@ def test_old_flags_work_with_a_warning_that_names_the_new_ones(capsys):
         "baton: warning: --prefill-order in_time is deprecated; use edf",
         "baton: warning: --scale-calm is deprecated; use --stabilization-window",
     ]
-    _, prefill, decode = (each["config"] for each in json.loads(shown.out)["processes"])
+    _, prefill, decode, _ = (each["config"] for each in json.loads(shown.out)["processes"])
     assert (decode["max_batch"], prefill["token_budget"], prefill["slo_ttft"]) == (5, 64, 3.0)
     assert (decode["runner"]["backend"], decode["runner"]["max_length"]) == ("numpy", 512)
 
@@ -167,7 +169,13 @@ def test_no_command_at_all_shows_the_commands(words, capsys):
     ("arguments", "code", "complaint"),
     [
         (["serve", "--decode", "0"], 2, "--decode must be at least 1"),
+        (["launch", "--backend=ray", "org/name"], 2, "under Ray each host reads the model from"),
         (["serve", "--grace", "inf"], 2, "--grace must be a finite number"),
+        (["serve", "--http-port", "65536"], 2, "--http-port must be 0 to 65535"),
+        (["serve", "--http-host", "0.0.0.0"], 2, "--http-host 0.0.0.0 is reachable from"),
+        (["serve", "--http-host", "0.0.0.0", "--dry-run"], 2, "give an API key (--api-key-file"),
+        (["serve", "--api-key-file", "/no/such"], 2, "--api-key-file /no/such: "),
+        (["serve", "--ssl-certfile", "x.pem"], 2, "--ssl-certfile needs ssl_keyfile too"),
         (["serve", "--kv-blocks", "1" + "0" * 12], 2, "--kv-blocks must be at most"),
         (["serve", "--address", "tcp://0.0.0.0:7000"], 2, "refusing to listen"),
         (["serve", "--address", "pigeon://x"], 2, "tcp://, ipc://"),
@@ -178,7 +186,7 @@ def test_no_command_at_all_shows_the_commands(words, capsys):
         (["serve", "/no/such/model", "--dry-run"], 2, "no model folder /no/such/model"),
         (["generate", "x", "--json-schema", "/no/such/file"], 2, "cannot read /no/such/file"),
         (["generate", "x", "--json-schema", __file__], 2, "test_main.py is not JSON: "),
-        (["scale", "decod=2"], 2, "no pool 'decod'; the pools are prefill and decode"),
+        (["scale", "decod=2"], 2, "no pool 'decod'; scale prefill, decode or gateway"),
         (["scale", "decode=-1"], 2, "'-1' is not a number of workers"),
         (["rollout", "grac=1"], 2, "no setting 'grac'; did you mean grace?"),
         (["serve", "--config", "/no/such/file.toml"], 2, "cannot read"),
@@ -220,6 +228,7 @@ def test_a_variable_that_sets_nothing_is_named_with_the_closest_that_does(
     monkeypatch.setenv("BATON_PREFIL", "2")
     monkeypatch.setenv("BATON_ZZZZ", "2")
     monkeypatch.setenv("BATON_SERVICE_PORT", "7070")  # Kubernetes sets it for a service named baton
+    monkeypatch.setenv("BATON_HTTP_PORT", "tcp://10.0.0.1:80")  # and this for one named baton-http
     monkeypatch.setenv("BATON_PORT_7070_TCP_ADDR", "10.0.0.1")
     monkeypatch.setenv("BATON_GRACE", "5")
     monkeypatch.setenv("BATON_SHARED_ARRAYS", "off")
@@ -253,7 +262,8 @@ def test_dry_run_prints_the_plan_and_starts_nothing(address, tmp_path, capsys):
     assert main(["serve", "--dry-run", "--prefill", "2", "--decode", "3", "--block-size", "8"]) == 0
     plan = json.loads(capsys.readouterr().out)
     names = [process["name"] for process in plan["processes"]]
-    assert names == ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    workers = ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert names == ["router", *workers, "gateway-0"]
     assert plan["processes"][1]["config"]["runner"]["block_size"] == 8
     assert plan["address"] == address
     assert list(tmp_path.iterdir()) == []
@@ -277,7 +287,8 @@ def test_a_default_folder_that_others_may_write_to_is_not_trusted(tmp_path, monk
 
 
 def test_dry_run_with_tcp_gives_every_socket_its_own_port(address, capsys):
-    main(["serve", "--dry-run", "--transport", "tcp", "--address", "tcp://127.0.0.1:0"])
+    words = ["--transport", "tcp", "--address", "tcp://127.0.0.1:0"]
+    main(["serve", "--dry-run", "--no-http", *words])
     plan = json.loads(capsys.readouterr().out)
     router, prefill, decode = (process["config"] for process in plan["processes"])
     bound = [router["client_address"], router["worker_address"], prefill["endpoint"]]
@@ -341,6 +352,42 @@ def test_status_names_pairs_of_workers_that_cannot_reach_each_other():
     assert "prefill-0 -> decode-1: unreachable, 12 s, 3 requests moved, next try in 4 s" in text
 
 
+def test_status_begins_with_requests_throughput_and_uptime():
+    counts = RequestCounts(
+        finished=12, failed=1, refused=3, refused_by_reason={"overloaded": 2, "input": 1},
+        cancelled=4, replayed=5, in_flight=6, queued=7,
+    )  # fmt: skip
+    rates = Rates(requests_per_s=1.26, prompt_tokens_per_s=10.0, generated_tokens_per_s=20.0)
+    router = RouterReport(
+        requests=counts, rates=rates, uptime_s=3700.0, restarts=1, prompt_tokens=8, cached_tokens=4
+    )
+    requests, throughput, uptime = status.describe(ClusterReport(router=router))[:3]
+    assert requests == (
+        "requests     12 ok, 1 failed, 3 refused (input 1, overloaded 2), 4 cancelled, 5 replayed, "
+        "6 in flight, 7 queued"
+    )
+    assert throughput == (
+        "throughput   1.3 requests/s, prompt 10.0 tok/s (50 % cached), generation 20.0 tok/s"
+    )
+    assert uptime == "uptime       1 h 1 min, 1 restart of workers"
+
+
+def test_status_is_shown_again_until_it_is_interrupted(monkeypatch, capsys):
+    pauses = []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) % 2 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status.time, "sleep", pause)
+    monkeypatch.setattr(status, "_show", lambda arguments: print("shown"))
+    assert main(["status", "--watch", "0"]) == 130
+    assert main(["status", "--watch"]) == 130
+    assert pauses == [status.LEAST_WATCH_S] * 2 + [status.WATCH_S] * 2
+    assert capsys.readouterr().out.split() == ["shown"] * 4
+
+
 def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():
     waited = Percentiles(count=7, p50=0.0102, p90=0.02, p99=None)
     report = ClusterReport(
@@ -351,13 +398,14 @@ def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():
         ],
         router=RouterReport(latency=LatencyReport(first_token_s=waited)),
     )
-    lines = status.describe(report)
+    lines = status.describe(report, verbose=True)
     assert [line.split() for line in lines if "10.20" in line] == [
         ["TTFT", "all", "10.20", "20.00", "-", "7"],
         ["ITL", "decode-0", "10.20", "20.00", "-", "7"],
     ]
     assert lines[-1] == "  prefill-0: data_frames 2"
-    quiet = "\n".join(status.describe(ClusterReport()))
+    assert "data_frames" not in "\n".join(status.describe(report))
+    quiet = "\n".join(status.describe(ClusterReport(), verbose=True))
     assert "latency" not in quiet
     assert "dropped" not in quiet
 

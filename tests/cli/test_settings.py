@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 
+from baton.cli import settings as settings_module
 from baton.cli.settings import GROUPS, HELP, resolve, unknown_variables
 from baton.deploy.config import RENAMED, RENAMED_VALUES, ServeSettings, check, convert, parse_size
 from baton.proto.errors import ConfigError
@@ -22,6 +23,21 @@ def test_flag_beats_environment_beats_file_beats_default(file):
     settings = resolve({"prefill": 7, "decode": None}, {"BATON_DECODE": "5", "HOME": "/"}, file)
     assert (settings.prefill, settings.decode, settings.kv_memory) == (7, 5, "64MiB")
     assert settings.block_size == ServeSettings().block_size
+
+
+def test_opentelemetrys_variable_names_the_collector_if_its_packages_are_there(monkeypatch):
+    given = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
+    warnings: list[str] = []
+    monkeypatch.setattr(settings_module, "is_installed", lambda: False)
+    assert resolve({}, given, None, warn=warnings.append).otlp_endpoint == ""
+    (warning,) = warnings
+    assert "baton-serve[otel]" in warning
+    monkeypatch.setattr(settings_module, "is_installed", lambda: True)
+    assert resolve({}, given, None).otlp_endpoint == "http://collector:4318"
+    own = {"otlp_endpoint": "http://other:4318"}
+    assert resolve(own, given, None).otlp_endpoint == "http://other:4318"
+    with pytest.raises(ConfigError, match=r"--otlp-endpoint must begin with http://"):
+        resolve({"otlp_endpoint": "collector:4318"}, given, None)
 
 
 def test_an_earlier_name_sets_the_same_and_yields_to_a_higher_layer(tmp_path):
@@ -88,6 +104,7 @@ def test_hints_name_no_old_name():
         ({}, {}, "decode = 0", "FILE: decode must be at least 1"),
         ({"decode": 0}, {"BATON_DECODE": "2"}, "decode = 3", "--decode must be at least 1"),
         ({"grace": -1.0}, {}, "", "--grace must not be negative"),
+        ({"trace_requests": 10**6}, {}, "", "--trace-requests must be at most 100000"),
         (
             {},
             {"BATON_TRANSPORT": "pigeon"},

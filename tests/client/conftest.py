@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from baton.proto.contexts.outputs import TokenLogProbs
-from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.layout import ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import (
@@ -45,18 +45,13 @@ from baton.runtime.net.outbox import Outbox
 from baton.runtime.net.sockets import DealerChannel
 from baton.text.tokenizer import Tokenizer
 
+from ..model_cards import model_card
+
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 EOS = 2
 
-CARD = ModelCard(
-    name="demo",
-    architecture="LlamaForCausalLM",
-    fingerprint="f",
-    numerics="n",
-    vocab_size=1024,
-    max_length=2048,
-    eos_token_ids=[EOS],
-    layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16),
+CARD = model_card(
+    name="demo", vocab_size=1024, max_length=2048, eos_token_ids=[EOS], features=["logit_bias"]
 )
 
 

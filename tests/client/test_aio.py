@@ -149,6 +149,115 @@ def test_errors_come_out_of_the_iterator(cluster, run, tmp_path):
     run(main())
 
 
+class Taken:
+    """What a generation delivers."""
+
+    def __init__(self, generation):
+        self.outputs, self.errors = [], []
+        self.over = asyncio.Event()
+        self.generation = generation
+        generation.deliver(self.take, self.fail)
+
+    def take(self, output):
+        self.outputs.append(output)
+        if output.is_done:
+            self.over.set()
+
+    def fail(self, error):
+        self.errors.append(error)
+        self.over.set()
+
+    @property
+    def tokens(self):
+        return [token for output in self.outputs for token in output.tokens]
+
+
+def test_outputs_are_delivered_as_the_iterator_has_them(cluster, run, tokenizer, say):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            for _ in range(2):  # the first request waits for the model, the second starts at once
+                taken = [Taken(client.generate([1] * (n + 1), greedy(30))) for n in range(8)]
+                for one in taken:
+                    await one.over.wait()
+                assert [one.tokens for one in taken] == [expect(n + 1, 30) for n in range(8)]
+                assert [one.errors for one in taken] == [[]] * 8
+            cluster.prefill.answer = say("a b STOP c", len(tokenizer.encode("Hi")))
+            stopped = Taken(client.generate("Hi", greedy(50, stop=["STOP"])))
+            await stopped.over.wait()
+            text = "".join(output.text for output in stopped.outputs)
+            return text, stopped.outputs[-1].final_status
+
+    assert run(main()) == ("a b ", GenerationStatus.END_OF_SEQUENCE)
+
+
+def test_outputs_that_have_arrived_before_are_delivered_first(cluster, run):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            generation = client.generate([1], greedy(30))
+            first = (await anext(generation)).tokens
+            await asyncio.sleep(0.02)
+            taken = Taken(generation)
+            await taken.over.wait()
+            return first + taken.tokens
+
+    assert run(main()) == expect(1, 30)
+
+
+def test_a_wrong_prompt_is_delivered_as_an_error(cluster, run):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            for _ in range(2):
+                taken = Taken(client.generate([1 << 20]))
+                await taken.over.wait()
+                assert [type(error) for error in taken.errors] == [InputError]
+                assert taken.outputs == []
+            taken.generation.cancel()
+            return await tokens_of(taken.generation)
+
+    assert run(main()) == []
+
+
+def test_an_exception_of_the_receiver_ends_its_request_alone(cluster, run):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            await client.model()
+            bad, errors = client.generate([1], greedy(2000)), []
+
+            def take(output):
+                raise ValueError(output.tokens[0])
+
+            taken = Taken(client.generate([1], greedy(60)))
+            bad.deliver(take, errors.append)
+            await until(lambda: len(cluster.prefill.aborted) == 1)
+            await taken.over.wait()
+            assert [str(error) for error in errors] == [str(expect(1, 1)[0])]
+            return taken.tokens
+
+    assert run(main()) == expect(1, 60)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["model known", "model unknown"])
+def test_nothing_is_delivered_after_a_cancel(cluster, run, known):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            if known:
+                await client.model()
+            early = Taken(client.generate([1], greedy(2000)))
+            early.generation.cancel()
+            late = Taken(client.generate([1], greedy(2000)))
+            await until(lambda: late.outputs)
+            late.generation.cancel()
+            seen = len(late.outputs)
+            await until(lambda: len(cluster.prefill.aborted) >= 1)
+            other = Taken(client.generate([1], greedy(20)))
+            await other.over.wait()
+            assert not early.outputs
+            assert len(late.outputs) == seen
+            return early.errors + late.errors
+
+    assert run(main()) == []
+
+
 def test_streams_outlast_the_router(cluster, run):
     async def main():
         async with AsyncClient(cluster.address) as client:

@@ -113,3 +113,11 @@ def test_options_travel_with_every_text(model):
     for spec in embed_specs(ids(2), options, model):
         assert (spec.deadline, spec.pool, spec.pin) == (3.0, "big", "strict")
         assert spec.context.target_endpoint == "ipc:///p"
+
+
+def test_request_ids_are_the_given_one_with_a_number(model):
+    options = {"request_id": "mine", "gateway": "gateway-1"}
+    assert [one.request_id for one in embed_specs(ids(1), options, model)] == ["mine"]
+    several = embed_specs(ids(2), options, model)
+    assert [one.request_id for one in several] == ["mine-0", "mine-1"]
+    assert {one.gateway for one in several} == {"gateway-1"}

@@ -35,6 +35,7 @@ from baton.proto.wire.messages import (
     Rejected,
     Resume,
     Status,
+    StatusReport,
     Submit,
     Submitted,
     Terminal,
@@ -160,6 +161,22 @@ def test_a_version_mismatch_ends_everything():
         bench.do(event)
         assert isinstance(bench.ended[0].error, VersionMismatch)
         assert any(isinstance(a, Answered) for a in bench.actions)
+
+
+def test_a_late_second_answer_settles_no_other_query():
+    bench = Bench()
+    bench.open()
+    bench.do(Ask(1, Status(requests=50), 5.0))
+    bench.later(1.2)  # the router is busy, so the query is repeated
+    first, again = (StatusReport(report=b"requests", nonce=1) for _ in range(2))
+    assert bench.hear(first) == [Answered(1, first)]
+    bench.do(Ask(2, Status(metrics=True), 5.0))
+    assert bench.hear(again) == []
+    mine = StatusReport(report=b"metrics", nonce=2)
+    assert bench.hear(mine) == [Answered(2, mine)]
+    bench.do(Ask(3, Status(), 5.0))
+    old = StatusReport(report=b"of a router that repeats no nonce")
+    assert bench.hear(old) == [Answered(3, old)]
 
 
 def test_noise_is_ignored():

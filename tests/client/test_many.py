@@ -10,7 +10,7 @@ import pytest
 
 from baton.client import AsyncClient, Client
 from baton.client.events import RequestSpec
-from baton.client.window import WINDOW, Window, overdue_end
+from baton.client.window import LARGEST, ROUNDS, WINDOW, Window, overdue_end, size_for
 from baton.proto import InputError, SamplingParams, TextContext
 from baton.proto.errors import ConnectionLost, DeadlineExceeded
 from baton.proto.wire.wire_context import WireContext, WireTokens
@@ -102,20 +102,34 @@ def test_texts_contexts_and_chats_come_in_lists_too(cluster, client, tokenizer):
     ]
 
 
+SIZE = ROUNDS * 64  # the workers of the tests have 64 batch slots
+
+
+def test_the_window_has_the_clusters_size():
+    def report(slots, limit):
+        return {"router": {"batch_slots": slots, "requests": {"limit": limit}}}
+
+    assert size_for(report(4, 32)) == WINDOW
+    assert size_for(report(2, 16)) == 16
+    assert size_for(report(64, 512)) == 128
+    assert size_for(report(1 << 20, 1 << 23)) == LARGEST
+    assert size_for(report(0, 4096)) == size_for({}) == WINDOW
+
+
 @pytest.mark.integration
 def test_only_a_window_of_a_call_runs_and_what_is_dropped_makes_room(cluster, client):
     cluster.prefill.paused = True
-    generations = client.generate([[1]] * (WINDOW + 3), greedy(4))
-    wait_until(lambda: len(cluster.prefill.assigned) == WINDOW)
+    generations = client.generate([[1]] * (SIZE + 3), greedy(4))
+    wait_until(lambda: len(cluster.prefill.assigned) == SIZE)
     client.status()
-    assert len(cluster.prefill.assigned) == WINDOW
-    generations[WINDOW].close()  # it waits, and never starts
+    assert len(cluster.prefill.assigned) == SIZE
+    generations[SIZE].close()  # it waits, and never starts
     generations[0].close()
-    wait_until(lambda: len(cluster.prefill.assigned) == WINDOW + 1)
+    wait_until(lambda: len(cluster.prefill.assigned) == SIZE + 1)
     cluster.prefill.paused = False
-    assert [tokens_of(one) for one in generations[1:WINDOW]] == [expect(1, 4)] * (WINDOW - 1)
-    assert tokens_of(generations[WINDOW + 2]) == expect(1, 4)
-    assert len(cluster.prefill.assigned) == WINDOW + 2
+    assert [tokens_of(one) for one in generations[1:SIZE]] == [expect(1, 4)] * (SIZE - 1)
+    assert tokens_of(generations[SIZE + 2]) == expect(1, 4)
+    assert len(cluster.prefill.assigned) == SIZE + 2
 
 
 @pytest.mark.integration

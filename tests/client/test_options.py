@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from typing import get_type_hints
 
+import msgspec
 import numpy as np
 import pytest
 
 from baton.client import AsyncClient, Client
-from baton.client.options import LONGEST_WAIT_S, RequestOptions, check_options
+from baton.client.calls import Draft
+from baton.client.model import Description, ServedModel, prepare
+from baton.client.options import (
+    LONGEST_WAIT_S,
+    MAX_GATEWAY_CHARS,
+    RequestOptions,
+    check_options,
+)
 from baton.proto import InputError, RequestID, SamplingParams, TextContext
-from baton.proto.errors import DeadlineExceeded
+from baton.proto.errors import DeadlineExceeded, FeatureMissing
+from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.limits import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_CONTEXT_TOKENS,
+    MAX_JSON_SCHEMA_CHARS,
+    MAX_LOG_PROBABILITIES,
+    MAX_LOGIT_BIASES,
+    MAX_POOL_CHARS,
+    MAX_REQUEST_ID_CHARS,
+    MAX_STOP_TOKEN_IDS,
+)
+from baton.proto.sampling import MAX_SEED
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import ClientToRouter, Submit
+
+from .conftest import CARD
 
 NO_TEXT = [5, 0.5, True, b"x", ["x"], {"x": 1}, object()]
 LONG = "x" * 5000
@@ -23,10 +48,15 @@ WRONG = {
     "pin": [*NO_TEXT, "", "maybe", "STRICT"],
     "fallback": ["yes", 0, 1, 1.0, [], object()],
     "show_text": ["yes", 0, 1, 1.0, [], object()],
+    "max_retries": ["1", 1.5, True, -1, [1], math.nan],
     "request_id": [*NO_TEXT, "", LONG, "\ud800"],
     "log_probabilities": ["1", 1.0, True, -1, 21, [1], math.nan],
     "cache_salt": [*NO_TEXT, LONG, "\ud800"],
+    "traceparent": [*NO_TEXT, "", LONG, "00-1-2-01", f"00-{'0' * 32}-{'5c' * 8}-01"],
+    "gateway": [*NO_TEXT, LONG, "\ud800"],
     "json_schema": [5, 0.5, b"{}", ["x"], "{", "5", {"x": object()}, "\ud800"],
+    "images": [5, "x.png", b"x", True, {"a": 1}, object(), np.zeros((2, 2, 3), np.uint8)],
+    "grammar": [5, b"start: A", ["x"], {}, "", " ", "\ud800", "x" * (128 << 10)],
 }
 CASES = [(name, value) for name, values in WRONG.items() for value in values]
 
@@ -62,6 +92,10 @@ def test_good_options_have_the_declared_types_and_none_leaves_out():
         "json_schema": '{"type":"object"}',
         "fallback": True,
     }
+    grammar = check_options({"grammar": 'start: "é"'})
+    assert grammar == {"json_schema": '{"x-guidance":{"lark":"start: \\"é\\""}}'}
+    with pytest.raises(InputError, match="grammar cannot be combined"):
+        check_options({"grammar": "start: A", "json_schema": "{}"})
     assert check_options({"deadline": math.inf}) == {"deadline": LONGEST_WAIT_S}
     assert check_options({"deadline": 10**400}) == {"deadline": LONGEST_WAIT_S}
     with pytest.raises(DeadlineExceeded, match="-1 s has already passed"):
@@ -128,6 +162,42 @@ def calls(client):
     yield lambda: client.chat(messages, variables={"tools": 5}), "tools"
 
 
+def test_the_largest_values_of_all_options_fit_one_message():
+    """So a request whose options and parameters passed their checks is never refused as a whole."""
+    card = ModelCard(
+        name="demo", architecture="a", fingerprint="f", numerics="n", vocab_size=1 << 17,
+        max_length=MAX_CONTEXT_TOKENS - 1, eos_token_ids=[2], features=["logit_bias"],
+        layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16),
+    )  # fmt: skip
+    wide = "\U0001f600"
+    params = SamplingParams(
+        stop_token_ids=list(range(MAX_STOP_TOKEN_IDS)), seed=MAX_SEED, max_new_tokens=1,
+        logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES), -99.5), temperature=1e38,
+    )  # fmt: skip
+    schema = json.dumps({"const": wide * (MAX_JSON_SCHEMA_CHARS - 20)}, ensure_ascii=False)
+    options = check_options(
+        {
+            "request_id": wide * MAX_REQUEST_ID_CHARS, "pool": wide * MAX_POOL_CHARS,
+            "cache_salt": wide * MAX_CACHE_SALT_CHARS, "json_schema": schema,
+            "log_probabilities": MAX_LOG_PROBABILITIES, "deadline": 1.0, "pin": "strict",
+            "fallback": True, "gateway": wide * MAX_GATEWAY_CHARS,
+            "traceparent": f"00-{'5c' * 16}-{'5c' * 8}-01", "target_endpoint": "tcp://host:65535",
+        }
+    )  # fmt: skip
+    model = ServedModel(Description(card, "", {}))
+    prompt = np.full(MAX_CONTEXT_TOKENS - 2, (1 << 17) - 1, np.int32)
+    spec = prepare(prompt, params, options, model).spec
+    submit = Submit(
+        request_id=spec.request_id, context=spec.context, deadline=spec.deadline, pool=spec.pool,
+        pin=spec.pin, fallback=spec.fallback, serial=1 << 60, gateway=spec.gateway,
+        traceparent=spec.traceparent,
+    )  # fmt: skip
+    frames = EnvelopeEncoder().encode([submit])
+    (decoded,) = EnvelopeDecoder(ClientToRouter).decode([bytes(frame) for frame in frames])
+    assert decoded.context.json_schema == schema
+    assert decoded.request_id == spec.request_id
+
+
 @pytest.mark.integration
 def test_a_live_cluster_gives_one_typed_error_at_once_and_goes_on(cluster):
     with Client(cluster.address) as client:
@@ -156,3 +226,18 @@ def test_the_asyncio_client_gives_the_same_errors(cluster):
 
     assert asyncio.run(main())
     assert cluster.prefill.assigned
+
+
+def test_a_bias_is_refused_before_it_reaches_a_router_that_would_lose_it():
+    """A router of an older release hides the features of the workers from the model's card."""
+    model = ServedModel(Description(msgspec.structs.replace(CARD, features=[]), "", {}))
+    params = SamplingParams(max_new_tokens=2, logit_bias={3: 5.0})
+    context = TextContext(tokens=np.array([4]), max_length=9, sampling_params=params)
+    plain = TextContext(tokens=np.array([4]), max_length=9)
+    assert Draft("r", plain, None, {}, None).is_context  # sent without a look at the card
+    for prompt, sampling in ((context, None), ([4], params)):
+        draft = Draft("r", prompt, sampling, {}, None)
+        assert not draft.is_context
+        with pytest.raises(FeatureMissing, match="logit_bias needs newer workers"):
+            draft.prepare(model)
+    assert Draft("r", context, None, {}, None).prepare(ServedModel(Description(CARD, "", {})))

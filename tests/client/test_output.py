@@ -48,7 +48,7 @@ def test_held_back_text_comes_with_the_end(tokenizer):
 def test_stop_strings_work_without_showing_text(tokenizer):
     tokens = tokenizer.encode("ab STOP", add_special_tokens=False).tolist()
     assembler = Assembler(IncrementalDetokenizer(tokenizer, ["STOP"]), show_text=False)
-    assert assembler.tokens(NewTokens("r", 5, tokens)).text is None
+    assert assembler.tokens(NewTokens("r", 5, tokens)).text == ""
     assert assembler.stopped
 
 

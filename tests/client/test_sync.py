@@ -82,7 +82,7 @@ def test_closing_with_words_still_to_be_sent_is_no_fault(cluster, capsys):
 def test_token_ids(client, prompt):
     outputs = list(client.generate(prompt, greedy(8)))
     assert tokens_of(outputs) == expect(3, 8)
-    assert all(o.text is None and o.final_status is None for o in outputs[:-1])
+    assert all(o.text == "" and o.final_status is None for o in outputs[:-1])
     last = outputs[-1]
     assert last.final_status is GenerationStatus.MAXIMUM_LENGTH and last.is_done
     assert (last.prefill, last.decode, last.cached_tokens) == ("prefill-0", "decode-0", 3)
@@ -278,7 +278,7 @@ def test_nobody_there(tmp_path):
 def test_a_bad_address():
     with pytest.raises(ConfigError, match="must start with"):
         Client("localhost:4000")
-    for address in (None, 5, b"ipc:///x"):
+    for address in (5, b"ipc:///x"):
         with pytest.raises(ConfigError, match="is text or a list of texts, not"):
             Client(address)
 

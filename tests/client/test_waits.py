@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.wire.messages import ClientToRouter, Ping, Pong, Rejected
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.process.log_limit import INTERVAL_S
 
 UNREADABLE = {
     "top_k": [0.7, "5", None, 1 << 60],
@@ -36,6 +38,7 @@ UNREADABLE = {
     "stop_token_ids": [5, ["a"], [1 << 40], [1] * 65],
     "detokenize": [0],
     "seed": [1.5, "1", None],
+    "logit_bias": [[5], {"5": 1.0}, {5: "1"}, {1 << 40: 1.0}, dict.fromkeys(range(1025), 1.0)],
 }
 
 
@@ -68,7 +71,7 @@ def test_every_field_that_travels_is_tried():
 
 @pytest.mark.integration
 def test_what_the_router_cannot_read_ends_alone_and_by_name(cluster):
-    """The requests share one envelope: the router serves those that it can decode."""
+    """The requests share one envelope: the router serves the requests that it can decode."""
     specs = [
         (field, raw_spec(f"{field}-{index}", **{field: value}))
         for field, values in UNREADABLE.items()
@@ -126,12 +129,14 @@ def context():
 
 
 @pytest.mark.integration
-def test_a_router_that_answers_pings_alone_is_not_waited_for(answering):
-    address = answering(lambda m: [Pong(nonce=m.nonce)] if isinstance(m, Ping) else [])
-    with Client(address, connect_timeout=1.5, reconnect_timeout=1.5) as client:
-        with pytest.raises(ConnectionLost, match=r"answers, but .* 1.5 s \(reconnect_timeout\)"):
-            list(client.generate(context()))
-        with pytest.raises(ConnectionLost, match=r"for the model within 1.5 s \(connect_timeout"):
+def test_a_router_that_sends_nothing_but_pongs_is_not_waited_for(answering):
+    """Each message gets a pong, so that a busy machine does not make the router silent."""
+    address = answering(lambda m: [Pong(nonce=m.nonce if isinstance(m, Ping) else 0)])
+    refused = pytest.raises(ConnectionLost, match=r"answers, but .* 3 s \(reconnect_timeout\)")
+    with Client(address, connect_timeout=3, reconnect_timeout=3) as client, refused:
+        list(client.generate(context()))
+    with Client(address, connect_timeout=0.3) as client:
+        with pytest.raises(ConnectionLost, match=r"for the model within 0.3 s \(connect_timeout"):
             client.generate([1])
         with pytest.raises(ConnectionLost, match=r"for the status within 0.3 s \(timeout\)"):
             client.status(timeout=0.3)
@@ -188,6 +193,7 @@ def test_calls_that_waited_for_a_failed_fetch_share_its_failure():
 
 @pytest.mark.integration
 def test_a_flood_of_unreadable_requests_is_a_few_lines_of_log(cluster, capfd):
+    began = time.monotonic()
     with Client(cluster.address) as client:
         client.status()
         for number in range(200):
@@ -197,4 +203,4 @@ def test_a_flood_of_unreadable_requests_is_a_few_lines_of_log(cluster, capfd):
         assert requests["in_flight"] == 0
         assert list(client.generate([1], SamplingParams(max_new_tokens=2)))
     lines = [line for line in capfd.readouterr().err.splitlines() if "malformed" in line]
-    assert 1 <= len(lines) <= 4
+    assert 1 <= len(lines) <= 3 + (time.monotonic() - began) / INTERVAL_S

@@ -18,10 +18,26 @@ END_TIMEOUT = 30.0
 
 
 def command_environment(folder: Path) -> dict[str, str]:
-    """The test's own environment without settings of the user's, with a private TMPDIR."""
+    """The test's own environment without settings of the user's, with a private TMPDIR.
+
+    Clusters start without gateways, unless a flag asks for them.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "XDG_RUNTIME"))}
     path = os.pathsep.join(p for p in sys.path if p)
-    return {**kept, "TMPDIR": str(folder), "PYTHONPATH": path}
+    return {**kept, "TMPDIR": str(folder), "PYTHONPATH": path, "BATON_GATEWAYS": "0"}
+
+
+def baton(folder: Path, *words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a ``baton`` command with its files in ``folder``. ``text``: its input."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "baton.cli", *words],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=command_environment(folder),
+        check=False,
+    )
 
 
 class Cluster:
@@ -53,7 +69,7 @@ class Cluster:
         return self.log.read_text(errors="replace")
 
     def wait_said(self, sentence: str) -> None:
-        """Until it has printed this: what a child did may be seen before its supervisor tells."""
+        """Wait until it has printed this: the supervisor reports a child's act later."""
         wait_until(lambda: sentence in self.text(), what=f"the line {sentence!r}")
 
     def client(self) -> Client:
@@ -76,6 +92,22 @@ class Cluster:
         """Status of the workers by id."""
         with self.client() as client:
             return {worker["id"]: worker for worker in client.status()["workers"]}
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a ``baton`` command for this cluster."""
+        return baton(self.folder, *words, f"--address={self.address}")
+
+    def wait_idle(self) -> None:
+        """Wait until no worker holds a block or a request."""
+
+        def idle() -> bool:
+            workers = self.workers().values()
+            return len(workers) == sum(self.size) and all(
+                w["kv_blocks_used"] == w["requests_running"] == w["requests_waiting"] == 0
+                for w in workers
+            )
+
+        wait_until(idle, what="all blocks to be free")
 
     def pids(self) -> dict[str, int]:
         """Process ids of all children by name, as the kernel lists them."""
@@ -134,7 +166,7 @@ STARTED: list[Cluster] = []
 
 @pytest.fixture(autouse=True)
 def show_logs():
-    """Print what the clusters said, for the report of a test that fails."""
+    """Print the clusters' logs, for the report of a test that fails."""
     yield
     for cluster in STARTED:
         lines = cluster.text().splitlines()[-30:]
@@ -200,3 +232,13 @@ def lasting_cluster(start_cluster):
 def shared_cluster(start_cluster):
     """As ``cluster``, ended with the last test of the module."""
     yield from clusters_that_end_clean(start_cluster)
+
+
+@pytest.fixture(scope="module")
+def gateway(pools, tmp_path_factory):
+    """A gateway of the module's ``pools``."""
+    from .http import Gateway  # which imports this module
+
+    one = Gateway(pools, tmp_path_factory.mktemp("g")).wait_ready()
+    yield one
+    assert one.end() == 0, one.text()

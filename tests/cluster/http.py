@@ -15,10 +15,77 @@ from typing import Any
 from .conftest import END_TIMEOUT, READY_TIMEOUT, Cluster, command_environment, wait_until
 
 
-class Gateway:
+class Http:
+    """Plain HTTP to a gateway at ``port`` of this machine. ``headers``: of every request."""
+
+    def __init__(self, port: int = 0, headers: dict[str, str] | None = None) -> None:
+        self.port = port
+        self.headers = headers or {}
+
+    def connection(self) -> http.client.HTTPConnection:
+        """A new connection."""
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=READY_TIMEOUT)
+
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, http.client.HTTPMessage]:
+        """Send one request; returns status, decoded JSON and headers."""
+        connection = self.connection()
+        try:
+            content = body if isinstance(body, bytes | type(None)) else json.dumps(body).encode()
+            connection.request(method, path, content, {**self.headers, **(headers or {})})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read()), response.headers
+        finally:
+            connection.close()
+
+    def raw(self, method: str, path: str, body: Any = None) -> tuple[int, str, str]:
+        """Send one request; returns status, text of the answer and its type."""
+        connection = self.connection()
+        try:
+            connection.request(method, path, json.dumps(body).encode(), self.headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode(), response.headers["content-type"]
+        finally:
+            connection.close()
+
+    def post(self, path: str, **body: Any) -> Any:
+        """Send one request that must succeed; returns its JSON."""
+        status, content, _ = self.ask("POST", path, body)
+        assert status == 200, content
+        return content
+
+    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """Send one streamed request; returns its events, of which the last was ``[DONE]``."""
+        return list(self.events(path, **body))
+
+    def events(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
+        """Yield the events of one streamed request as they arrive."""
+        connection = self.connection()
+        try:
+            content = json.dumps({**body, "stream": True}).encode()
+            connection.request("POST", path, content, self.headers)
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            done = False
+            for line in response:
+                if line.strip():
+                    assert line.startswith(b"data: "), line
+                    assert not done, "an event after [DONE]"
+                    done = line == b"data: [DONE]\n"
+                    if not done:
+                        yield json.loads(line[6:])
+            assert done
+        finally:
+            connection.close()
+
+
+class Gateway(Http):
     """A running ``baton gateway``."""
 
     def __init__(self, cluster: Cluster, folder: Path, *flags: str, **variables: str) -> None:
+        super().__init__()
         self.log = folder / "gateway.log"
         command = [sys.executable, "-P", "-m", "baton.cli", "gateway", "--http-port=0", *flags]
         with self.log.open("wb") as log:
@@ -29,7 +96,6 @@ class Gateway:
                 stderr=subprocess.STDOUT,
                 env={**command_environment(folder), **variables},
             )
-        self.port = 0
 
     def wait_ready(self) -> Gateway:
         """Wait until it has printed its address."""
@@ -56,49 +122,8 @@ class Gateway:
             self.process.wait()
             raise
 
-    def connection(self) -> http.client.HTTPConnection:
-        """A new connection."""
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=READY_TIMEOUT)
 
-    def ask(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any, http.client.HTTPMessage]:
-        """Send one request; returns status, decoded JSON and headers."""
-        connection = self.connection()
-        try:
-            content = body if isinstance(body, bytes | type(None)) else json.dumps(body).encode()
-            connection.request(method, path, content, headers or {})
-            response = connection.getresponse()
-            return response.status, json.loads(response.read()), response.headers
-        finally:
-            connection.close()
-
-    def post(self, path: str, **body: Any) -> Any:
-        """Send one request that must succeed; returns its JSON."""
-        status, content, _ = self.ask("POST", path, body)
-        assert status == 200, content
-        return content
-
-    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """Send one streamed request; returns its events, of which the last was ``[DONE]``."""
-        return list(self.events(path, **body))
-
-    def events(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
-        """Yield the events of one streamed request as they arrive."""
-        connection = self.connection()
-        try:
-            connection.request("POST", path, json.dumps({**body, "stream": True}).encode())
-            response = connection.getresponse()
-            assert response.status == 200, response.read()
-            assert response.headers["content-type"].startswith("text/event-stream")
-            done = False
-            for line in response:
-                if line.strip():
-                    assert line.startswith(b"data: "), line
-                    assert not done, "an event after [DONE]"
-                    done = line == b"data: [DONE]\n"
-                    if not done:
-                        yield json.loads(line[6:])
-            assert done
-        finally:
-            connection.close()
+def resident_bytes(gateway: Gateway) -> int:
+    """Memory of the gateway, without its helper processes."""
+    status = Path(f"/proc/{gateway.process.pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) << 10

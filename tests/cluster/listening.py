@@ -1,4 +1,4 @@
-"""What processes listen on, as the kernel says; and strangers who try to be heard there."""
+"""The sockets that processes listen on, by the kernel; and strangers that connect there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def listening_ports(pid: int) -> list[int]:
 def replies(
     port: int, sent: list[bytes], check: Callable[[bytes], None], wait: float = 30.0
 ) -> None:
-    """Send each of these bytes over a TCP connection of its own until the other side ends it.
+    """Send each of these bytes over a separate TCP connection until the other side ends it.
 
     ``check`` is given all that has come back on a connection, whenever more of it comes.
     """

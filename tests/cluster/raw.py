@@ -75,7 +75,7 @@ class RawPeer:
         return heard
 
     def answers(self) -> list[dict]:
-        """What was answered to all that was sent before."""
+        """The answers to all messages sent before."""
         self._asked += 1
         pong = {"type": "Pong", "nonce": self._asked}
         self.send(envelope({"type": "Ping", "nonce": self._asked}))
@@ -83,7 +83,7 @@ class RawPeer:
 
 
 class RawWorker(RawPeer):
-    """A peer of a router's worker socket, which hears only those who said Hello."""
+    """A peer of a router's worker socket, which accepts messages only after a Hello."""
 
     def __init__(self, address: str, hello: dict) -> None:
         super().__init__(address)

@@ -59,7 +59,7 @@ def cases_of(model: str) -> list[Case]:
 
 
 def last_logprobs(model: str) -> list[np.ndarray]:
-    """Log-softmax ``[vocab]`` behind each committed prompt, from the reference's logits."""
+    """Log-softmax ``[vocab]`` after each committed prompt, from the reference's logits."""
     with np.load(DATA / model / "reference.npz") as data:
         rows = [data[f"logits_{i}"][-1].astype(np.float64) for i in range(PROMPTS)]
     return [row - row.max() - np.log(np.exp(row - row.max()).sum()) for row in rows]

@@ -1,6 +1,6 @@
-"""Rogues: peers with valid keys of their own that speak about requests of others.
+"""Rogues: peers with valid keys that send messages about requests of others.
 
-What a rogue says is made of the message unions, so a new kind of message is said as well.
+A rogue's messages are made from the message unions, so a new kind of message is sent as well.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def samples(union: object) -> Iterator[Message]:
 def hostile(
     union: object, request: Request, attempt: int, position: int, own: dict[str, Any]
 ) -> Iterator[Message]:
-    """Every message of a union about somebody else's ``request``; ``own``: what is the rogue's."""
+    """Every message of a union about another client's ``request``; ``own``: the rogue's fields."""
     key, _ = request
     about: dict[str, Any] = {
         "request": key, "attempt": attempt, "position": position, "decode_full": True,
@@ -59,9 +59,9 @@ def hostile(
 
 
 class Rogue:
-    """Says it all again and again on a thread of its own, and answers what it is asked falsely.
+    """Sends all messages again and again on a separate thread, and gives false answers.
 
-    ``speech(key)``: what to say about a request; ``first``: what to say on every round.
+    ``speech(key)``: messages about a request; ``first``: messages of every round.
     """
 
     def __init__(
@@ -115,5 +115,5 @@ class Rogue:
 
 
 def grants(incarnation: int) -> list[GrantRef]:
-    """The first grants of a decode worker's life, as somebody may guess them."""
+    """The first grants of a decode worker's life, as an attacker may guess them."""
     return [GrantRef(incarnation, slot, generation) for slot in range(8) for generation in range(3)]

@@ -1,6 +1,6 @@
 """What a stranger tries at a listening socket with keys; each check raises where he gets anywhere.
 
-``test_scan.py`` shows that each check fails at a socket that lacks what it looks for.
+``test_scan.py`` shows that each check fails at a socket without the checked property.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def keys_of(folder: Path, file: str, server: str) -> CurveKeys:
 
 
 def unlisted(server: bytes) -> CurveKeys:
-    """A pair nobody knows, for a server whose key is known."""
+    """An unlisted pair, for a server whose key is known."""
     public, secret = zmq.curve_keypair()
     return CurveKeys(public=public, secret=secret, server=server)
 
@@ -136,7 +136,7 @@ def heard_kinds(peer: RawPeer) -> set[str]:
 
 
 def check_stolen_identity(address: str, thief: CurveKeys, identity: bytes, tries: int = 40) -> None:
-    """Somebody with a key asks for another's identity again and again, and hears nothing of it."""
+    """A client with a key asks for another's identity again and again, and receives nothing."""
     for _ in range(tries):
         with RawPeer(address, keys=thief, identity=identity) as peer:
             peer.send(envelope({"type": "Ping", "nonce": 1}))

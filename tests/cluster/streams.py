@@ -1,4 +1,4 @@
-"""Many streams at once against a running cluster, and what they gave."""
+"""Many streams at once against a running cluster, and their results."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Job:
 
     prompt: tuple[int, ...]
     params: SamplingParams
+    images: tuple = ()
 
 
 def jobs(count: int, *, prompt: int, new: int, seed: int = 0) -> list[Job]:
@@ -69,7 +70,8 @@ async def follow(client: AsyncClient, job: Job, stream: Stream, salt: str) -> No
     """Run one job to its end."""
     stream.started = time.monotonic()
     try:
-        async for output in client.generate(job.prompt, job.params, cache_salt=salt):
+        images = list(job.images)
+        async for output in client.generate(job.prompt, job.params, cache_salt=salt, images=images):
             if output.tokens:
                 stream.tokens += output.tokens
                 stream.times.append(time.monotonic())
@@ -80,7 +82,7 @@ async def follow(client: AsyncClient, job: Job, stream: Stream, salt: str) -> No
 
 
 def new_salt() -> str:
-    """A cache salt nobody used yet: nothing of earlier runs is found in the prefix caches."""
+    """An unused cache salt: nothing of earlier runs is found in the prefix caches."""
     return f"run-{next(_salts)}"
 
 

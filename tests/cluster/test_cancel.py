@@ -134,7 +134,7 @@ def test_random_cancels_leak_nothing_and_touch_nobody(clean, undisturbed, count)
 
 @pytest.mark.long
 def test_blocks_are_free_100_ms_after_a_cancel(clean):
-    """One request at a time: beside others it would measure who gets the processor."""
+    """One request at a time: beside others it would measure the scheduling of the processor."""
 
     async def lone_cancels(count: int) -> None:
         rng = random.Random(1)

@@ -1,7 +1,7 @@
 """Contexts between real processes are what the public codec writes, and it alone reads them.
 
 Taps on the sockets of a running cluster keep every message. Only the envelope is taken apart by
-hand, as docs/protocol.md says; what is inside is for ``msgpack_numpy_decoder(TextContext)``.
+hand, as docs/protocol.md explains; their content is for ``msgpack_numpy_decoder(TextContext)``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PREFIX = {b"BT": 3, b"BS": 11}
 
 
 class Message(msgspec.Struct):
-    """What is read of a message without the protocol."""
+    """The fields of a message that are read without the protocol."""
 
     type: str
     request_id: str = ""

@@ -56,11 +56,16 @@ def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_pat
     assert int(killed[1]) < int(went_on[1])
     assert {killed[2], went_on[2]} == {"decode-0", "decode-1"}
     assert f"{killed[2]} ended (killed by signal 9)" in done.stdout
+    over_http = re.search(
+        r"\n\$ curl http://127\.0\.0\.1:\d+/v1/chat/completions -d .*\n +(.+)\n", done.stdout
+    )
+    assert over_http is not None
+    assert over_http[1].startswith("I am the demo model of Baton")
     assert f"all {went_on[1]} tokens equal those of the undisturbed answer" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("demo finished: the cluster is stopped")
     assert len(re.findall(r"TTFT [\d.]+ ms, \d+ tokens, \d+ tokens/s", done.stdout)) >= 3
     assert list(folder.iterdir()) == []
-    (printed,) = re.findall(r"```\n(> Tell me.*?)```", README.read_text(), re.DOTALL)
+    (printed,) = re.findall(r"```\n(\$ curl.*?> Tell me.*?)```", README.read_text(), re.DOTALL)
     shown = {shape(line) for line in done.stdout.splitlines()}
     assert [line for line in printed.splitlines() if shape(line) not in shown] == []
 

@@ -30,9 +30,12 @@ LONG = 1600
 
 
 def sampled(seed: int, count: int) -> SamplingParams:
+    """Every other request adds biases to its logits."""
+    biases = dict.fromkeys(range(40, 200, 7), 2.0) | dict.fromkeys(range(40), -100.0)
     return SamplingParams(
-        temperature=0.8, top_p=0.9, seed=seed, max_new_tokens=count, ignore_eos=True
-    )
+        temperature=0.8, top_p=0.9, seed=seed, max_new_tokens=count, ignore_eos=True,
+        logit_bias=biases if seed % 2 else None,
+    )  # fmt: skip
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
@@ -45,7 +48,7 @@ def salted(jobs: list[Job], salt: str) -> list[Job]:
 
 
 class Subjects:
-    """Some requests of one model, and what they give alone."""
+    """Some requests of one model, and their tokens alone."""
 
     def __init__(self, model: str, running) -> None:
         self.model, self.running = model, running

@@ -232,14 +232,9 @@ def test_ten_thousand_texts_among_cancels_deadlines_and_a_death(embedder):
 
 
 def test_the_commands_know_that_no_decode_worker_will_come(bert):
-    environment = command_environment(bert.folder)
-    command = [sys.executable, "-P", "-m", "baton.cli", "wait-ready", "--timeout", "20"]
-    command += ["--address", bert.address]
-    waited = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    waited = bert.command("wait-ready", "--timeout=20")
     assert (waited.returncode, waited.stdout) == (0, "ready: 1 prefill, 0 decode\n"), waited.stderr
-    wrong = subprocess.run(
-        [*command, "--decode", "2"], env=environment, capture_output=True, text=True, check=False
-    )
+    wrong = bert.command("wait-ready", "--timeout=20", "--decode=2")
     assert wrong.returncode == 1
     assert "embedding model" in wrong.stderr
 

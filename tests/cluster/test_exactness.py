@@ -71,7 +71,7 @@ def test_tokens_equal_transformers_for_all_settings(cluster, setting):
 
 
 def check(cluster, model: str, block_size: int, budget: int, backend: str) -> None:
-    """Two waves of requests, the second over the prefixes the first left behind."""
+    """Two waves of requests, the second over the prefixes of the first."""
     running = cluster(
         model=DATA / model,
         prefill=1,

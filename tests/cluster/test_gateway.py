@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from baton.cli.command import main
 from baton.proto.sampling import SamplingParams
 
 from .conftest import command_environment, wait_until
@@ -33,27 +34,12 @@ def pools(shared_cluster):
     return shared_cluster(prefill=1, decode=2, kv_memory="64MiB", max_num_batched_tokens=64)
 
 
-@pytest.fixture(scope="module")
-def gateway(pools, tmp_path_factory):
-    one = Gateway(pools, tmp_path_factory.mktemp("g")).wait_ready()
-    yield one
-    assert one.end() == 0, one.text()
-
-
 @pytest.fixture(autouse=True)
 def clean(request):
     """Afterwards no worker holds a block or a request."""
     yield
     if "pools" in request.fixturenames:
-        pools = request.getfixturevalue("pools")
-        wait_until(lambda: idle(pools), what="all blocks to be free")
-
-
-def idle(pools) -> bool:
-    workers = pools.workers().values()
-    return len(workers) == 3 and all(
-        w["kv_blocks_used"] == w["requests_running"] == w["requests_waiting"] == 0 for w in workers
-    )
+        request.getfixturevalue("pools").wait_idle()
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +81,19 @@ def test_chat_gives_what_the_native_client_gives(gateway, native, sampling):
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert len({event["id"] for event in events}) == 1
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
+
+
+def test_responses_give_what_the_native_client_gives(gateway, native):
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    params = SamplingParams(max_new_tokens=20, seed=3, ignore_eos=True)
+    wanted = native_text(native, messages, params)
+    body = {"instructions": "Be brief.", "input": "Who are you?", "seed": 3, "ignore_eos": True}
+    whole = gateway.post("/v1/responses", **body, max_output_tokens=20)
+    (item,) = whole["output"]
+    assert [part["text"] for part in item["content"]] == [wanted]
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    status, content, _ = gateway.ask("POST", "/v1/responses", {**body, "previous_response_id": "x"})
+    assert (status, content["error"]["param"]) == (400, "previous_response_id")
 
 
 def test_completions_of_texts_and_token_ids(gateway, native):
@@ -145,6 +144,22 @@ def test_log_probabilities_are_the_native_ones(gateway, native):
     texts = legacy["logprobs"]["tokens"]
     offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
     assert legacy["logprobs"]["text_offset"] == offsets
+
+
+def test_biases_of_logits_are_the_native_ones(gateway, native):
+    body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 1, "seed": 5}
+    plain = gateway.post(CHAT, **body)["choices"][0]["message"]["content"]
+    ids = gateway.post("/tokenize", prompt=plain, add_special_tokens=False)["tokens"]
+    biases = dict.fromkeys(ids, -100)
+    found = gateway.post(CHAT, **body, logit_bias={str(token): -100 for token in ids})
+    params = SamplingParams(max_new_tokens=12, temperature=1, seed=5, logit_bias=biases)
+    outputs = list(native.chat(MESSAGES, params))
+    text = "".join(output.text or "" for output in outputs)
+    assert found["choices"][0]["message"]["content"] == text != plain
+    assert not set(ids) & {token for output in outputs for token in output.tokens}
+    status, content, _ = gateway.ask("POST", CHAT, {**body, "logit_bias": {"99999": 1}})
+    assert (status, content["error"]["code"]) == (400, "input")
+    assert "logit_bias has token id 99999" in content["error"]["message"]
 
 
 def test_stop_strings_and_minimum_length(gateway, native):
@@ -220,7 +235,7 @@ def test_what_the_gateway_says_of_itself(gateway):
     assert name == "demo_model"
     assert gateway.ask("GET", f"/v1/models/{name}")[1]["max_model_len"] == 2048
     assert gateway.ask("GET", "/v1/models/other")[1]["error"]["code"] == "model_not_found"
-    for path in ("/live", "/ready", "/health", "/version"):
+    for path in ("/live", "/ready", "/health", "/version", "/openapi.json"):
         assert gateway.ask("GET", path)[0] == 200, path
 
 
@@ -305,12 +320,12 @@ def test_heads_and_bodies_are_limited(gateway):
             assert not answer or answer.split()[1] in (b"400", b"431"), answer
     with raw(gateway) as connection:
         connection.sendall(
-            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n{"
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n{"
         )
         assert connection.recv(100).split()[1] == b"413"
     with raw(gateway) as connection:
         connection.sendall(
-            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
         )
         try:
             for _ in range(1200):
@@ -323,24 +338,33 @@ def test_heads_and_bodies_are_limited(gateway):
 
 
 def test_a_client_that_is_gone_frees_its_request(gateway, pools):
-    body = {"messages": MESSAGES, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+    body = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
     for stream in (True, False):
         content = json.dumps({**body, "stream": stream}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
-        connections = [raw(gateway) for _ in range(4)]
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+        before, connections = generated(pools), [raw(gateway) for _ in range(4)]
         for connection in connections:
             connection.sendall(head.encode() + content)
-        wait_until(
-            lambda: sum(w["requests_running"] for w in pools.workers().values()) >= 4,
-            what="the requests to run",
-        )
+        wait_until(lambda: busiest_decode_worker(pools), what="a heartbeat of work")
         for connection in connections:
             connection.close()
-        wait_until(lambda: idle(pools), what="the requests to be freed")
+        pools.wait_idle()
+        assert generated(pools) - before < 4 * 1900, "the requests ran to their end"
+
+
+def generated(pools) -> int:
+    return sum(worker["generated_tokens"] for worker in pools.workers().values())
+
+
+def busiest_decode_worker(pools):
+    """The decode worker with most requests by its last heartbeat; None if none has any."""
+    decodes = [worker for worker in pools.workers().values() if worker["role"] == "decode"]
+    found = max(decodes, key=lambda worker: worker["requests_running"])
+    return found if found["requests_running"] else None
 
 
 def test_streams_go_on_when_their_decode_worker_dies(gateway, pools):
-    body = {"messages": MESSAGES, "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+    body = {"messages": MESSAGES, "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
     wanted = gateway.post(CHAT, **body)["choices"][0]["message"]["content"]
     begun = threading.Semaphore(0)
 
@@ -357,11 +381,7 @@ def test_streams_go_on_when_their_decode_worker_dies(gateway, pools):
         answers = [threads.submit(read) for _ in range(8)]
         for _ in range(8):
             assert begun.acquire(timeout=60)
-        victim = max(
-            (w for w in pools.workers().values() if w["role"] == "decode"),
-            key=lambda worker: worker["requests_running"],
-        )
-        assert victim["requests_running"] > 0
+        victim = wait_until(lambda: busiest_decode_worker(pools), what="a heartbeat of work")
         os.kill(victim["pid"], signal.SIGKILL)
         assert [answer.result(120) for answer in answers] == [wanted] * 8
     pools.wait_replaced(victim["id"], victim["pid"])
@@ -386,7 +406,7 @@ def test_a_slow_head_ends_the_connection(pools, tmp_path):
             assert silent.recv(100) == b""
         with socket.create_connection(("127.0.0.1", port), timeout=60) as kept:
             for _ in range(2):  # a kept connection may rest between two requests
-                kept.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+                kept.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 answer = b""
                 while b'"live"' not in answer:
                     part = kept.recv(1000)
@@ -397,3 +417,42 @@ def test_a_slow_head_ends_the_connection(pools, tmp_path):
         process.terminate()
         process.wait(60)
         process.stderr.close()
+
+
+# --------------------------------------------------------------------------- stories
+
+
+def test_an_http_request_is_traced_by_its_id(pools, gateway, tmp_path, capsys):
+    parent = f"00-{'4b' * 16}-{'5c' * 8}-01"
+    headers = {"x-request-id": "my-request-17", "traceparent": parent}
+    body = {"messages": MESSAGES, "max_tokens": 9, "ignore_eos": True, "n": 2}
+    status, _, answered = gateway.ask("POST", CHAT, body, headers)
+    assert (status, answered["x-request-id"]) == (200, "my-request-17")
+
+    def traced(*words: str) -> str:
+        assert main(["trace", *words, "--address", pools.address]) == 0
+        return capsys.readouterr().out
+
+    def handed_over() -> bool:
+        return all(one["attempts"][0]["handoff"] for one in json.loads(traced(name, "--json")))
+
+    name = "my-request-17"
+    wait_until(handed_over, what="the reports of the handoffs")  # may come after the end
+    stories = json.loads(traced(name, "--json"))
+    assert len(stories) == 2
+    for story in stories:
+        assert (story["gateway"], story["traceparent"]) == ("gateway", parent)
+        assert (story["state"], story["new_tokens"]) == ("finished", 9)
+        (attempt,) = story["attempts"]
+        assert attempt["handoff"]["bytes_sent"] > 0
+        assert attempt["decode_times"]["ended_s"] == pytest.approx(story["seconds"], abs=1e-5)
+        assert f"over {attempt['handoff']['transport']}" in traced(name)
+    assert name in traced("--last", "5")
+    traced(name, "--perfetto", str(tmp_path / "trace.json"))
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    _, _, answered = gateway.ask("POST", CHAT, {**body, "n": 1})  # a random id is found as well
+    (story,) = json.loads(traced(answered["x-request-id"], "--json"))
+    assert story["traceparent"] == ""
+    with pools.client() as client:
+        known = [one["request_id"] for one in client.status(requests=10)["requests"]]
+    assert story["request_id"] in known

@@ -2,15 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 
 import pytest
 
-from ..processes import wait_until
-from .conftest import command_environment
 from .driver import Job, all_handoffs, ask, ask_all, greedy
 from .reference import DATA, cases_of
 from .wire_tap import WireTap
@@ -28,16 +24,7 @@ def jobs(cases=CASES, **options) -> list[Job]:
 
 def status_json(running) -> dict:
     """What ``baton status --json`` prints."""
-    options = ["--json", "--handoffs=256", f"--address={running.address}"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "baton.cli", "status", *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=command_environment(running.folder),
-        check=True,
-    )
-    return json.loads(done.stdout)
+    return json.loads(running.command("status", "--json", "--handoffs=256").stdout)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +150,7 @@ def test_damage_among_sixteen_requests(tapped):
 
 
 def test_a_damaged_header_is_as_good_as_lost(tapped):
-    """Each byte of the header in turn: what it announced is sent again."""
+    """Damage each byte of the header in turn: the announced blocks are sent again."""
     seen = []
 
     def hand(body: bytearray, more: bool) -> None:
@@ -183,10 +170,7 @@ def test_the_workers_are_whole_after_all_the_damage(tapped):
     with running.client() as client:
         assert ask(client, jobs()[6]).tokens == CASES[6].greedy
         assert all(w["state"] == "ready" for w in client.status()["workers"])
-    wait_until(
-        lambda: all(w["kv_blocks_used"] == 0 for w in running.workers().values()),
-        what="all blocks to be free",
-    )
+    running.wait_idle()
 
 
 def test_a_damaged_word_between_the_workers_is_lost_and_said_again(shared_cluster):

@@ -19,8 +19,7 @@ import pytest
 import zmq
 
 from baton.runtime.keys.curve import CurveKeys, apply_client_keys
-from baton.runtime.keys.files import make_folder
-from baton.runtime.keys.keyring import read_pair
+from baton.runtime.keys.keyring import make_folder, read_pair
 
 from ..processes import wait_until
 from .driver import Job, ask, greedy
@@ -36,7 +35,7 @@ STREAMS = 36
 """Spoiled handshakes per socket."""
 GREETING, HELLO = 64, 202
 INITIATE = 330
-"""Bytes of what a peer says, about; a cut or a flip falls anywhere in their sum."""
+"""Approximate bytes of a peer's messages; a cut or a flip falls anywhere in their sum."""
 DECODED = ("malformed", "protocol", "damaged", "frames", "intruders", "denied")
 """In the names of counters of what a process has read and could not use."""
 HANDSHAKE_S = 2.0
@@ -98,7 +97,7 @@ def serves(running) -> None:
 
 @contextlib.contextmanager
 def nothing_stays(running, more_bytes: int = 24 << 20) -> Iterator[None]:
-    """Descriptors come back to what they were, memory stays, no decoder saw anything."""
+    """Descriptors return to their number, memory stays, no decoder saw anything."""
     serves(running)
     files, sizes, counters = descriptors(running), memory(running), dropped(running)
     yield

@@ -14,8 +14,7 @@ import pytest
 from baton.cli.command import main
 from baton.client import Client
 from baton.proto.errors import ConfigError
-from baton.runtime.keys.files import add_key, make_folder
-from baton.runtime.keys.keyring import read_pair
+from baton.runtime.keys.keyring import add_key, make_folder, read_pair
 
 from ..processes import wait_until
 from .driver import Job, ask, collect, greedy
@@ -90,7 +89,7 @@ def test_no_request_is_lost_while_keys_are_replaced(cluster, tmp_path):
 
 
 def test_a_dead_workers_id_is_not_free_for_another_key(cluster, tmp_path):
-    """From its death until it is back a thief says Hello in its name, then in its incarnation."""
+    """Until it is back, a thief sends Hello in its name, then in its incarnation."""
     folder = tmp_path / "keys"
     make_folder(folder)
     add_key(folder, "decode", ["decode-0"])

@@ -13,10 +13,10 @@ from collections import Counter
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
 from baton.cli.command import main
 from baton.client import Client
+from baton.deploy.plan.addresses import free_ports
 from baton.kv_transfer.checksums import envelope_digest
 from baton.proto.errors import AccessDenied
 from baton.proto.sampling import SamplingParams
@@ -32,8 +32,7 @@ from baton.proto.wire.messages import (
 )
 from baton.proto.wire.proofs import reserve_ticket, worker_key
 from baton.proto.wire.wire_context import WireContext, WireTokens
-from baton.runtime.keys.files import add_key, make_folder
-from baton.runtime.keys.keyring import KeyRing, read_pair
+from baton.runtime.keys.keyring import KeyRing, add_key, make_folder, read_pair
 
 from ..processes import wait_until
 from .driver import Job, ask, ask_all, collect, greedy
@@ -56,7 +55,7 @@ MODEL = "llama_plain"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Keys of a cluster whose decode workers and first prefill worker have keys of their own."""
+    """Keys of a cluster whose decode workers and first prefill worker have separate keys."""
     folder = tmp_path_factory.mktemp("k") / "keys"
     make_folder(folder)
     for name in ("decode-0", "decode-1", "prefill-0"):
@@ -84,8 +83,7 @@ def running(shared_cluster, folder):
 
 
 def free_port() -> int:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
-        return trial.bind_to_random_port("tcp://127.0.0.1")
+    return free_ports(1)[0]
 
 
 def ports_of(running) -> dict[str, list[int]]:
@@ -105,7 +103,7 @@ def cluster_key(running) -> bytes:
 
 
 def dropped(running) -> dict[str, int]:
-    """All processes' counters of what they could not use."""
+    """All processes' counters of messages that they could not use."""
     with running.client() as client:
         status = client.status()
     counters = {f"router {k}": v for k, v in status["router"]["dropped"].items()}
@@ -178,7 +176,7 @@ def grown(running, before: dict[str, int]) -> set[str]:
 
 
 def test_a_listed_key_gets_past_only_where_its_role_belongs(running, folder):
-    """Each role at each socket: it is let in where the table says, and refused elsewhere."""
+    """Each role at each socket: it is admitted by the table, and refused elsewhere."""
     ports = ports_of(running)
     decode = running.workers()["decode-0"]["endpoint"]
     control = int(decode.rpartition(":")[2])
@@ -247,7 +245,7 @@ def rejected(peer: RawPeer) -> dict:
     ids=["role", "name", "another key's name", "the pool's key", "incarnation", "endpoint"],
 )
 def test_a_stolen_worker_id_gets_nothing(running, folder, file, changes, code):
-    """While requests run, a thief says Hello as somebody else; all tokens go where they should."""
+    """While requests run, a thief sends another's Hello; all tokens go where they should."""
     case = cases_of(MODEL)[5]
     victims = running.workers()
     hello = {**hello_map(), "incarnation": random.getrandbits(63), **changes}
@@ -302,7 +300,7 @@ def test_a_prefill_worker_cannot_speak_for_another(running, folder):
             msgspec.structs.replace(opened, worker="prefill-0"),
             msgspec.structs.replace(opened, worker="prefill-9", incarnation=victim["incarnation"]),
             msgspec.structs.replace(reserve, incarnation=victim["incarnation"]),
-            msgspec.structs.replace(reserve, incarnation=4711),  # nobody's
+            msgspec.structs.replace(reserve, incarnation=4711),  # of no worker
         ):
             thief.send(*_sealed(message))
             answer = rejected(thief)
@@ -380,5 +378,5 @@ def test_a_stolen_identity_gets_no_tokens_of_its_owner(running, folder):
     ) as victim:
         victim.say(Submit(request_id="mine", context=context))
         victim.hear_until(lambda message: message["type"] == "Tokens")
-    check_stolen_identity(running.address, thief_keys, identity)  # who has gone in mid-stream
+    check_stolen_identity(running.address, thief_keys, identity)  # the victim left in mid-stream
     assert dropped(running).get("router client_intruders", 0) > 0

@@ -31,11 +31,7 @@ def whole(pools):
     """All four workers are there, and afterwards none holds a block."""
     pools.wait_ready()
     yield pools
-    wait_until(lambda: no_blocks_used(pools), what="all blocks to be free")
-
-
-def no_blocks_used(cluster) -> bool:
-    return all(w["kv_blocks_used"] == 0 for w in cluster.workers().values())
+    pools.wait_idle()
 
 
 def report(what: str, streams: list[Stream]) -> None:

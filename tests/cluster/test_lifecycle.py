@@ -21,7 +21,7 @@ from baton.proto.sampling import SamplingParams
 
 from ..processes import alive, wait_until
 from ..suite.short import some_long
-from .conftest import command_environment
+from .conftest import baton, command_environment
 
 pytestmark = pytest.mark.cluster
 
@@ -38,18 +38,6 @@ def tokens_of(client, count: int) -> list[int]:
     return [t for output in client.generate(PROMPT, params(count)) for t in output.tokens]
 
 
-def baton(folder, *arguments: str, text: str = "") -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "baton.cli", *arguments],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=command_environment(folder),
-        check=False,
-    )
-
-
 def test_an_interrupt_ends_everything_and_leaves_nothing(cluster):
     running = cluster()
     with running.client() as client:
@@ -62,7 +50,7 @@ def test_an_interrupt_ends_everything_and_leaves_nothing(cluster):
 
 
 def test_ctrl_c_at_a_terminal_reaches_the_supervisor_alone(tmp_path_factory):
-    """The terminal tells every process of its foreground group; what runs may still finish."""
+    """The terminal signals its whole foreground group; running requests may still finish."""
     folder = tmp_path_factory.mktemp("t")
     address = f"ipc://{folder}/s.sock"
     ours, theirs = pty.openpty()
@@ -85,7 +73,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_supervisor_alone(tmp_path_factory):
             terminal.write(b"\x03")
             count += sum(len(output.tokens) for output in generation)
         assert count == LONG
-        with contextlib.suppress(OSError):  # EIO: nobody has it open any more
+        with contextlib.suppress(OSError):  # EIO: no process has it open any more
             while part := terminal.read(1 << 16):
                 said += part
     assert b"draining" in said

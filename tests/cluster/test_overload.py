@@ -1,4 +1,4 @@
-"""Ten times what fits: refusals at once, bounded memory, and nobody else suffers."""
+"""Ten times the possible load: refusals at once, bounded memory, and no other request suffers."""
 
 import asyncio
 import statistics
@@ -13,6 +13,7 @@ import zmq
 
 from baton.client import AsyncClient
 from baton.proto.errors import CapacityError
+from baton.proto.sampling import SamplingParams
 from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.wire.messages import (
     FinalAck,
@@ -72,7 +73,7 @@ def span(streams: list[Stream]) -> float:
 
 
 class RawClient:
-    """A client that speaks when told to, and reads only then."""
+    """A client that sends on command, and reads only then."""
 
     def __init__(self, address: str) -> None:
         self._context: zmq.Context = zmq.Context()
@@ -144,7 +145,7 @@ def test_what_does_not_fit_is_refused_at_once_and_the_others_are_not_slower(smal
 
 
 def check_refusals(offered: list[Stream], answer: list[int]) -> float:
-    """Most were refused; the others took the place of one that had ended.
+    """Most were refused; the others took the place of ended requests.
 
     Returns the median of the seconds a refusal took.
     """
@@ -177,7 +178,7 @@ def test_a_burst_of_long_prompts_leaves_no_memory_behind(small, undisturbed):
             while len(ends) < 1000:
                 ends += [m for m in client.hear() if isinstance(m, Terminal)]
             refused = [end for end in ends if end.code == CapacityError.code]
-            assert len(refused) >= 900  # some take the place of one that ended
+            assert len(refused) >= 900  # some take the place of an ended request
             assert all(end.retry_after for end in refused)
             client.say(FinalAck(requests=[end.request for end in ends if not end.code]))
             client.say(Ping())
@@ -196,7 +197,7 @@ def test_a_burst_of_long_prompts_leaves_no_memory_behind(small, undisturbed):
 def beside_a_slow_reader(small, undisturbed) -> float:
     """Half of the load belongs to a client that reads a message now and then.
 
-    Returns how many times as long the others took as beside one that reads at once.
+    Returns how many times as long the others took as beside a fast reader.
     """
     fast, slow = WORK[::2], WORK[1::2]
 
@@ -260,3 +261,18 @@ def read_slowly(address: str, work: list[Job], hurry: threading.Event) -> list[l
                     ended.add(message.request_id)
                     client.say(FinalAck(requests=[message.request]))
     return [heard[keys[name]] for name in names]
+
+
+def test_three_hundred_prompts_in_one_call_or_in_tasks_with_retries(small):
+    params = SamplingParams(temperature=0, max_new_tokens=2, ignore_eos=True)
+    prompts = [[5, 6, 7 + number] for number in range(300)]
+
+    async def tasks():
+        async with AsyncClient(small.address) as client:
+            calls = [client.complete(prompt, params, max_retries=100) for prompt in prompts]
+            return await asyncio.gather(*calls)
+
+    with small.client() as client:
+        batch = client.complete(prompts, params)
+    assert [one.token_ids for one in asyncio.run(tasks())] == [one.token_ids for one in batch]
+    assert {len(one.token_ids) for one in batch} == {2}

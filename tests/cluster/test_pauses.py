@@ -127,7 +127,7 @@ def cpu_quota(pids, share: float):
 
 @contextmanager
 def busy_processes(count: int):
-    """Others that want all the processors."""
+    """Processes that keep all processors busy."""
     command = [sys.executable, "-S", "-c", "while True: pass"]
     running = [subprocess.Popen(command) for _ in range(count)]
     try:

@@ -9,10 +9,11 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_python_example_runs(cluster, capsys):
+def test_the_python_example_runs(cluster, capsys, monkeypatch):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     running = cluster(prefill=1, decode=1)
-    exec(compile(example, "README.md", "exec"), {"ADDRESS": running.address})
+    monkeypatch.setenv("BATON_ADDRESS", running.address)
+    exec(compile(example, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "read by prefill-0, written by decode-0" in printed
     assert len(printed.split()) > 8

@@ -1,6 +1,6 @@
-"""Peers with valid keys of their own change nothing about the requests of others.
+"""Peers with valid keys change nothing about the requests of others.
 
-Each role has a rogue that says every message of its sockets about requests that are not its own,
+Each role has a rogue that sends every message of its sockets about requests of others,
 while streams run and while a router is replaced. Tokens, ends and blocks stay as without them.
 """
 
@@ -31,7 +31,7 @@ from baton.proto.wire.messages import (
     Tokens,
     WorkerToRouter,
 )
-from baton.runtime.keys.files import add_key, make_folder
+from baton.runtime.keys.keyring import add_key, make_folder
 
 from ..processes import wait_until
 from .driver import Job, collect, greedy
@@ -49,7 +49,7 @@ STREAMS, LENGTH = 8, 1500
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Keys; the rogues have some of their own."""
+    """Keys; the rogues have separate keys."""
     folder = tmp_path_factory.mktemp("k") / "keys"
     make_folder(folder)
     for name in ("prefill-9", "decode-9", "client-9"):
@@ -151,7 +151,7 @@ class Gang:
         )
 
     def _at_decode(self, file: str, worker: dict) -> Rogue:
-        """Opens a link of its own and then speaks about the grants and requests of others."""
+        """Opens a link and then sends messages about the grants and requests of others."""
         incarnation = random.getrandbits(60)
         own = {
             "version": PROTOCOL_VERSION, "worker": "prefill-9", "incarnation": incarnation,
@@ -241,11 +241,22 @@ def test_running_streams_are_not_touched(running, gang, truth):
 
 
 def test_a_restarted_router_finds_the_streams_where_they_are(running, gang, truth):
-    """It remembers nothing and asks every worker; the rogues answer first, and falsely."""
+    """It remembers nothing and asks every worker; the rogues answer first, and falsely.
+
+    The decode workers are stopped until a rogue was asked, or the streams could end before.
+    """
     with running.client() as client, running.client() as watcher:
         generations = begun(client, watcher)
         gang.look(watcher)
-        os.kill(running.pids()["router"], signal.SIGKILL)
+        pids = running.pids()
+        holders = [pids[name] for name in ("decode-0", "decode-1")]
+        for pid in holders:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            os.kill(pids["router"], signal.SIGKILL)
+            wait_until(lambda: any("Adopt" in rogue.heard for rogue in gang.rogues[:2]))
+        finally:
+            for pid in holders:
+                os.kill(pid, signal.SIGCONT)
         answers = [collect(generation) for generation in generations]
     assert [answer.tokens for answer in answers] == truth
-    wait_until(lambda: any("Adopt" in rogue.heard for rogue in gang.rogues[:2]))

@@ -27,7 +27,7 @@ def admin(cluster) -> AdminClient:
 
 
 def order(cluster, request) -> list[str]:
-    """Everything the controller says of an order until it is done; raises why it failed."""
+    """All answers of the controller to an order until its end; raises the error of a failure."""
     with admin(cluster) as client:
         return [answer.text for answer in client.ask(request, wait=90.0)]
 
@@ -141,8 +141,8 @@ def test_two_routers_are_replaced_one_after_the_other_under_load(cluster, undist
 
 
 def test_a_drain_that_does_not_end_is_cut_off_by_the_grace_and_nothing_is_lost(cluster):
-    work = jobs(8, prompt=60, new=1200)
-    short = cluster(prefill=1, decode=2, kv_memory="64MiB", grace=0.3)
+    work = jobs(8, prompt=60, new=400)
+    short = cluster(prefill=1, decode=2, kv_memory="64MiB", grace=0.05)
     undisturbed = tokens(run(short.address, work))
 
     async def disturb(streams: list[Stream]) -> None:
@@ -153,21 +153,6 @@ def test_a_drain_that_does_not_end_is_cut_off_by_the_grace_and_nothing_is_lost(c
     assert set(pids(short)) == {"router", "prefill-0", "decode-0"}
     assert counted(short, "replayed") > 0
     short.wait_said("decode-1 has not finished within the grace period")
-
-
-def test_down_in_mid_rollout_ends_everything(cluster):
-    ending = cluster(prefill=1, decode=2)
-    before = pids(ending)
-    with admin(ending) as roller, admin(ending) as ender:
-        answers = roller.ask(RollOut(), wait=60.0)
-        next(answers)
-        assert isinstance(list(ender.ask(GoDown(), wait=60.0))[-1], Result)
-        with pytest.raises(RequestFailed, match="the cluster is going down"):
-            list(answers)
-    assert ending.process.wait(60) == 0
-    assert not any(alive(pid) for pid in before.values())
-    wait_until(lambda: not list(ending.folder.glob("baton-run-*")), what="no folder")
-    assert not [p for p in ending.folder.iterdir() if p.is_socket()]
 
 
 @pytest.mark.long
@@ -183,3 +168,18 @@ def test_a_rollout_can_change_the_grace_of_drains(cluster):
 
     assert tokens(run(patient.address, work, disturb)) == undisturbed
     patient.wait_said("has not finished within the grace period")
+
+
+def test_down_in_mid_rollout_ends_everything(pools):
+    """The last test of this file, since it ends the others' cluster."""
+    before = pids(pools)
+    with admin(pools) as roller, admin(pools) as ender:
+        answers = roller.ask(RollOut(), wait=60.0)
+        next(answers)
+        assert isinstance(list(ender.ask(GoDown(), wait=60.0))[-1], Result)
+        with pytest.raises(RequestFailed, match="the cluster is going down"):
+            list(answers)
+    assert pools.process.wait(60) == 0
+    assert not any(alive(pid) for pid in before.values())
+    wait_until(lambda: not list(pools.folder.glob("baton-run-*")), what="no folder")
+    assert not [p for p in pools.folder.iterdir() if p.is_socket()]

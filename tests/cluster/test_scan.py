@@ -12,8 +12,7 @@ import zmq
 
 from baton.runtime.keys import identity_owners, zap
 from baton.runtime.keys.allowed import CLIENT, OPERATOR, ROLES
-from baton.runtime.keys.files import add_key, make_folder
-from baton.runtime.keys.keyring import KeyRing, read_pair
+from baton.runtime.keys.keyring import KeyRing, add_key, make_folder, read_pair
 from baton.runtime.keys.zap import Doorkeeper
 from baton.runtime.net import sockets
 from baton.runtime.net.loop import Loop
@@ -36,7 +35,7 @@ SECRET = envelope({"type": "Tokens"})
 
 @contextmanager
 def listening(folder) -> Iterator[int]:
-    """Port of a socket of clients and operators, which tells a victim secrets all the time."""
+    """Port of a socket of clients and operators, which sends secrets to a victim all the time."""
     ports: list[int] = []
     ready, loops = threading.Event(), []
 

@@ -8,8 +8,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import jsonschema
 import pytest
@@ -25,7 +23,6 @@ from ..engine.schemas import BOOL, SCHEMAS, SMALL, array, check_instance, record
 from ..engine.test_hostile_schemas import HARM
 from ..processes import wait_until
 from ..suite.short import some_long
-from .conftest import command_environment
 
 pytestmark = pytest.mark.cluster
 
@@ -48,10 +45,7 @@ def pools(shared_cluster):
 def clean(pools):
     pools.wait_ready()
     yield pools
-    wait_until(
-        lambda: all(w["kv_blocks_used"] == 0 for w in pools.workers().values()),
-        what="all blocks to be free",
-    )
+    pools.wait_idle()
 
 
 @pytest.fixture
@@ -220,7 +214,7 @@ def test_each_of_fifty_answers_loses_its_decode_worker_on_the_way(wide, longer, 
 
 
 def lose_worker(wide, longer, calm, wanted: set[str]) -> set[str]:
-    """All on one worker, killed in the middle of what is ``wanted``; who was under way then."""
+    """All on one worker, killed in the middle of the ``wanted`` answers; returns the unfinished."""
     struck: set[str] = set()
 
     async def disturb(outputs: dict[str, list[Output]]) -> None:
@@ -399,7 +393,7 @@ def test_a_bad_schema_inside_a_context_is_refused_by_the_cluster(client):
 
 @pytest.mark.parametrize("name", ["chain of nests", "patterns at once"])
 def test_a_schema_that_would_end_a_worker_is_one_error(clean, client, name):
-    """Its stack, or its memory: nobody is restarted, and others never notice."""
+    """Its stack, or its memory: no process is restarted, and others never notice."""
     before = clean.pids()
     running = client.generate(PROMPT, params(5), json_schema=WORK["long 1"])
     first = next(running)
@@ -413,7 +407,7 @@ def test_a_schema_that_would_end_a_worker_is_one_error(clean, client, name):
 
 
 def test_a_schema_too_complex_in_mid_answer_is_one_error_behind_its_tokens(client):
-    """Too many properties that may be left out, but only behind some others: decode meets them."""
+    """Too many optional properties, but only after some others: decode meets them."""
     wide = {"type": "object", "properties": {f"p{i}": BOOL for i in range(3000)}}
     received = []
     with pytest.raises(SchemaTooComplex, match="any further"):
@@ -439,10 +433,7 @@ def test_a_deadline_holds(client):
 def test_the_command_line(clean, tmp_path):
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA))
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "baton.cli", "generate", PROMPT, "--json-schema", str(file),
-         f"--address={clean.address}", "--seed=3", "--temperature=1"],
-        capture_output=True, text=True, timeout=60, env=command_environment(clean.folder),
-        check=True,
-    )  # fmt: skip
+    words = ["generate", PROMPT, f"--json-schema={file}", "--seed=3", "--temperature=1"]
+    done = clean.command(*words)
+    assert done.returncode == 0, done.stderr
     jsonschema.validate(json.loads(done.stdout), SCHEMA)

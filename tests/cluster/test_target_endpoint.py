@@ -1,4 +1,4 @@
-"""Requests that name a worker go there, or end in the error that says why not."""
+"""Requests that name a worker go there, or end in an error with the reason."""
 
 import os
 import signal
@@ -99,7 +99,7 @@ def test_a_malformed_endpoint(client, endpoint, fallback):
 
 
 def kill(running, name: str) -> dict:
-    """Kill a worker; returns what it was once the router has seen its connection close."""
+    """Kill a worker; returns its status once the router has seen its connection close."""
     victim = running.workers()[name]
     os.kill(victim["pid"], signal.SIGKILL)
 

@@ -39,7 +39,7 @@ def config_of(pid: int) -> Path:
 
 @contextmanager
 def twin(pools, name: str, folder: Path):
-    """Another process under a worker's name, at an address of its own."""
+    """Another process under a worker's name, at a different address."""
     settings = msgspec.json.decode(config_of(pools.pids()[name]).read_bytes())
     settings["endpoint"] = f"ipc://{folder}/twin.sock"
     if "data_endpoint" in settings:

@@ -19,20 +19,10 @@ from baton.deploy.plan.addresses import free_ports
 
 from ..processes import alive, wait_until
 from ..suite.short import some_long
-from .conftest import command_environment
+from .conftest import baton, command_environment
 from .driver import greedy
 
 pytestmark = pytest.mark.cluster
-
-
-def baton(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "baton.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=command_environment(folder),
-    )
 
 
 class Background:
@@ -157,9 +147,9 @@ def test_down_finds_what_a_killed_controller_left(background):
         (["scale", "prefill=0"], 1, "prefill must be at least 1, not 0"),
         (["scale", "decode=5"], 1, "decode must be at most 4 (decode_max), not 5"),
         (["scale", "prefill=1025"], 1, "prefill must be at most 1024, not 1025"),
-        (["scale", "prefill=99999999999"], 2, "the number of workers is too large"),
+        (["scale", "prefill=99999999999"], 2, "the number of workers or gateways is too large"),
         (["scale", "prefill=1000"], 1, "of memory, this machine has"),
-        (["scale", "draft=1"], 2, "no pool 'draft'; the pools are prefill and decode"),
+        (["scale", "draft=1"], 2, "no pool 'draft'; scale prefill, decode or gateway"),
         (["scale", "decode=two"], 2, "'two' is not a number of workers"),
         (["scale", "decode"], 2, "is not NAME=VALUE"),
         (["scale", "decode=1", "decode=2"], 2, "decode is given twice"),

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from baton.proto.errors import FeatureMissing
 from baton.proto.limits import PROTOCOL_VERSION
 
 from ..processes import wait_until
@@ -27,7 +28,15 @@ versions.OLDEST_VERSION = oldest
 sys.argv = [module, *sys.argv[4:]]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-"""A process as another version would be: it says so, and understands what that one would."""
+"""A process of another version: it states its version, and accepts that version's messages."""
+WITHOUT_FEATURES = """
+import runpy, sys
+import baton.proto.layout as layout
+layout.FEATURES = ()
+sys.argv = sys.argv[3:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+"""A process of this version from before its newest parameters of requests."""
 JOB = Job([5, 6, 7], greedy(40))
 
 
@@ -46,8 +55,8 @@ def truth(running):
         return ask(client, JOB).tokens
 
 
-def start(folder, version, oldest, module, *arguments):
-    command = [sys.executable, "-P", "-c", AS_VERSION, str(version), str(oldest), module]
+def start(folder, version, oldest, module, *arguments, script=AS_VERSION):
+    command = [sys.executable, "-P", "-c", script, str(version), str(oldest), module]
     return subprocess.Popen(
         [*command, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
@@ -58,7 +67,7 @@ def start(folder, version, oldest, module, *arguments):
     )
 
 
-def start_worker(running, folder, role, version, oldest):
+def start_worker(running, folder, role, version, oldest, script=AS_VERSION):
     (path,) = running.folder.glob(f"baton-run-*/{role}-0.json")
     config = json.loads(path.read_text())
     config |= {"worker_id": f"other-{role}", "endpoint": f"ipc://{folder}/o"}
@@ -66,7 +75,8 @@ def start_worker(running, folder, role, version, oldest):
         config["data_endpoint"] = ""
     (folder / "other.json").write_text(json.dumps(config))
     module = f"baton.{role}_worker"
-    return start(folder, version, oldest, module, "--config", folder / "other.json")
+    options = ("--config", folder / "other.json")
+    return start(folder, version, oldest, module, *options, script=script)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -106,6 +116,29 @@ def test_a_worker_of_a_version_not_understood_ends_and_says_why(
     assert running.workers().get(f"other-{role}", {}).get("state") != "ready"
     with running.client() as client:
         assert ask(client, JOB).tokens == truth
+
+
+def test_a_worker_that_would_ignore_a_parameter_does_not_get_it(running, tmp_path):
+    params = greedy(4)
+    params.logit_bias = {7: 100.0}
+    process = start_worker(running, tmp_path, "decode", PROTOCOL_VERSION, 0, WITHOUT_FEATURES)
+    try:
+        wait_until(
+            lambda: running.workers().get("other-decode", {}).get("state") == "ready",
+            what="the older worker",
+        )
+        old = {"target_endpoint": running.workers()["other-decode"]["endpoint"]}
+        with running.client() as client:
+            assert ask(client, Job(JOB.prompt, greedy(4), old)).decode == "other-decode"
+            with pytest.raises(FeatureMissing, match="newer worker than other-decode"):
+                ask(client, Job(JOB.prompt, params, old))
+            answers = [ask(client, Job(JOB.prompt, params)) for _ in range(6)]
+        assert all(answer.tokens == [7, 7, 7, 7] for answer in answers)
+        assert "other-decode" not in {answer.decode for answer in answers}
+    finally:
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
 
 
 def generate(running, folder, version, oldest):

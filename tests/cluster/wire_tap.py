@@ -1,4 +1,4 @@
-"""A man in the middle of a ZeroMQ connection over a Unix socket, who may damage what passes.
+"""A man in the middle of a ZeroMQ connection over a Unix socket, which may damage messages.
 
 He takes the place of a listening socket's file, so neither process knows of him, reads the
 frames of ZMTP 3 in both directions, and passes everything on.
@@ -24,9 +24,9 @@ def keep(body: bytearray, more: bool) -> None:
 
 
 class WireTap:
-    """Between everyone who connects to ``path`` from now on, and its listener.
+    """Between all later connections to ``path``, and its listener.
 
-    ``hand`` sees what goes to the listener, ``back`` what it answers.
+    ``hand`` sees the bytes for the listener, ``back`` its answers.
     """
 
     def __init__(self, path: Path, hand: Hand = keep, back: Hand = keep) -> None:

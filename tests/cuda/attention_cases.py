@@ -123,7 +123,7 @@ def run_decode(
 
 
 def expected_decode(case: Case) -> npt.NDArray[np.float64]:
-    """Return what the definition says, not rounded."""
+    """Return the result of the definition, not rounded."""
     return reference_attention.decode_attention(
         case.q, case.kv_layer, case.tables, lengths_of(case), case.scale, case.window
     )
@@ -177,7 +177,7 @@ def run_prefill(device: Device, case: Case, rows: Chunks) -> Array:
 
 
 def expected_prefill(case: Case, rows: Chunks) -> npt.NDArray[np.float64]:
-    """Return what the definition says, not rounded."""
+    """Return the result of the definition, not rounded."""
     return reference_attention.attention(
         case.q, case.kv_layer, case.tables, rows.offsets, rows.flat, case.scale, case.window
     )

@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def in_order(device: Device, seed: int, watching_races: bool = False) -> Iterator[None]:
-    """Launches on the CPU in the order of a seed; a GPU has an order of its own each time."""
+    """Launches on the CPU in the order of a seed; a GPU has another order each time."""
     with ExitStack() as stack:
         if isinstance(device, HostDevice):
             stack.enter_context(device.order(seed))

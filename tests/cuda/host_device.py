@@ -32,7 +32,7 @@ _ADDRESS = re.compile(r"<([0-9a-f]+)>")
 
 
 class LaunchFailed(Exception):
-    """A kernel did what a GPU leaves undefined, or what it would wait for without end."""
+    """A kernel did something that a GPU leaves undefined, or that it would await without end."""
 
 
 class HostArray(np.ndarray):
@@ -187,14 +187,14 @@ class HostDevice:
         return other
 
     def another_stream(self) -> HostDevice:
-        """The same memory behind a queue of its own."""
+        """The same memory with a separate queue."""
         other = copy.copy(self)
         other._capturing = None
         other._stream = HostStream(self._stream.family)
         return other
 
     def record(self) -> HostEvent:
-        """Mark what has been queued so far."""
+        """Mark the work queued so far."""
         with self._stream.family.lock:
             return HostEvent(self._stream)
 
@@ -235,7 +235,7 @@ class HostDevice:
 
     @contextmanager
     def watching_races(self) -> Iterator[None]:
-        """Refuse, for a while, what is ordered by no barrier: slower, and sure in any order."""
+        """Refuse, for a while, accesses without a barrier: slower, and sure in any order."""
         before = self._variant
         self._variant = "races" if before == "plain" else before
         try:
@@ -244,7 +244,7 @@ class HostDevice:
             self._variant = before
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> HostArray:
-        """Make an array of 0xff bytes: what is not written stays a NaN or -1."""
+        """Make an array of 0xff bytes: an unwritten element stays a NaN or -1."""
         if self._capturing is not None:
             raise LaunchFailed("an allocation while a graph is captured")
         return host_array(shape, dtype)
@@ -274,7 +274,7 @@ class HostDevice:
     def open(
         self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
     ) -> tuple[HostMapping, HostArray]:
-        """Find an exported array; as on a GPU, what it holds is known to nobody but its owner."""
+        """Find an exported array; as on a GPU, only its owner knows its content."""
         array = _EXPORTED.get(handle)
         if array is None or offset < 512:
             raise OSError("the handle names nothing here")

@@ -1,4 +1,4 @@
-"""Streams of the device that executes on the CPU: what is queued runs late, in any legal order.
+"""Streams of the device that executes on the CPU: queued work runs late, in any legal order.
 
 Nothing runs before it must, or it runs by chance: after each call some streams go on by some steps,
 drawn from a seed. So a copy that nobody waited for has not happened when its target is read, or has
@@ -48,14 +48,14 @@ class HostStream:
         family.streams.append(self)
 
     def add(self, work: Work) -> None:
-        """Queue work, which runs now, later, or when somebody waits for it."""
+        """Queue work, which runs now, later, or when another stream waits for it."""
         with self.family.lock:
             self._work.append(work)
             self.queued += 1
             self.family.stir()
 
     def run_to(self, position: int) -> None:
-        """Run what was queued up to ``position``."""
+        """Run the work queued up to ``position``."""
         with self.family.lock:
             while self.finished < position:
                 work = self._work.popleft()

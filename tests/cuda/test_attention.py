@@ -149,7 +149,7 @@ def test_prefill(device: Device, rng: np.random.Generator, shape: dict, window: 
 
 
 def test_prefill_looks_both_ways(device: Device, rng: np.random.Generator) -> None:
-    """What rows see is what ``positions`` says, in any order."""
+    """Rows see the keys up to their ``positions``, in any order."""
     rows = Chunks([np.full(40, 39, np.int32), np.array([7, 80, 0, 33], np.int32)])
     case = prefill_case(rng, rows)
     case = replace(case, scale=0.4)
@@ -207,7 +207,7 @@ WRONG = [
 
 
 class Refusing:
-    """A device that uploads as it is told and must not be asked to launch."""
+    """A device that uploads arrays and must not launch kernels."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

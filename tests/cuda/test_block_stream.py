@@ -18,8 +18,8 @@ from baton.engine.kernels.cuda import block_moves
 from baton.engine.kernels.cuda.block_moves import BlockMove, BlockStream, LayerMarks
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.digest import payload_digest
+from baton.kv_transfer.device_frames import DeviceFramePacker, DeviceFrameWriter, MoveQueue, Release
 from baton.kv_transfer.frames import BufferPool, Bytes
-from baton.kv_transfer.moves import Give, Move, Moves, MovingPacker, MovingWriter
 from baton.proto.errors import InternalError
 from baton.proto.wire.messages import GrantRef, KVFrame
 
@@ -44,11 +44,11 @@ class Side:
         self.pool: Any = device.upload(content)
         self.marks = LayerMarks(device)
         self.stream = BlockStream(device, self.pool, self.marks, BLOCK_BYTES, slots)
-        self.watched: deque[Move] = deque()
-        self.moves = Moves(self.watched.append)
+        self.watched: deque[BlockMove] = deque()
+        self.moves = MoveQueue(self.watched.append)
 
     def finish_one(self) -> bool:
-        """What the waiting thread does: wait for the oldest move and tell of it."""
+        """The waiting thread's work: wait for the oldest move and report it."""
         if not self.watched:
             return False
         move = self.watched.popleft()
@@ -69,28 +69,28 @@ class Handoff:
 
     def __init__(self, sender: Side, receiver: Side, draws: Draws) -> None:
         self.sender, self.receiver, self.draws = sender, receiver, draws
-        self.packer = MovingPacker(sender.stream, sender.moves, BufferPool())
-        self.writer = MovingWriter(receiver.stream, receiver.moves)
-        self.on_the_wire: deque[tuple[KVFrame, Bytes, Give | None]] = deque()
+        self.packer = DeviceFramePacker(sender.stream, sender.moves, BufferPool())
+        self.writer = DeviceFrameWriter(receiver.stream, receiver.moves)
+        self.on_the_wire: deque[tuple[KVFrame, Bytes, Release | None]] = deque()
         self.intact: list[bool] = []
 
-    def sent(self, frame: KVFrame, payload: Bytes, give: Give | None) -> None:
-        self.on_the_wire.append((frame, payload, give))
+    def sent(self, frame: KVFrame, payload: Bytes, release: Release | None) -> None:
+        self.on_the_wire.append((frame, payload, release))
 
     def read_one(self) -> bool:
         """ZeroMQ reads a payload when it gets to it, and lets go of it then."""
         if not self.on_the_wire:
             return False
-        frame, payload, give = self.on_the_wire.popleft()
+        frame, payload, release = self.on_the_wire.popleft()
         arrived = payload.copy()
-        if give is not None:
-            give()
+        if release is not None:
+            release()
         blocks = THEIRS[frame.block_start : frame.block_start + frame.block_count]
         self.writer.write(frame, blocks, arrived, self.intact.append)
         return True
 
     def go_on(self) -> bool:
-        """One thing that may happen next, drawn from those that can."""
+        """One thing that may happen next, drawn from the possible ones."""
         steps = [self.sender.finish_one, self.read_one, self.receiver.finish_one]
         return any(step() for step in self.draws.permutation(np.array(steps, object)))
 
@@ -170,21 +170,23 @@ def reusing_a_buffer_that_the_device_uses(patch: pytest.MonkeyPatch) -> None:
 
 
 def reusing_a_buffer_that_zeromq_reads(patch: pytest.MonkeyPatch) -> None:
-    pack = MovingPacker.pack
+    pack = DeviceFramePacker.pack
 
-    def pack_and_give(self: MovingPacker, frame: KVFrame, table: Any, sent: Any) -> None:
-        def at_once(header: KVFrame, payload: Bytes, give: Give | None) -> None:
-            if give is not None:
-                give()
+    def pack_and_give(self: DeviceFramePacker, frame: KVFrame, table: Any, sent: Any) -> None:
+        def at_once(header: KVFrame, payload: Bytes, release: Release | None) -> None:
+            if release is not None:
+                release()
             sent(header, payload, None)
 
         pack(self, frame, table, at_once)
 
-    patch.setattr(MovingPacker, "pack", pack_and_give)
+    patch.setattr(DeviceFramePacker, "pack", pack_and_give)
 
 
 def computing_on_blocks_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
-    def write(self: MovingWriter, frame: KVFrame, blocks: Any, payload: Any, stored: Any) -> None:
+    def write(
+        self: DeviceFrameWriter, frame: KVFrame, blocks: Any, payload: Any, stored: Any
+    ) -> None:
         start, count = frame.layer_start, frame.layer_count
         ids, taken = blocks.copy(), payload.copy()
         self._moves.submit(
@@ -192,7 +194,7 @@ def computing_on_blocks_before_they_are_written(patch: pytest.MonkeyPatch) -> No
         )
         stored(True)
 
-    patch.setattr(MovingWriter, "write", write)
+    patch.setattr(DeviceFrameWriter, "write", write)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_a_missing_wait_is_found(
 # ---------------------------------------------------------------- pool to pool, and refusals
 
 
-def finished(side: Side, start: Callable[[], Move | None]) -> int:
+def finished(side: Side, start: Callable[[], BlockMove | None]) -> int:
     """The digest of a move that is waited for."""
     move = start()
     assert move is not None
@@ -283,10 +285,10 @@ def test_a_result_is_not_to_be_had_before_its_event(host_device: HostDevice, rng
 
 
 def test_slow_readers_do_not_hold_the_ring(device: Device, rng: Draws) -> None:
-    """Nobody reads what was sent, and yet every frame is packed."""
+    """No peer reads the sent frames, and yet every frame is packed."""
     content = random_bf16(rng, SHAPE)
     side, sent = Side(device, content), []
-    packer = MovingPacker(side.stream, side.moves, BufferPool())
+    packer = DeviceFramePacker(side.stream, side.moves, BufferPool())
     for index in range(10):
         frame = frame_of(index, index % LAYERS, 0, 4)
         packer.pack(frame, TABLE, lambda *packed: sent.append(packed))
@@ -311,7 +313,7 @@ def test_a_copy_to_memory_that_is_not_pinned_is_refused(host_device: HostDevice)
 
 def test_a_failed_move_gives_its_slot_back_and_is_told(device: Device, rng: Draws) -> None:
     side = Side(device, random_bf16(rng, SHAPE), slots=1)
-    told: list[Move | None] = []
+    told: list[BlockMove | None] = []
     side.moves.submit(lambda: side.stream.sum(0, 1, TABLE), told.append)
     side.moves.submit(lambda: side.stream.sum(0, 1, np.array([99], np.int32)), told.append)
     side.moves.finished(side.watched.popleft(), RuntimeError("the device is gone"))

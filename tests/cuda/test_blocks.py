@@ -262,7 +262,7 @@ def test_pools_may_have_more_than_2_32_vectors(
 
 
 def _there_and_back(device: Device, case: Case, pool: Array, ids: Array) -> tuple[Array, Array]:
-    """What was in the blocks and what comes out of them, as float64."""
+    """The content of the blocks before and after, as float64."""
     payload, _ = gather(device, case, pool, ids)
     target, _ = scatter(device, case, payload, np.zeros_like(pool), ids)
     with np.errstate(invalid="ignore"):  # signalling NaN among them

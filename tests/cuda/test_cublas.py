@@ -49,7 +49,7 @@ def test_a_status_becomes_an_error(library: str) -> None:
 
 
 def test_the_functions_are_those_of_the_library_that_cupy_brings() -> None:
-    """Where cuBLAS is installed; without a GPU it makes no handle, and says so."""
+    """Where cuBLAS is installed; without a GPU it makes no handle, and raises an error."""
     pytest.importorskip("cuda.pathfinder")
     from baton.engine.kernels.cuda import cublas
 

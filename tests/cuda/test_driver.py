@@ -1,4 +1,4 @@
-"""What a peer says of its memory is compared with what the driver says."""
+"""A peer's description of its memory is compared with the driver's."""
 
 from __future__ import annotations
 

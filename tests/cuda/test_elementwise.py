@@ -217,7 +217,7 @@ def test_rows_without_a_slot_append_nothing(device, rng):
     case = rope_case(rng, 6, 2, 1, 64, 4, 6)
     case[2][[1, 3]] = -1
     assert_close(run_rope(device, case, 2)[1], expected_rope(case, 2)[1], sizes=50)
-    case[2][4] = 24  # one behind the pool
+    case[2][4] = 24  # one after the pool
     with pytest.raises(ValueError, match=r"slots must be in 0\.\.23"):
         run_rope(device, case, 2)
     assert_close(run_rope(device, case, 2, known=False)[1], expected_rope(case, 2)[1], sizes=50)

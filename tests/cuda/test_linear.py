@@ -17,7 +17,7 @@ def random_bf16(rng, *shape):
 
 
 def run_linear(device, x, weight, bias=None, dtype=np.float32, onto=None):
-    """The product into poisoned memory, or onto what is there."""
+    """The product into poisoned memory, or added to its content."""
     out = device.empty((len(x), len(weight)), dtype) if onto is None else device.upload(onto)
     there = None if bias is None else device.upload(bias)
     given = device.upload(x), device.upload(weight)

@@ -153,7 +153,7 @@ def test_a_decode_worker_reads_blocks_out_of_the_sender_s_gpu_memory(
         checksum=0,
     )
     packer = FramePacker(sender.backend, sender.pool)
-    assert packer.view(frame, blocks) is None  # nobody reads a GPU's memory as bytes
+    assert packer.view(frame, blocks) is None  # a GPU's memory is not read as bytes
     named, payload = packer.name(frame, blocks)
     theirs = rng.permutation(BLOCKS)[:count].astype(np.int32)
     writer = FrameWriter(receiver.backend, receiver.pool)

@@ -393,6 +393,7 @@ def test_wrong_arrays_are_refused(device, change, message):
         (spec_of(logprobs=21), "21 log-probs"),
         (spec_of(presence_penalty=1.0), "need a history"),
         (spec_of(logits_processors=[lambda row: None]), "run on the host"),
+        (spec_of(logit_bias={3: 1.5}), "the host adds biases"),
     ],
 )
 def test_what_rows_cannot_hold_is_refused(spec, message):

@@ -33,7 +33,7 @@ from .conftest import SHAPE
 from .host_device import HostDevice
 
 KEY = b"k" * 16
-"""What a router would have told the decode worker, to check tickets with."""
+"""The key by which a decode worker checks tickets, as a router would send it."""
 GREEDY = SamplingParams(temperature=0, max_new_tokens=5, ignore_eos=True)
 
 
@@ -44,7 +44,7 @@ def config_of(folder: Path) -> RunnerConfig:
 
 
 class Workers:
-    """Both shells on one loop; what they say to the router is kept."""
+    """Both shells on one loop; their messages to the router are kept."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ def test_tokens_are_those_of_one_engine(
     seed: int,
     in_place: bool,
 ) -> None:
-    """Each is the likeliest behind the ones before, but for near-ties: logits are about 1."""
+    """Each is the likeliest after the tokens before, but for near-ties: logits are about 1."""
     prompts = [rng.integers(0, SHAPE.vocab, n).tolist() for n in (45, 9, 23)]
     devices = host_device.late(seed), host_device.late(seed + 10)
     workers = Workers(folder, tmp_path, devices, in_place=in_place)

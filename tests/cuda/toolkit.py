@@ -30,7 +30,7 @@ class CompileFailed(Exception):
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel: what ptxas says of it, and how often each instruction occurs."""
+    """One kernel: its figures from ptxas, and how often each instruction occurs."""
 
     registers: int
     stack_bytes: int
@@ -68,7 +68,7 @@ def compile_source(text: str, target: str, cache_folder: Path) -> dict[str, Comp
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
     kept = cache_folder / f"sass-{target}-{digest}.json"
     if kept.exists():
-        kept.touch()  # builder.prune() keeps what is used
+        kept.touch()  # builder.prune() keeps used files
     else:
         log, cubin = _compile(text, target)
         kernels = {name: asdict(kernel) for name, kernel in _read(log, _disassemble(cubin)).items()}

@@ -17,7 +17,7 @@ from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.receiver_grants import ReceiverConfig
 from baton.proto.hashing import block_hashes, cache_salt
-from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.layout import KVLayout
 from baton.proto.wire.context_maps import grown_map
 from baton.proto.wire.messages import (
     Commit,
@@ -35,20 +35,13 @@ from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import FromRouter, RouterUp, RunStep, StepDone, Tick, ToRouter
 from baton.worker.membership import Membership, WorkerIdentity
 
+from ..model_cards import model_card
+
 M = TypeVar("M", bound=Message)
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4)
 
-CARD = ModelCard(
-    name="toy",
-    architecture="Toy",
-    fingerprint="toy",
-    numerics="exact",
-    vocab_size=100,
-    max_length=200,
-    eos_token_ids=[0],
-    layout=LAYOUT,
-)
+CARD = model_card(max_length=200, eos_token_ids=[0], layout=LAYOUT)
 
 KEY, OTHER = b"r" * 16, b"s" * 16
 
@@ -73,11 +66,13 @@ def ticket(key: bytes = KEY, attempt: int = 1, incarnation: int = 5) -> bytes:
 
 
 def hashes_of(tokens: int) -> list[bytes]:
-    return block_hashes(np.arange(1, tokens + 1, dtype=np.int32), 4, cache_salt("toy", ""))
+    return block_hashes(
+        np.arange(1, tokens + 1, dtype=np.int32), 4, cache_salt(CARD.fingerprint, "")
+    )
 
 
 class Bench:
-    """A core on a clock that tests move; what it does, sorted."""
+    """A core on a clock that tests move; its actions, sorted."""
 
     def __init__(self, blocks: int = 64, *, welcomed: bool = True, **receiver) -> None:
         me = WorkerIdentity("decode-0", "decode", 9, 1, "ipc:///d", "default", CARD, 8)

@@ -23,7 +23,7 @@ from baton.proto.wire.messages import (
     TerminalAck,
     Tokens,
 )
-from baton.worker.events import AbandonStep, Note, RouterDown, RouterUp, StepDone
+from baton.worker.events import AbandonStep, Log, RouterDown, RouterUp, StepDone
 
 from .bench import KEY, LAYOUT, OTHER, ROUTER, Bench, ticket
 
@@ -88,13 +88,16 @@ def test_blocks_are_granted_once_a_router_has_welcomed_the_worker(bench):
 
 def test_a_whole_life(bench):
     bench.run()
-    assert bench.streamed() == [(10, 42)]  # said again, in case prefill's word was lost
+    assert bench.streamed() == [(10, 42)]  # sent again, in case prefill's message was lost
     for _ in range(7):
         bench.step()
     assert bench.streamed() == [(position, 43) for position in range(11, 18)]
     terminal = bench.one(Terminal)
     assert (terminal.status, terminal.position) == ("maximum_length", 18)
     assert (terminal.prefill, terminal.decode) == ("prefill-0", "decode-0")
+    times = terminal.times
+    assert 0.0 <= times.computing <= times.computed <= times.ended
+    assert times.preemptions == 0
     assert bench.cache.pool.used == 0
     bench.hear(TerminalAck(requests=[(KEY, 1)]))
     bench.later(2.0)
@@ -229,19 +232,19 @@ def test_abort_of_a_running_request_frees_after_its_step(bench):
     assert bench.one(Aborted).attempt == 1
     assert bench.cache.pool.used
     bench.take(Tokens)
-    assert not [each for each in bench.other if isinstance(each, Note)]
+    assert not [each for each in bench.other if isinstance(each, Log)]
     heard, bench.now = bench.now, bench.now + 0.03
-    assert len(bench.plans) == 2  # the one that runs and the one behind it
+    assert len(bench.plans) == 2  # the running step and the next step
     bench.step()
     assert bench.cache.pool.used
-    assert not [each for each in bench.other if isinstance(each, Note)]
+    assert not [each for each in bench.other if isinstance(each, Log)]
     bench.now += 0.02
     bench.step()
     assert bench.cache.pool.used == 0
     assert not bench.take(Tokens) + bench.take(Terminal)
-    (note,) = [each for each in bench.other if isinstance(each, Note)]
-    assert note.event == "request.freed"
-    assert (note.fields["heard"], note.fields["at"]) == (heard, bench.now)
+    (line,) = [each for each in bench.other if isinstance(each, Log)]
+    assert line.event == "request.freed"
+    assert (line.fields["heard"], line.fields["at"]) == (heard, bench.now)
 
 
 def test_steps_that_nobody_waits_for_are_abandoned_and_teach_nothing(bench):

@@ -26,7 +26,7 @@ from .bench import KEY, OTHER, PEER, PROMPT, Bench, make_context, wanted
 
 
 class Digits:
-    """A grammar of tokens; what it was shown."""
+    """A grammar of tokens, and the tokens it was shown."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -57,7 +57,7 @@ def test_a_request_runs_once_its_grammar_is_rebuilt(bench):
     assert bench.plans[0].chunks[0].sample.mask is matcher
     bench.step()
     assert (bench.streamed(), matcher.seen) == ([(11, 43)], [43])
-    bench.feed(GrammarDone(wanted.key, Digits()))  # said twice
+    bench.feed(GrammarDone(wanted.key, Digits()))  # sent twice
     for _ in range(6):
         bench.step()
     assert bench.one(Terminal).status == "maximum_length"

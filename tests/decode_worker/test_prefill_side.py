@@ -1,4 +1,4 @@
-"""What the decode worker says to prefill workers."""
+"""The decode worker's messages to prefill workers."""
 
 from __future__ import annotations
 

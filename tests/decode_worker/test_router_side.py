@@ -1,4 +1,4 @@
-"""What the decode worker says to routers, also while it drains."""
+"""The decode worker's messages to routers, also while it drains."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_adopt_of_an_ended_request_repeats_tokens_and_terminal(bench):
 
 
 def draw(bench, number: int) -> None:
-    """A step whose token, 43, has a log-probability that says which step it was."""
+    """A step whose token, 43, has a log-probability that names the step."""
     plan = bench.plans.pop(0)
     entry = TokenLogProbs.of(float(number), {43: float(number)})
     drawn = tuple(Sampled(c.request, 43, logprobs=entry) for c in plan.chunks)
@@ -141,7 +141,7 @@ def test_adopt_says_log_probabilities_again(bench, ended):
     bench.take(Tokens)
     bench.hear(Adopt(request=KEY, position=9), "router-2")
     runs = bench.one(Tokens).runs
-    # What an earlier attempt drew nobody here knows; the rest is said as it was.
+    # This worker lacks what an earlier attempt drew; the rest is sent as it was.
     assert [(r.position, r.tokens) for r in runs] == [(9, [42]), (10, [42, 43, 43])]
     assert runs[0].logprobs is None
     assert [entry.logprob for entry in runs[1].logprobs] == [0.0, 1.0, 2.0]

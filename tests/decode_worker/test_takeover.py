@@ -13,7 +13,7 @@ from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.receiver_grants import ReceiverConfig
-from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.layout import KVLayout
 from baton.proto.wire.context_maps import grown_map
 from baton.proto.wire.messages import (
     Commit,
@@ -30,23 +30,16 @@ from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import Fault, FromRouter, RouterUp, RunStep, ToRouter
 from baton.worker.membership import Membership, WorkerIdentity
 
+from ..model_cards import model_card
+
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4)
-CARD = ModelCard(
-    name="m",
-    architecture="a",
-    fingerprint="f",
-    numerics="n",
-    vocab_size=100,
-    max_length=64,
-    eos_token_ids=[2],
-    layout=LAYOUT,
-)
+CARD = model_card(layout=LAYOUT)
 REQUEST, PEER = b"r" * 16, b"prefill"
 WORKER_KEY = b"k" * 16
 
 
 class Decode:
-    """A decode core and what it said."""
+    """A decode core and its messages."""
 
     def __init__(self) -> None:
         me = WorkerIdentity(

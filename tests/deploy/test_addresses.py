@@ -1,9 +1,15 @@
 """Addresses of several routers and of the controller, and the controller's address lock."""
 
+import contextlib
+import socket
+from pathlib import Path
+
 import pytest
 
+from baton.deploy.config import ServeSettings
 from baton.deploy.local.address_lock import AddressLock
-from baton.deploy.plan.addresses import admin_address, client_addresses
+from baton.deploy.plan import addresses
+from baton.deploy.plan.addresses import HttpPort, admin_address, client_addresses
 from baton.proto.errors import ConfigError
 from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
 
@@ -69,3 +75,71 @@ def test_what_a_killed_holder_left_is_swept(tmp_path):
     (tmp_path / "s.admin.lock").touch()
     AddressLock.sweep(f"ipc://{tmp_path}/s.admin")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reserved_port_is_for_gateways_alone():
+    port = HttpPort("127.0.0.1", 0)
+    try:
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with pytest.raises(ConfigError, match=f"http_port {port.number} of {host} is in use"):
+                HttpPort.of(ServeSettings(http_host=host, http_port=port.number))
+        at = ("127.0.0.1", port.number)
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(at)
+        for _ in range(2):  # a gateway, and its successor after connections were closed
+            with (
+                socket.create_server(at, reuse_port=True) as one,
+                socket.create_server(at, reuse_port=True) as other,
+            ):
+                clients = [socket.create_connection(at, timeout=60) for _ in range(20)]
+                for listener in (one, other):
+                    listener.setblocking(False)
+                    with contextlib.suppress(BlockingIOError):
+                        while True:
+                            listener.accept()[0].close()
+                for client in clients:
+                    assert client.recv(1) == b""
+                    client.close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(at, timeout=60)
+    finally:
+        port.close()
+    HttpPort("127.0.0.1", port.number).close()
+
+
+def test_a_successor_reserves_the_port_at_which_its_gateways_listen():
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as gateway:
+        settings = ServeSettings(http_port=gateway.getsockname()[1])
+        with pytest.raises(ConfigError, match="is in use"):
+            HttpPort.of(settings)
+        port = HttpPort.of(settings, gateways_listen=True)
+    with pytest.raises(ConfigError, match="is in use"):
+        HttpPort.of(settings)
+    port.close()
+
+
+def test_without_a_wish_another_port_is_taken_if_the_usual_one_is_in_use(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr(addresses, "HTTP_PORT", other.getsockname()[1])
+        port = HttpPort.of(ServeSettings())
+        assert port.number not in (0, other.getsockname()[1])
+        port.close()
+    with pytest.raises(ConfigError, match=r"http_host 203\.0\.113\.7, http_port 0: "):
+        HttpPort.of(ServeSettings(http_host="203.0.113.7", http_port=0))
+    assert HttpPort.of(ServeSettings(gateways=0)) is None
+
+
+def test_free_ports_are_not_those_of_outgoing_connections():
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = addresses.free_ports(20)
+    assert len(set(ports)) == 20
+    assert low < 21_000 or all(20_000 <= port < low for port in ports)
+
+
+@pytest.mark.parametrize("content", [None, "", "1024 60999"])
+def test_free_ports_without_room_below(monkeypatch, tmp_path, content):
+    source = tmp_path / "range"
+    if content is not None:
+        source.write_text(content)
+    monkeypatch.setattr(addresses, "_PORT_RANGE", source)
+    assert len(set(addresses.free_ports(3))) == 3

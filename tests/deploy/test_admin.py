@@ -7,7 +7,6 @@ import shutil
 import socket
 import stat
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -41,9 +40,9 @@ from baton.proto.errors import (
     ProtocolError,
     VersionMismatch,
 )
+from baton.runtime.keys import keyring, zap
 from baton.runtime.keys.allowed import OPERATOR
-from baton.runtime.keys.files import make_folder, retire, rotate
-from baton.runtime.keys.keyring import CONTROLLER, KeyRing
+from baton.runtime.keys.keyring import CONTROLLER, KeyRing, make_folder, retire, rotate
 from baton.runtime.keys.shares import write_share
 from baton.runtime.keys.zap import Doorkeeper, door
 from baton.runtime.net.loop import Loop
@@ -103,9 +102,12 @@ def test_what_is_too_large_to_be_meant_is_refused():
 
 @contextlib.contextmanager
 def serving(endpoint, keys=None):
-    """Run a server that answers scale with progress and a result; yield address and requests."""
+    """Run a server that answers scale with progress and a result.
+
+    Yields its address, the list of its requests, and an event set when it has reread the keys.
+    """
     heard = []
-    started = threading.Event()
+    started, reread = threading.Event(), threading.Event()
     loops, addresses = [], []
 
     def serve():
@@ -123,8 +125,10 @@ def serving(endpoint, keys=None):
             else:
                 admin.answer(sender, Result(number=request.number, text="no", code="input"))
 
-        admin = AdminServer(loop, context, endpoint, on_request, door(doors, "admin", OPERATOR))
+        own_keys = door(doors, "admin", OPERATOR)
+        admin = AdminServer(loop, context, endpoint, on_request, own_keys)
         if doors is not None:
+            own_keys.watch(reread.set)  # after the server's own watcher
             doors.attach(loop)
         loops.append(loop)
         addresses.append(admin.endpoint)
@@ -139,7 +143,7 @@ def serving(endpoint, keys=None):
     thread.start()
     assert started.wait(10)
     try:
-        yield addresses[0], heard
+        yield addresses[0], heard, reread
     finally:
         loops[0].post(loops[0].stop)
         thread.join(10)
@@ -169,7 +173,7 @@ def test_answers_come_in_order_and_failures_as_their_error(server):
 
 @pytest.mark.integration
 def test_random_bytes_and_floods_harm_nothing(server):
-    address, heard = server
+    address, heard, _ = server
     rng = random.Random(3)
     context = zmq.Context()
     for _ in range(20):
@@ -229,20 +233,22 @@ def phase(address, keys) -> str:
 
 
 @pytest.mark.integration
-def test_while_keys_rotate_either_side_may_have_the_older_one(folder, tmp_path):
+def test_while_keys_rotate_either_side_may_have_the_older_one(folder, tmp_path, monkeypatch):
     """The controller and the operator each use the old key first, then the new key."""
+    monkeypatch.setattr(keyring, "REREAD_S", 0.0)
+    monkeypatch.setattr(zap, "REREAD_S", 0.02)
     old = tmp_path / "old"
     shutil.copytree(folder, old)
-    with serving("tcp://127.0.0.1:0", folder) as (address, heard):  # with the old keys
+    with serving("tcp://127.0.0.1:0", folder) as (address, heard, reread):  # with the old keys
         rotate(folder, OPERATOR)
         shutil.copy(folder / "allowed.toml", old / "allowed.toml")  # distribute the list first
-        time.sleep(4.0)  # the server rereads the list once a second
+        assert reread.wait(30)
         assert phase(address, folder) == phase(address, old) == "serving"
         assert len(heard) == 2  # one request each
-    with serving("tcp://127.0.0.1:0", folder) as (address, _):
+    with serving("tcp://127.0.0.1:0", folder) as (address, _, reread):
         assert phase(address, folder) == phase(address, old) == "serving"
         assert retire(folder, OPERATOR)
-        time.sleep(4.0)
+        assert reread.wait(30)
         assert phase(address, folder) == "serving"
         assert not phase(address, old)
 
@@ -252,7 +258,7 @@ def test_who_may_not_manage_is_told_so_at_once(folder, tmp_path):
     share = tmp_path / "client"
     write_share(folder, share, ["client"])
     make_folder(tmp_path / "other")
-    with serving("tcp://127.0.0.1:0", folder) as (address, heard):
+    with serving("tcp://127.0.0.1:0", folder) as (address, heard, _):
         with (
             AdminClient(address, keys=share, timeout=30) as client,
             pytest.raises(AccessDenied, match="refused this key"),

@@ -1,6 +1,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.deploy import messages
@@ -126,3 +127,11 @@ def test_everything_the_cores_say_has_a_sentence(file):
     assert found
     for what in found:
         assert messages.sentence(Log(what, "decode-0", "why", 1.0))
+
+
+def test_only_requests_make_a_cluster_busy():
+    idle = worker(generated_tokens=5, kv_blocks_used=3)
+    assert not banner.is_busy(ClusterReport(workers=[idle]), ClusterReport(workers=[idle]))
+    for change in ({"generated_tokens": 6}, {"requests_running": 1}, {"requests_waiting": 1}):
+        busy = msgspec.structs.replace(idle, **change)
+        assert banner.is_busy(ClusterReport(workers=[idle]), ClusterReport(workers=[busy]))

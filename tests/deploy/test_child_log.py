@@ -1,6 +1,9 @@
+import json
+from datetime import datetime
+
 import pytest
 
-from baton.deploy.supervise.child_log import ChildLog
+from baton.deploy.supervise.children import ChildLog
 
 
 def ended(*events, code=1, level="warning"):
@@ -38,3 +41,17 @@ def test_lines_below_the_level_are_not_shown_and_nothing_is_kept_for_the_next():
     assert lines == ["a: error: y"]
     assert log.ended("a", 1) == ("y", False)
     assert log.ended("a", 1) == ("", False)
+
+
+def test_as_json_a_line_keeps_its_fields_and_its_time():
+    text, lines = [], []
+    log = ChildLog(text.append, "info", as_json=lines.append)
+    at = "2026-11-23T07:00:00.000000Z"
+    event = {"event": "x.y", "level": "info", "timestamp": at, "role": "decode", "blocks": 3}
+    log.handle("decode-0", {**event, "process": "decode-0"})
+    log.handle("decode-0", {"event": "not JSON", "level": "warning", "raw": True})
+    first, second = map(json.loads, lines)
+    assert first == {**event, "process": "decode-0"}
+    assert (second["event"], second["level"]) == ("not JSON", "warning")
+    assert datetime.fromisoformat(second["timestamp"]).tzinfo is not None
+    assert text == []

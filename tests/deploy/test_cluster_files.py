@@ -22,8 +22,7 @@ from baton.deploy.ray.cluster_file import (
     write_cluster_file,
 )
 from baton.proto.errors import ConfigError
-from baton.runtime.keys.files import make_folder
-from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.keys.keyring import KeyRing, make_folder
 from baton.runtime.keys.shares import write_share
 
 FILES = Path(str(importlib.resources.files("baton.deploy.ray")))

@@ -79,8 +79,9 @@ def test_a_drain_that_does_not_end_is_bounded_by_the_grace():
         ({"decode": 0}, "at least 1, not 0"),
         ({"decode": 7}, "at most 6 (decode_max), not 7"),
         ({"prefill": 1025}, "at most 1024, not 1025"),
-        ({"encode": 1}, "no pool 'encode'; the pools are prefill and decode"),
+        ({"encode": 1}, "no pool 'encode'; scale prefill, decode or gateway"),
         ({"router": 2}, "no pool 'router'"),
+        ({"gateway": 2}, "launched without gateways"),
         ({}, "name a pool"),
     ],
 )
@@ -482,6 +483,86 @@ def test_a_router_that_does_not_answer_its_controller_is_named():
     ]
 
 
+def test_a_cluster_is_ready_after_its_gateways_serve():
+    world = World(1, gateways=1)
+    for name in ("router", "prefill-0", "prefill-1", "decode-0", "decode-1"):
+        for _ in range(2):
+            world.go_on(world.processes[name])
+    world.report("router")
+    assert world.core.phase is Phase.STARTING
+    for _ in range(2):
+        world.go_on(world.processes["gateway-0"])
+    assert world.core.phase is Phase.SERVING
+    world.crash(world.processes["gateway-0"], for_good=False, ends=1)
+    assert problems(world.core.pools, world.now) == [
+        "gateway-0 is restarting: its last process ended (crashed)"
+    ]
+    world.settle(2)
+    assert world.said[-2:] == ["restarting", "back"]
+
+
+def test_a_rollout_ends_with_the_gateways_and_starts_each_before_another_stops():
+    world = serving(gateways=2)
+    ticket = world.ticket()
+    world.feed(Rollout(ticket, 1))
+    started = []
+    for _ in range(200):
+        world.settle(1)
+        new = sorted(n for n in names(world, "gateway") if world.processes[n].revision)
+        if new != started:
+            assert all(p.revision for p in world.processes.values() if p.role != "gateway")
+            started = new
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert len(started) == len(names(world, "gateway")) == 2
+
+
+def test_gateways_are_scaled():
+    world = serving(gateways=1)
+    up, down = world.ticket(), world.ticket()
+    world.feed(Scale(up, {"gateway": 3}))
+    assert names(world, "gateway") == {"gateway-0", "gateway-1", "gateway-2"}
+    assert up in world.open
+    world.restart_controller()
+    assert world.core.pools.gateways == 3
+    world.settle(5)
+    assert world.core.pools.sizes() == {"prefill": 2, "decode": 2, "gateway": 3}
+    world.open.add(down)
+    world.feed(Scale(down, {"gateway": 1, "decode": 3}))
+    world.settle(5)
+    assert names(world, "gateway") == {"gateway-0"}
+    assert len(names(world, "decode")) == 3
+    assert world.outcomes[down] is Outcome.DONE
+    for wrong, words in ((0, "at least 1, not 0"), (5, "at most 4, not 5")):
+        (answer,) = world.core.handle(Scale(9, {"gateway": wrong}), world.now)
+        assert words in answer.text
+
+
+def test_a_gateway_that_cannot_run_is_not_added():
+    world = serving(gateways=1)
+    world.bad.add(("gateway", 0))
+    ticket = world.ticket()
+    world.feed(Scale(ticket, {"gateway": 2}))
+    world.settle(5)
+    assert world.outcomes[ticket] is Outcome.FAILED
+    assert names(world, "gateway") == {"gateway-0"}
+    assert world.core.pools.gateways == 1
+
+
+def test_gateways_are_drained_apart_from_the_last():
+    world = serving(gateways=2)
+    ticket, last, forced = world.ticket(), world.ticket(), world.ticket()
+    world.feed(Drain(ticket, "gateway-1"))
+    world.settle(3)
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert names(world, "gateway") == {"gateway-0"}
+    world.feed(Drain(last, "gateway-0"))
+    assert world.outcomes[last] is Outcome.FAILED
+    world.feed(Drain(forced, "gateway-0", force=True))
+    world.settle(3)
+    assert names(world, "gateway") == set()
+    assert world.core.phase is Phase.SERVING
+
+
 def test_only_what_every_router_sees_is_ready():
     world = serving(routers=("router-0", "router-1"))
     world.feed(Scale(world.ticket(), {"decode": 3}))
@@ -499,14 +580,14 @@ def test_only_what_every_router_sees_is_ready():
 def test_whatever_happens_the_invariants_hold_and_it_ends_when_asked(routers, replace):
     """World checks the invariants after each event; this test checks the final state."""
     for seed in range(700):
-        live(World(seed, routers=routers, replace=replace), seed)
+        live(World(seed, routers=routers, gateways=seed % 3, replace=replace), seed)
 
 
 @pytest.mark.parametrize("routers", [("router",), ("router-0", "router-1")])
 def test_a_controller_restarted_at_any_moment_goes_on(routers):
     """The successors keep the same invariants and reach the last targets."""
     for seed in range(500):
-        world = World(seed, routers=routers, replace=True)
+        world = World(seed, routers=routers, gateways=seed % 3, replace=True)
         world.restarts = True
         live(world, seed)
 
@@ -533,3 +614,6 @@ def settled_as_wanted(world: World) -> None:
     for role, count in core.pools.targets.items():
         assert len(world.serving(role)) == len(names(world, role)) == count
     assert core.rollout is None
+    gateways = names(world, "gateway")
+    assert len(gateways) == core.pools.gateways
+    assert all(world.processes[name].ready for name in gateways)

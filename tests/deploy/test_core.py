@@ -1,8 +1,10 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.deploy.controller.backend import MemberDown, MemberEnded
+from baton.deploy.controller.backend import MemberDown, MemberEnded, MemberServes
 from baton.deploy.messages import sentence
+from baton.deploy.plan.plan import role_of
 from baton.deploy.report import DEAD, ClusterReport, WorkerReport
 from baton.deploy.supervise.core import (
     Add,
@@ -27,7 +29,7 @@ ALIVE = {name: PIDS[name] for name in WORKERS}
 def begun(routers=("router",)) -> SupervisorCore:
     core = SupervisorCore()
     for name in (*routers, *WORKERS):
-        assert core.handle(Add(name, router=name in routers), 0.0) == [Start(name)]
+        assert core.handle(Add(name, role_of(name)), 0.0) == [Start(name)]
         assert core.handle(Started(name, PIDS.get(name, 20)), 0.0) == []
     return core
 
@@ -101,7 +103,7 @@ def test_a_heartbeat_shows_that_a_child_served():
 def alone() -> SupervisorCore:
     """Supervise one child without router reports, as an actor of Ray does."""
     core = SupervisorCore(reports=False)
-    core.handle(Add("decode-0"), 0.0)
+    core.handle(Add("decode-0", "decode"), 0.0)
     core.handle(Started("decode-0", 12), 0.0)
     return core
 
@@ -294,3 +296,39 @@ def test_no_child_starts_twice_and_each_ends_once(steps):
         running.discard(name)
         carry_out(core.handle(Exited(name, -9), now))
     assert not known
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_gateway_serves_from_its_first_heartbeat_and_always_returns(reports):
+    core = SupervisorCore(reports=reports)
+    core.handle(Add("gateway-0", "gateway"), 0.0)
+    core.handle(Started("gateway-0", 12), 0.0)
+    assert core.handle(Alive("gateway-0"), 1.0) == [MemberServes("gateway-0")]
+    assert core.handle(Alive("gateway-0"), 2.0) == []
+    (down,) = core.handle(Exited("gateway-0", 0), 3.0)
+    assert isinstance(down, MemberDown)
+    assert core.handle(Tick(), 4.0) == [Start("gateway-0")]
+    core.handle(Started("gateway-0", 13), 4.0)
+    assert core.handle(Alive("gateway-0"), 5.0) == [MemberServes("gateway-0")]
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_gateway_without_heartbeats_is_killed(reports):
+    core = SupervisorCore(reports=reports)
+    core.handle(Add("gateway-0", "gateway"), 0.0)
+    core.handle(Started("gateway-0", 12), 0.0)
+    for now in range(60):  # until its first heartbeat it loads
+        assert core.handle(Tick(), float(now)) == []
+    core.handle(Alive("gateway-0"), 60.0)
+    done = [action for now in range(61, 75) for action in core.handle(Tick(), float(now))]
+    assert done == [Log("hung", "gateway-0", "no heartbeat for 10.0 s"), Kill("gateway-0")]
+    (down,) = core.handle(Exited("gateway-0", -9), 75.0)
+    assert down.why == "it did not answer: no heartbeat for 10.0 s"
+
+
+def test_a_gateway_that_is_refused_before_it_served_ends():
+    core = SupervisorCore()
+    core.handle(Add("gateway-0", "gateway"), 0.0)
+    core.handle(Started("gateway-0", 12), 0.0)
+    ended = core.handle(Exited("gateway-0", 1, "port 80", refused=True), 1.0)
+    assert ended == [MemberEnded("gateway-0", 1, "port 80", refused=True)]

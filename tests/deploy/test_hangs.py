@@ -29,8 +29,8 @@ def watch(hangs, start, end, report, *, signs=(), router="router", step=0.2):
 
 def begun() -> Hangs:
     hangs = Hangs()
-    hangs.started("router", 1, router=True)
-    hangs.started("decode-0", 10, router=False)
+    hangs.started("router", 1, "router")
+    hangs.started("decode-0", 10, "decode")
     return hangs
 
 
@@ -62,7 +62,7 @@ def test_a_worker_that_loads_does_not_hang():
 def test_a_restarted_worker_begins_anew():
     hangs = begun()
     watch(hangs, 0, 2, SEEN)
-    hangs.started("decode-0", 11, router=False)
+    hangs.started("decode-0", 11, "decode")
     assert watch(hangs, 2.2, 60, LOST) == []
     watch(hangs, 60, 61, decode_0("ready", pid=11))
     assert watch(hangs, 61, 75, SEEN) == ["decode-0"]
@@ -77,7 +77,7 @@ def test_a_router_that_was_away_blames_no_worker():
 def test_a_new_router_blames_no_worker_and_is_not_blamed():
     hangs = begun()
     watch(hangs, 0, 2, SEEN)
-    hangs.started("router", 2, router=True)
+    hangs.started("router", 2, "router")
     assert hangs.hung(60) == []
     assert watch(hangs, 60, 62.5, LOST, signs=["decode-0"]) == []
 
@@ -110,7 +110,7 @@ def test_a_pause_of_the_supervisor_itself_is_no_silence_of_others():
 
 def test_one_of_two_routers_may_be_away():
     hangs = begun()
-    hangs.started("router-1", 3, router=True)
+    hangs.started("router-1", 3, "router")
     watch(hangs, 0, 2, SEEN)
     assert watch(hangs, 0, 9, SEEN, router="router-1") == []
 

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from baton.deploy.config import demo_model_folder
-from baton.deploy.controller.monitor import StatusMonitor
+from baton.deploy.controller.shell import StatusMonitor
 from baton.deploy.plan.addresses import free_ports
 from baton.router.config import RouterConfig
 from baton.runtime.net.loop import Loop

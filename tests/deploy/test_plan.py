@@ -4,13 +4,16 @@ import pytest
 from baton.deploy.config import ServeSettings, check
 from baton.deploy.local import banner
 from baton.deploy.plan.addresses import client_addresses
+from baton.deploy.plan.bounds import Bounds
 from baton.deploy.plan.plan import (
     describe_plan,
     ipc_addresses,
+    process_of,
     resolve_plan,
     router_names,
     tcp_addresses,
 )
+from baton.deploy.plan.revisions import Revisions
 from baton.deploy.report import ClusterReport
 from baton.proto.errors import ConfigError
 
@@ -18,7 +21,7 @@ KEY = "ab" * 32
 
 
 def plan_for(**kwargs):
-    settings = ServeSettings(model="/models/m", **kwargs)
+    settings = ServeSettings(model="/models/m", **{"gateways": 0, **kwargs})
     clients = client_addresses("ipc:///run/x.sock", router_names(settings), claim=False)
     return resolve_plan(settings, ipc_addresses(clients, "/run/folder"), KEY)
 
@@ -64,7 +67,7 @@ def test_addresses_are_distinct_and_workers_know_the_router():
 
 
 def test_every_socket_over_tcp_has_a_port_of_its_own():
-    settings = ServeSettings(prefill=2, decode=3, transport="tcp")
+    settings = ServeSettings(prefill=2, decode=3, gateways=0, transport="tcp")
     book = tcp_addresses({"router": "ipc:///run/x.sock"}, iter(range(1000, 2000)).__next__)
     plan = resolve_plan(settings, book, KEY)
     _, *workers = (msgspec.to_builtins(spec.config) for spec in plan.processes)
@@ -105,7 +108,7 @@ def test_settings_reach_every_process():
     assert router.worker_timeout_s == 7.5
     assert prefill.token_budget == 0
     assert decode.max_batch == 3
-    assert prefill.runner == decode.runner
+    assert msgspec.structs.replace(prefill.runner, vision=False) == decode.runner
     assert (prefill.max_active, decode.token_budget) == (16, 256)
     assert (prefill.runner.kv_bytes, prefill.runner.block_size) == (1 << 20, 8)
 
@@ -131,7 +134,7 @@ def test_a_pool_s_own_memory_wins_over_the_blocks_for_all():
 
 
 def test_the_default_memory_is_for_those_the_settings_say_nothing_of():
-    settings = ServeSettings(model="/models/m", prefill_kv_memory="3MiB")
+    settings = ServeSettings(model="/models/m", gateways=0, prefill_kv_memory="3MiB")
     book = ipc_addresses({"router": "ipc:///run/x.sock"}, "/run/folder")
     plan = resolve_plan(settings, book, KEY, kv_default=5 << 20)
     _, prefill, decode = (spec.config for spec in plan.processes)
@@ -178,3 +181,56 @@ def test_memory_is_shared_out_for_the_most_there_may_be():
     few = plan_for(**settings).processes[1].config.runner.device_share
     many = plan_for(**settings, decode_max=8).processes[1].config.runner.device_share
     assert many == pytest.approx(few * 2 / 9)
+
+
+def test_all_gateways_use_the_same_ports_for_metrics_also_in_a_rollout():
+    settings = ServeSettings(model="/models/m", gateways=2, routers=2, metrics_port=9464)
+    plan = plan_for(gateways=2, routers=2, metrics_port=9464)
+    ports = [
+        process_of(name, settings, plan.book, "ab", 0).config.metrics_ports
+        for name in ("gateway-0", "gateway-1", "gateway-2")
+    ]
+    assert ports == [(9466, 9467), (9467, 9466), (9466, 9467)]
+    routers = [spec.config.metrics_port for spec in plan.processes if spec.role == "router"]
+    assert routers == [9464, 9465]
+    assert plan_for(gateways=1).processes[-1].config.metrics_ports == ()
+
+
+def test_a_gateway_that_is_added_has_a_further_port_for_its_metrics():
+    revisions = Revisions(plan_for(gateways=2, routers=2, metrics_port=9464))
+    spec = revisions.spec("gateway-2", "gateway", 0, gateways=3)
+    assert spec.process.config.metrics_ports == (9468, 9466, 9467)
+    settings = ServeSettings(gateways=2, routers=2, metrics_port=65530)
+    assert Bounds.of(settings).most("gateway") == 4
+
+
+def test_gateways_share_a_port_and_know_every_router(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_API_KEY", "from the environment")
+    file = tmp_path / "keys"
+    file.write_text("one\n\n  two \n")
+    given = {"api_key_file": str(file), "http_host": "0.0.0.0", "served_model_name": "a, b",
+             "tool_call_parser": "hermes", "reasoning_parser": "off"}  # fmt: skip
+    plan = plan_for(gateways=2, routers=2, http_port=9000, grace=7.0, **given)
+    plan.book.http_port = 9001  # the reserved one
+    first, second = (spec.config for spec in plan.processes if spec.role == "gateway")
+    assert (first.name, second.name) == ("gateway-0", "gateway-1")
+    assert first.routers == ("ipc:///run/x.sock", "ipc:///run/x.sock.1")
+    assert (first.share_port, first.model_names, first.grace_s) == (True, ("a", "b"), 7.0)
+    assert (first.tool_call_parser, first.reasoning_parser) == ("hermes", "off")
+    assert first.api_keys == second.api_keys
+    assert len(first.api_keys) == 3
+    assert plan.http_url == "http://0.0.0.0:9001/v1"
+    assert "one" not in str(describe_plan(plan)["processes"])
+    assert "http://0.0.0.0:9001/v1 (model a, 2 gateways, with an API key)" in str(
+        banner.facts(plan, hint=True)
+    )
+    assert plan_for().http_url == ""
+    hub = "/c/models--org--name/snapshots/0123456789abcdef0123456789abcdef01234567"
+    served = msgspec.structs.replace(plan_for(gateways=1), model=hub)
+    assert "(model org/name, " in banner.facts(served, hint=False).http
+
+
+def test_gateways_for_other_hosts_need_a_key(monkeypatch):
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="reachable from other machines: give an API key"):
+        plan_for(gateways=1, http_host="0.0.0.0")

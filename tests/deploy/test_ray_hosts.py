@@ -13,7 +13,7 @@ from baton.deploy.ray.hosts import (
     provider_settings,
 )
 from baton.proto.errors import ConfigError
-from baton.runtime.keys.files import make_folder
+from baton.runtime.keys.keyring import make_folder
 
 SECTION = {
     "type": "external",

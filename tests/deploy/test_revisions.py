@@ -47,6 +47,8 @@ def test_an_added_worker_is_as_large_as_the_others(revisions):
         ({"decode": 2}, ConfigError, "cannot change decode; use baton scale"),
         ({"routers": 2}, ConfigError, "cannot change routers; launch"),
         ({"address": "ipc:///x"}, ConfigError, "cannot change address"),
+        ({"http_port": 80}, ConfigError, "cannot change http_port"),
+        ({"api_key_file": "/no/such"}, ConfigError, "--api-key-file /no/such"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs must be at least 1"),
         ({"max_num_seqs": "many"}, ConfigError, "max_num_seqs is 'many', not a whole number"),
         ({"colour": "red"}, ConfigError, "colour"),

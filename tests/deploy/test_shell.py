@@ -34,7 +34,7 @@ class Clumsy:
     def request(self, bundles):
         pass
 
-    def spec(self, name, role, revision):
+    def spec(self, name, role, revision, gateways):
         return SimpleNamespace(name=name, role=role)
 
 

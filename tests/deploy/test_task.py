@@ -21,34 +21,43 @@ def plan_of(model, **settings):
 def test_an_embedding_model_has_no_decode_workers(transport):
     plan = plan_of("embedders/bert", prefill=2, decode=3, transport=transport)
     assert plan.worker_names == ("prefill-0", "prefill-1")
-    assert {spec.config.runner.task for spec in plan.processes[1:]} == {"embed"}
+    workers = [spec for spec in plan.processes if spec.name in plan.worker_names]
+    assert {spec.config.runner.task for spec in workers} == {"embed"}
     facts = banner.facts(plan, hint=True)
-    assert "baton embed --address" in facts.hint
+    assert "baton embed --address" in facts.hints[0]
+    assert "/v1/embeddings -d " in facts.hints[1]
     assert facts.kv_memory == ""
 
 
 def test_a_text_model_has_both_pools_unless_it_is_told_to_embed():
     plan = plan_of("checkpoints/qwen3")
     assert plan.worker_names == ("prefill-0", "decode-0")
-    assert banner.facts(plan, hint=True).hint == f"baton status --address {plan.address}"
+    assert banner.facts(plan, hint=True).hints[0] == f"baton status --address {plan.address}"
     assert plan_of("checkpoints/qwen3", task="embed").worker_names == ("prefill-0",)
 
 
 @pytest.mark.parametrize(
-    ("without", "verb", "words"),
+    ("without", "verb", "words", "path"),
     [
-        ((), "generate", " --chat 'Who are you?'"),
-        (("chat_template.jinja", "tokenizer_config.json"), "generate", " 'Once upon a time'"),
-        (("tokenizer.json",), "status", ""),
+        ((), "generate", " --chat 'Who are you?'", "chat/completions"),
+        (
+            ("chat_template.jinja", "tokenizer_config.json"),
+            "generate",
+            " 'Once upon a time'",
+            "completions",
+        ),
+        (("tokenizer.json",), "status", "", "models"),
     ],
 )
-def test_the_banner_suggests_what_the_model_can_answer(tmp_path, without, verb, words):
+def test_the_banner_suggests_what_the_model_can_answer(tmp_path, without, verb, words, path):
     shutil.copytree(demo_model_folder(), tmp_path / "m")
     for name in without:
         (tmp_path / "m" / name).unlink()
     plan = plan_of(tmp_path / "m")
-    assert banner.facts(plan, hint=True).hint == f"baton {verb} --address {plan.address}{words}"
-    assert banner.facts(plan, hint=False).hint == ""
+    native, over_http = banner.facts(plan, hint=True).hints
+    assert native == f"baton {verb} --address {plan.address}{words}"
+    assert over_http.split()[1] == f"http://127.0.0.1:8000/v1/{path}"
+    assert banner.facts(plan, hint=False).hints == ()
 
 
 def test_tasks_a_model_cannot_do_are_refused_before_anything_starts():

@@ -8,9 +8,12 @@ import random
 
 from baton.deploy.config import ServeSettings
 from baton.deploy.controller.backend import (
+    GATEWAY,
+    POOLS,
     ROUTER,
     MemberDown,
     MemberEnded,
+    MemberServes,
     MemberStarted,
     MemberUnplaced,
 )
@@ -59,10 +62,12 @@ class Process:
 class World:
     """The core under test and its environment."""
 
-    def __init__(self, seed: int, prefill=2, decode=2, routers=("router",), **limits) -> None:
+    def __init__(
+        self, seed: int, prefill=2, decode=2, routers=("router",), gateways=0, **limits
+    ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.routers = routers
+        self.routers, self.gateways = routers, gateways
         self.restarts = False  # of the controller
         self.targets = {"prefill": prefill, "decode": decode}
         self.limits = ControllerLimits(grace=GRACE, ready_timeout=60.0, **limits)
@@ -81,7 +86,9 @@ class World:
         self.feed(Begin())
 
     def new_core(self) -> ControllerCore:
-        return ControllerCore(dict(self.targets), self.routers, self.limits, Bounds(decode_max=6))
+        bounds = Bounds(decode_max=6, gateway_max=4 if self.gateways else 0)
+        targets = dict(self.targets)
+        return ControllerCore(targets, self.routers, self.limits, bounds, self.gateways)
 
     def restart_controller(self) -> None:
         """Replace the controller; it continues from the saved state. Pending tickets are lost."""
@@ -101,6 +108,7 @@ class World:
             process.stopping |= member is not None and member.stage is Stage.STOPPING
             if process.up and process.name in self.processes:
                 self.feed(MemberStarted(process.name, "", process.pid))
+                self.serve(process)
         self.feed(Begin())
         if saved.ending:
             self.feed(Down())
@@ -122,7 +130,7 @@ class World:
             return
         workers = []
         for p in self.processes.values():
-            if p.role == ROUTER or p.lost or not (p.ready or p.left):
+            if p.role not in POOLS or p.lost or not (p.ready or p.left):
                 continue
             state = "dead" if p.left else "draining" if p.drained_at is not None else "ready"
             reason = "drained" if p.left else ""
@@ -140,7 +148,7 @@ class World:
             case StartMember(name):
                 assert name not in self.processes, f"{name} twice"
                 there = [p for p in self.processes.values() if p.role == action.role]
-                if self.core.pools.in_place and action.role != ROUTER:
+                if self.core.pools.in_place and action.role in POOLS:
                     assert len(there) < self.core.pools.targets[action.role], "no room for it"
                 self.pid += 1
                 self.processes[name] = Process(action, self.pid)
@@ -197,6 +205,13 @@ class World:
         if process.role == ROUTER and not self.ending:
             others = [self.processes.get(r) for r in self.routers if r != process.name]
             assert all(p is not None and p.up and not p.stopping for p in others)
+        elif process.role == GATEWAY:
+            if not self.ending and process.ready and process.name not in self.operator:
+                others = [
+                    p for p in self.processes.values()
+                    if p.role == GATEWAY and p.ready and not p.stopping and p is not process
+                ]  # fmt: skip
+                assert len(others) >= self.core.pools.gateways, "too few gateways left"
         elif not self.ending and process.ready and known and not process.left:
             assert process.drained_at is not None, f"{process.name} stopped without a drain"
             assert self.now - process.drained_at >= GRACE, f"{process.name} stopped in its drain"
@@ -213,6 +228,12 @@ class World:
             self.end(process, MemberEnded(process.name, 1, "bad", refused=True))
         else:
             process.ready = True
+            self.serve(process)
+
+    def serve(self, process: Process) -> None:
+        """Report a gateway's first heartbeat."""
+        if process.role == GATEWAY and process.ready:
+            self.feed(MemberServes(process.name))
 
     def crash(self, process: Process, *, for_good: bool, ends: int = 0) -> None:
         for view in self.seen.values():
@@ -271,7 +292,7 @@ class World:
             self.crash(process, for_good=False)
         elif kind < 0.865 and process.up and not process.stopping:
             self.crash(process, for_good=True)
-        elif kind < 0.885 and process.role != ROUTER:
+        elif kind < 0.885 and process.role in POOLS:
             process.lost = not process.lost
         elif kind < 0.89 and not process.up and not process.stopping:
             final = self.rng.random() < 0.2

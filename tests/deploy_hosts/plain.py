@@ -12,7 +12,7 @@ import msgspec
 
 from baton.deploy.config import ServeSettings
 from baton.deploy.plan.plan import AddressBook, resolve_plan
-from baton.runtime.keys import files as keyfiles
+from baton.runtime.keys.keyring import make_folder
 
 from .cluster import wait_until
 from .hosts import Lab
@@ -70,7 +70,7 @@ class PlainCluster:
         for made in (shared, folder / "lab"):
             made.mkdir()
         self.keys = shared / "keys"
-        keyfiles.make_folder(self.keys)
+        make_folder(self.keys)
         self.lab = Lab(folder / "lab", len(PLACES), [], [ROOT, shared])
         self.running: list[subprocess.Popen[bytes]] = []
         hosts = {name: self.lab.hosts[number - 1] for name, number in PLACES.items()}
@@ -84,7 +84,12 @@ class PlainCluster:
             ),
         )
         settings = ServeSettings(
-            prefill=2, decode=2, keys=str(self.keys), handoff="zmq", kv_memory="64MiB"
+            prefill=2,
+            decode=2,
+            gateways=0,
+            keys=str(self.keys),
+            handoff="zmq",
+            kv_memory="64MiB",
         )
         plan = resolve_plan(settings, book, "5c" * 32)
         self.address = plan.address

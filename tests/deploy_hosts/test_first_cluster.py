@@ -120,7 +120,7 @@ def test_hosts_join_with_their_pools(cluster):
         "ready: 1 prefill, 1 decode"
     )
     where = {name: host for host, members in cluster.members().items() for name in members}
-    assert where == {"router": HEAD, "prefill-0": PREFILL, "decode-0": DECODE}
+    assert where == {"router": HEAD, "gateway-0": HEAD, "prefill-0": PREFILL, "decode-0": DECODE}
 
 
 def test_a_host_has_the_keys_of_what_runs_there_and_no_others(cluster):
@@ -150,11 +150,12 @@ def test_the_kernel_would_kill_workers_before_what_manages_them(cluster):
     for host, members in cluster.members().items():
         usual = score_adjustment(cluster.raylets()[host])
         for name, pid in members.items():
-            margin = 0 if name == "router" else WORKER_MARGIN
+            margin = 0 if name in ("router", "gateway-0") else WORKER_MARGIN
             assert score_adjustment(pid) == usual + margin, name
     running = cluster.lab.hosts[0].processes().items()
     actors = [pid for pid, line in running if line.startswith(("ray::Controller", "ray::Pool"))]
-    assert len(actors) == 2 and {score_adjustment(pid) for pid in actors} == {usual}
+    # The controller, and the actors of the router and the gateway.
+    assert len(actors) == 3 and {score_adjustment(pid) for pid in actors} == {usual}
 
 
 def test_firewall_rules_keep_strangers_from_ray_and_let_clients_in(cluster, expected):
@@ -222,6 +223,7 @@ def test_back_to_one_drains_and_loses_no_request(cluster, expected_long):
     assert replayed(cluster) == before
     wait_until(lambda: len(cluster.left()) == 3, "a decode host to be given back")
     assert sorted(name for names in cluster.members().values() for name in names)[1:] == [
+        "gateway-0",
         "prefill-0",
         "router",
     ]

@@ -46,7 +46,8 @@ class RayCluster:
         self.bed = bed
         self.address = ADDRESS
         self.config = folder / "baton.toml"
-        fixed = {"kv_memory": "64MiB", "grace": 20.0, "address": ADDRESS, "worker_timeout": SILENCE}
+        fixed = {"kv_memory": "64MiB", "grace": 20.0, "address": ADDRESS, "gateways": 0}
+        fixed["worker_timeout"] = SILENCE
         settings = {**fixed, **settings}
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         self.config.write_text("\n".join(lines).replace("'", '"') + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -55,3 +56,24 @@ def test_every_module_that_a_page_names_exists(name):
     assert len(named) > 20
     missing = {path for path in named if not any((folder / path).exists() for folder in folders)}
     assert missing == set()
+
+
+def test_every_member_of_a_class_that_the_architecture_names_exists():
+    text = CODE_BLOCK.sub("", (ROOT / "docs/architecture.md").read_text("utf-8"))
+    named = set(re.findall(r"`([A-Z]\w+\.[a-z]\w*)`", text))
+    owners = {name.partition(".")[0] for name in named}
+    known: set[str] = set()
+    for folder in (ROOT / "src/baton").iterdir():
+        for module in folder.rglob("*.py"):
+            source = module.read_text("utf-8")
+            if owners.isdisjoint(re.findall(r"^class (\w+)", source, re.MULTILINE)):
+                continue
+            for one in ast.walk(ast.parse(source)):
+                if isinstance(one, ast.ClassDef):
+                    fields = [
+                        ast.unparse(f.target) for f in one.body if isinstance(f, ast.AnnAssign)
+                    ]
+                    methods = [m.name for m in one.body if isinstance(m, ast.FunctionDef)]
+                    known.update(f"{one.name}.{member}" for member in (*fields, *methods))
+    assert len(named) > 5
+    assert named - known == set()

@@ -252,7 +252,7 @@ def test_how_far_an_answer_gets_does_not_depend_on_others(make):
 
 
 def test_a_row_too_wide_is_said(compiler):
-    """An allowed token that makes the next row too large is no internal error."""
+    """An allowed token that makes the next row too large is not an internal error."""
     properties = {f"p{i}": {"type": "null"} for i in range(3000)}
     matcher = compiler.compile(
         task({"type": "object", "properties": properties, "minProperties": 0})

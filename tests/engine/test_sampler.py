@@ -66,10 +66,11 @@ def frequencies(logits, count=4000, **spec):
     frequency=st.sampled_from([0.0, 0.4, -1.0]),
     presence=st.sampled_from([0.0, 0.6]),
     allowed=st.sampled_from([None, 0.1, 0.5, 0.9]),
+    biases=st.dictionaries(st.integers(0, 1), st.sampled_from([-100, -0.3, 1e-7, 2.5, 100])),
 )
 def test_equals_the_reference(
     data, size, scale, rounded, temperature, top_k, top_p, min_p, repetition, frequency, presence,
-    allowed,
+    allowed, biases,
 ):  # fmt: skip
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
     logits = (scale * rng.standard_normal(size)).astype(np.float32)
@@ -93,6 +94,7 @@ def test_equals_the_reference(
         repetition_penalty=repetition,
         frequency_penalty=frequency,
         presence_penalty=presence,
+        logit_bias=biases,
         seed=data.draw(st.integers(0, (1 << 64) - 1)),
     )
     untouched = logits.copy()
@@ -228,6 +230,22 @@ def test_log_probs_do_not_know_the_grammar():
     assert token == 0
     assert logprobs.logprob == pytest.approx(np.log(0.1), abs=1e-6)
     assert list(logprobs.top) == [1]
+
+
+def test_biases_come_before_penalties():
+    logits = [1.0, 2.0, 0.0]
+    assert draw(logits, temperature=0, logit_bias={0: 1.5}) == 0
+    assert draw(logits, temperature=0, logit_bias={1: -100}) == 0
+    doubled = {"temperature": 0, "history": [2], "repetition_penalty": 0.5}
+    assert draw(logits, **doubled, logit_bias={2: 1.25}) == 2  # (0 + 1.25) / 0.5
+    assert draw(logits, **doubled, logit_bias={2: 0.75}) == 1
+    shares = frequencies([0.0, 0.0], logit_bias={1: float(np.log(3))})
+    assert shares[1] == pytest.approx(0.75, abs=0.03)
+    row = np.zeros(3, np.float32)
+    _, entry = sample(row, spec_of(temperature=0, logit_bias={2: 5}, logprobs=1))
+    assert entry == log_probs(row, 2, 1)
+    with pytest.raises(InternalError, match="outside"):
+        draw(logits, logit_bias={3: 1})
 
 
 def test_logits_processors_run_on_a_copy():

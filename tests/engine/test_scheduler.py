@@ -160,7 +160,7 @@ class Driver:
         return sequence.request
 
     def grant(self, request: Request) -> bool:
-        """Reserve blocks as a decode worker does; False when there is no room."""
+        """Reserve blocks as a decode worker does; False without room."""
         prompt = np.array(request.prompt)
         if len(request.alone()[0]) == 1:
             return True  # ends with its first token: never handed over

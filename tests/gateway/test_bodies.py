@@ -7,6 +7,7 @@ import pytest
 
 from baton.gateway import bodies
 from baton.gateway.bodies import (
+    CHAT_REFUSED,
     REFUSED,
     BodyReader,
     ChatBody,
@@ -16,12 +17,16 @@ from baton.gateway.bodies import (
     TokenizeBody,
 )
 from baton.gateway.errors import ParameterError
-from baton.gateway.parameters import list_of, messages_of, options_of, sampling_of
+from baton.gateway.grammars import Content, constraint_of
+from baton.gateway.messages import messages_of
+from baton.gateway.parameters import content_of, list_of, options_of, sampling_of
+from baton.gateway.responses_bodies import RESPONSES_REFUSED, ResponsesBody
 from baton.proto.errors import InputError
 from baton.proto.sampling import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-READERS = {kind: BodyReader(kind) for kind in (ChatBody, CompletionBody, EmbeddingBody)}
+READERS = {kind: BodyReader(kind) for kind in (CompletionBody, EmbeddingBody)}
+READERS[ChatBody] = BodyReader(ChatBody, CHAT_REFUSED)
 
 
 def chat(**fields) -> ChatBody:
@@ -89,28 +94,80 @@ def test_every_field_of_a_generation_is_used_or_refused():
     used = {
         "model", "user", "metadata", "stream", "stream_options", "n", "temperature", "top_p",
         "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-        "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "seed",
-        "response_format", "cache_salt", "messages", "max_completion_tokens", "logprobs",
+        "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "logit_bias",
+        "response_format", "structured_outputs", "cache_salt", "messages",
+        "max_completion_tokens", "logprobs",
         "top_logprobs", "chat_template_kwargs", "add_generation_prompt", "prompt", "echo",
-        "add_special_tokens",
+        "add_special_tokens", "tools", "tool_choice", "parallel_tool_calls",
+        "prompt_cache_key", "safety_identifier",
     }  # fmt: skip
     for kind in (GenerationBody, ChatBody, CompletionBody):
-        assert set(kind.__struct_fields__) <= used | set(REFUSED)
+        assert set(kind.__struct_fields__) <= used | set(REFUSED) | set(CHAT_REFUSED)
+
+
+OPENAI = """model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop
+    stream stream_options temperature top_p user"""
+OPENAI_CHAT = """messages audio function_call functions max_completion_tokens metadata modalities
+    parallel_tool_calls prediction prompt_cache_key prompt_cache_retention reasoning_effort
+    response_format safety_identifier service_tier store tool_choice tools top_logprobs verbosity
+    web_search_options"""
+VLLM = """top_k min_p repetition_penalty length_penalty use_beam_search stop_token_ids
+    include_stop_str_in_output ignore_eos min_tokens skip_special_tokens
+    spaces_between_special_tokens truncate_prompt_tokens truncation_side prompt_logprobs
+    allowed_token_ids bad_words logprob_token_ids add_special_tokens response_format
+    structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
+    guided_whitespace_pattern structural_tag priority request_id cache_salt kv_transfer_params
+    return_tokens_as_token_ids return_token_ids logits_processors vllm_xargs repetition_detection
+    stream_interval session_id ec_transfer_params thinking_token_budget"""
+VLLM_CHAT = """echo add_generation_prompt continue_final_message documents chat_template
+    chat_template_kwargs mm_processor_kwargs media_io_kwargs include_reasoning"""
+DOCUMENTED = {
+    ChatBody: f"{OPENAI} {OPENAI_CHAT} {VLLM} {VLLM_CHAT}",
+    CompletionBody: f"{OPENAI} {VLLM} prompt best_of echo suffix prompt_embeds",
+}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTED, ids=lambda kind: kind.__name__)
+def test_every_documented_parameter_is_known(kind):
+    """So each is used, or refused with the reason: see the test before."""
+    assert set(DOCUMENTED[kind].split()) <= set(kind.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_REFUSED))
+def test_fields_that_chats_refuse(name):
+    neutral, _ = CHAT_REFUSED[name]
+    for value in (None, *neutral):
+        chat(**{name: value})
+    with pytest.raises(ParameterError, match=f"{name} is not supported: "):
+        chat(**{name: "something"})
 
 
 def test_parameters_are_those_of_the_native_client():
     body = chat(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, frequency_penalty=0.2, presence_penalty=0.3,
         repetition_penalty=1.1, max_completion_tokens=9, min_tokens=2, stop="x", seed=5,
-        stop_token_ids=[3], ignore_eos=True,
+        stop_token_ids=[3], ignore_eos=True, logit_bias={"7": -100, "3": 1.5},
     )  # fmt: skip
     assert sampling_of(body, 0) == SamplingParams(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, frequency_penalty=0.2, presence_penalty=0.3,
         repetition_penalty=1.1, max_new_tokens=9, min_new_tokens=2, stop=["x"], seed=5,
-        stop_token_ids=[3], ignore_eos=True,
+        stop_token_ids=[3], ignore_eos=True, logit_bias={7: -100, 3: 1.5},
     )  # fmt: skip
     assert sampling_of(body, 2).seed == 7
     assert sampling_of(chat(seed=-1), 0).seed == 2**64 - 1
+
+
+def test_requests_with_equal_fields_have_equal_parameters_and_their_own_seeds():
+    bodies_of_one_kind = [completion(temperature=0.25, top_k=3, n=2, seed=s) for s in (1, 1, None)]
+    first, again, unseeded = (sampling_of(body, 1) for body in bodies_of_one_kind)
+    assert first == again == SamplingParams(temperature=0.25, top_k=3, max_new_tokens=16, seed=2)
+    assert "seed" not in unseeded._given
+    drawn = {sampling_of(bodies_of_one_kind[2], 0).seed for _ in range(4)}
+    assert len(drawn) > 1
+    assert sampling_of(completion(temperature=0.25, top_k=4), 0).top_k == 4
+    for _ in range(2):
+        with pytest.raises(ParameterError, match="min_tokens 4"):
+            sampling_of(completion(max_tokens=3, min_tokens=4), 0)
 
 
 def test_what_is_not_given_is_left_to_the_model():
@@ -127,6 +184,11 @@ def test_what_is_not_given_is_left_to_the_model():
         ({"min_tokens": -1}, "min_tokens"),
         ({"stop": ["x"] * 1000}, "stop"),
         ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5000000000": 1}}, "logit_bias"),
+        ({"logit_bias": {str(at): 1 for at in range(1025)}}, "logit_bias"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ],
     ids=str,
@@ -139,24 +201,64 @@ def test_an_impossible_value_is_named_as_in_the_body(fields, parameter):
 
 
 def test_options_come_from_headers_and_body():
-    schema = {"type": "object", "properties": {}}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
-    body = chat(response_format=form, cache_salt="s", logprobs=True, top_logprobs=3)
+    body = chat(cache_salt="s", logprobs=True, top_logprobs=3)
     assert options_of(body, {"x-target-endpoint": "tcp://h:1"}) == {
         "target_endpoint": "tcp://h:1",
         "cache_salt": "s",
-        "json_schema": schema,
         "log_probabilities": 3,
     }
     assert options_of(chat(logprobs=True), {}) == {"log_probabilities": 1}
-    assert options_of(chat(response_format={"type": "json_object"}), {}) == {
-        "json_schema": {"type": "object"}
-    }
-    for wrong in ({"type": "xml"}, {"type": "json_schema"}):
-        with pytest.raises(ParameterError, match="response_format"):
-            options_of(chat(response_format=wrong), {})
     with pytest.raises(ParameterError, match="top_logprobs needs"):
         options_of(chat(top_logprobs=2), {})
+
+
+SCHEMA = {"type": "object", "properties": {}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": FORM}, Content(SCHEMA)),
+        ({"response_format": {"type": "json_object"}}, Content({"type": "object"})),
+        ({"structured_outputs": {"json": SCHEMA}}, Content(SCHEMA)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Content(SCHEMA)),
+        ({"structured_outputs": {"json_object": True}}, Content({"type": "object"})),
+        ({"structured_outputs": {"regex": "a/b\n"}}, Content(rule="/a\\/b\\n/")),
+        ({"structured_outputs": {"choice": ["a", '"']}}, Content(rule='"a" | "\\""')),
+        ({"structured_outputs": {"grammar": "start: X"}}, Content(grammar="start: X")),
+    ],
+    ids=str,
+)
+def test_the_content_asked_for(fields, content):
+    assert content_of(chat(**fields)) == content_of(completion(**fields)) == content
+
+
+def test_a_schema_alone_is_sent_as_a_schema():
+    assert constraint_of(Content(SCHEMA)) == {"json_schema": SCHEMA}
+    assert constraint_of(Content(rule="/a/")) == {"grammar": "start: /a/"}
+    assert constraint_of(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{", "json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": FORM}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": ""}}, "structured_outputs.whitespace"),
+    ],
+    ids=str,
+)
+def test_impossible_contents_are_refused(fields, parameter):
+    with pytest.raises(ParameterError) as raised:
+        content_of(chat(**fields))
+    assert raised.value.parameter.startswith(parameter)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +289,9 @@ def test_parts_of_text_become_one_text():
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     with pytest.raises(ParameterError, match=r"messages\[0\].*'image_url'"):
         messages_of([{"role": "user", "content": image}])
+    for wrong in (5, {}, True):
+        with pytest.raises(ParameterError, match=r"messages\[0\]\.content must be text"):
+            messages_of([{"role": "user", "content": wrong}])
     with pytest.raises(ParameterError, match=r"messages\[1\]\.role"):
         messages_of([*MESSAGES, {"content": "x"}])
 
@@ -200,11 +305,11 @@ def test_tokenize_bodies():
 
 def test_the_page_has_every_field():
     page = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
-    for kind in (ChatBody, CompletionBody):
+    for kind in (ChatBody, CompletionBody, ResponsesBody):
         for name in kind.__struct_fields__:
             if name == "spaces_between_special_tokens":  # all its values give the same text
                 continue
             assert f"`{name}`" in page, name
-    for name, (neutral, reason) in REFUSED.items():
+    for name, (neutral, reason) in (*REFUSED.items(), *RESPONSES_REFUSED.items()):
         shown = ", ".join(f"`{json.dumps(value)}`" for value in neutral) or "null"
         assert not reason or f"| `{name}` | {reason} | {shown} |" in page, name

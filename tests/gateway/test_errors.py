@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from baton.gateway.config import GatewayConfig, is_loopback
+from baton.gateway.config import GatewayConfig
 from baton.gateway.errors import ParameterError, content_of, headers_of, status_of
 from baton.proto import errors
 from baton.proto.errors import BatonError, CapacityError, ConfigError
+from baton.runtime.keys.api_keys import is_loopback
 
 
 def kinds(root=BatonError):
@@ -18,11 +19,11 @@ def kinds(root=BatonError):
 
 NATIVE = [kind for kind in kinds() if kind.__module__ == errors.__name__]
 STATUS = {
-    "input": 400, "schema_too_complex": 400, "task_mismatch": 400, "endpoint_unknown": 404,
-    "duplicate_request": 409, "overloaded": 429, "router_closing": 503, "endpoint_draining": 503,
-    "endpoint_dead": 503, "name_taken": 429, "cancelled": 499, "deadline_exceeded": 504,
-    "worker_lost": 503, "poisoned": 500, "handoff_failed": 500, "failed": 500,
-    "connection_lost": 503, "access_denied": 503, "limit_exceeded": 400,
+    "input": 400, "schema_too_complex": 400, "task_mismatch": 400, "feature_missing": 400,
+    "endpoint_unknown": 404, "duplicate_request": 409, "overloaded": 429, "router_closing": 503,
+    "endpoint_draining": 503, "endpoint_dead": 503, "name_taken": 429, "cancelled": 499,
+    "deadline_exceeded": 504, "worker_lost": 503, "poisoned": 500, "handoff_failed": 500,
+    "failed": 500, "connection_lost": 503, "access_denied": 503, "limit_exceeded": 400,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Parts of a GPU verb: what they do stays their own."""
+"""Parts of a GPU verb do not affect each other."""
 
 from __future__ import annotations
 

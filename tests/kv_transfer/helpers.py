@@ -21,7 +21,7 @@ INCARNATION = 77
 
 
 class Store:
-    """A PagedCache that counts what is out."""
+    """A PagedCache that counts the allocated blocks."""
 
     def __init__(self, blocks: int = 16) -> None:
         self.cache = PagedCache(blocks, LAYOUT.block_size)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from random import Random
 
-from baton.kv_transfer.credit import CreditPool
+from baton.kv_transfer.grants import CreditPool
 
 
 def test_window_and_budget_bound_what_is_in_flight():
@@ -14,7 +14,7 @@ def test_window_and_budget_bound_what_is_in_flight():
 
 
 def test_nobody_gets_crumbs_too_small_for_a_frame():
-    """With what is left over shared out, all could wait for each other."""
+    """If the remainder were divided, all could wait for each other."""
     pool = CreditPool(budget=100, window=40)
     assert [pool.open(key, 500) for key in range(6)] == [40, 40, 0, 0, 0, 0]
     pool.close(0)

@@ -60,7 +60,7 @@ def test_one_damaged_byte_is_found(backend, position):
 def test_buffers_are_reused():
     pool = BufferPool()
     first = pool.take(100)
-    pool.give(first)
+    pool.release(first)
     assert pool.take(100) is first
     pool.take(100)
     assert pool.allocated == 2

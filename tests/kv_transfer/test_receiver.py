@@ -130,7 +130,7 @@ def test_credit_of_a_lost_grant_is_written_off_on_both_sides():
     sender.on_grant("ipc://d", grant, 1.0)
     outputs = sender.ready((REQUEST, 1), layer_end=2, token_end=10, last=True, now=1.0)
     sent = [o.frame for o in outputs if isinstance(o, SendFrame)]
-    raised = [o.message for o in deliver(receiver, sent)]  # none is beyond what is granted
+    raised = [o.message for o in deliver(receiver, sent)]  # each within its grant
     assert [f.nbytes for f in sent] == [128]
     assert [c.credit for c in raised] == [384]
     outputs = sender.on_credit("ipc://d", raised[0], 1.0)
@@ -545,7 +545,7 @@ def test_a_commit_that_cannot_fit_its_grant_fails_and_frees(change):
     assert store.used == receiver.granted == 0
 
 
-# ------------------------------------------------------------------ nothing is held for nobody
+# ------------------------------------------------------------------ nothing is held without a peer
 
 
 def test_a_reserve_behind_its_release_gets_nothing():

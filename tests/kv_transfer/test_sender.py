@@ -284,7 +284,7 @@ def test_a_peer_that_answers_while_no_frame_arrives_is_given_up():
 
 
 def test_frames_of_another_handoff_that_arrive_keep_one_waiting():
-    """They share a connection: its own frames may be behind those."""
+    """They share a connection: its own frames may follow those."""
     size = LAYOUT.block_bytes
     sender = started(credit=size, frame_bytes=size)
     pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))

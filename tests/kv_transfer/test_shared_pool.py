@@ -1,4 +1,4 @@
-"""A pool that another process reads: what it finds there, and what it does not believe."""
+"""A pool that another process reads: its content, and the checks of its description."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_connection_holds_one_pool_however_often_it_opens():
 
 
 def test_who_has_threads_may_unmap_on_another_one():
-    """Freeing gigabytes takes longer than a step; the one who reads sockets does not wait."""
+    """Freeing gigabytes takes longer than a step; the I/O thread does not wait."""
     owner, _pool = filled()
     released = []
     maps, before = MappedPools(LAYOUT, released.append), descriptors()

@@ -107,7 +107,7 @@ def texts_of(seed: int, vocab: int, lengths: tuple[int, ...] = LENGTHS) -> list[
 
 
 def write_layout(folder: Path, pooling: str, *, normalize: bool, max_length: int = 0) -> None:
-    """The files that say how vectors are made."""
+    """The files that define how vectors are made."""
     base = "sentence_transformers.models"
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": f"{base}.Transformer"},

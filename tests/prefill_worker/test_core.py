@@ -36,7 +36,7 @@ from baton.prefill_worker.events import (
 )
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import CapacityError, InputError
-from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.layout import KVLayout
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import (
     Abort,
@@ -84,7 +84,7 @@ from baton.worker.events import (
     DrainRequested,
     Exit,
     FromRouter,
-    Note,
+    Log,
     RouterDown,
     RouterUp,
     RunStep,
@@ -94,19 +94,12 @@ from baton.worker.events import (
 )
 from baton.worker.membership import Membership, WorkerIdentity
 
+from ..model_cards import model_card
+
 M = TypeVar("M", bound=Message)
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4)
-CARD = ModelCard(
-    name="toy",
-    architecture="Toy",
-    fingerprint="toy",
-    numerics="exact",
-    vocab_size=100,
-    max_length=200,
-    eos_token_ids=[0],
-    layout=LAYOUT,
-)
+CARD = model_card(max_length=200, eos_token_ids=[0], layout=LAYOUT)
 KEY = b"r" * 16
 SECOND = b"s" * 16
 ROUTER = "router"
@@ -124,12 +117,12 @@ def make_context(prompt: int = 10, new: int | None = 8) -> WireContext:
 
 
 def generated(commit):
-    """The tokens behind the prompt in the context of a commit."""
+    """The tokens after the prompt in the context of a commit."""
     return commit.context.tokens.array[commit.context.prompt_length :].tolist()
 
 
 class Bench:
-    """A core on a clock that tests move; what it does, sorted."""
+    """A core on a clock that tests move; its actions, sorted."""
 
     def __init__(self, ticket: PoolTicket | DeviceTicket | None = None, **limits) -> None:
         me = WorkerIdentity("prefill-0", "prefill", 5, 1, "ipc:///p", "default", CARD, 8)
@@ -430,6 +423,26 @@ def test_frames_asked_for_again_are_packed_again(bench):
     assert bench.cache.pool.used
 
 
+def test_the_report_says_how_long_each_step_took(bench):
+    bench.assign()
+    bench.later(1.0)
+    bench.open()
+    (reserve,) = bench.to_peer(Reserve)
+    bench.later(0.25)
+    bench.grant(reserve)
+    bench.later(0.5)
+    bench.step()
+    commit = bench.commit()
+    bench.later(0.125)
+    bench.committed(commit)
+    times = bench.one(HandoffReport).times
+    assert times.granted - times.started == pytest.approx(0.25, abs=0.1)
+    assert times.granted <= times.computing
+    assert times.computed - times.granted >= 0.5
+    assert times.computed <= times.sending <= times.ended
+    assert times.refusals == 0
+
+
 # ------------------------------------------------------------------ ends without a handover
 
 
@@ -439,6 +452,8 @@ def test_a_first_token_that_ends_the_request_needs_no_decode_worker(bench):
     assert bench.one(Tokens).runs[0].tokens == [0]
     terminal = bench.one(Terminal)
     assert (terminal.status, terminal.position) == ("end_of_sequence", 11)
+    assert terminal.times.started <= terminal.times.computed <= terminal.times.ended
+    assert terminal.times.sending is None
     (release,) = bench.to_peer(Release)
     assert release.grant == ref
     assert not bench.to_peer(Commit)
@@ -983,11 +998,11 @@ def test_tables_forget(bench):
 def test_what_a_decode_worker_refuses_to_hear_is_noted(bench):
     bench.assign()
     bench.feed(PeerUp(DECODE))
-    bench.did(Note)
+    bench.did(Log)
     bench.answer(Rejected(code="decode_failed", message="what"))
-    (note,) = bench.did(Note)
-    assert note.event == "peer.rejected"
-    assert note.fields["code"] == "decode_failed"
+    (line,) = bench.did(Log)
+    assert line.event == "peer.rejected"
+    assert line.fields["code"] == "decode_failed"
 
 
 def test_a_decode_worker_of_another_version_is_given_up_at_once(bench):
@@ -1015,7 +1030,7 @@ def test_a_request_whose_commit_no_envelope_can_carry_ends(bench):
 
 
 def first(found: list[M]) -> M:
-    """What is given back is repeated until the router acts upon it."""
+    """A returned request is reported until the router acts on it."""
     assert all(message == found[0] for message in found)
     return found[0]
 
@@ -1235,7 +1250,7 @@ def test_a_new_connection_hears_what_waits_for_an_answer(bench):
 
 
 class Digits:
-    """A grammar of tokens; what it was shown."""
+    """A grammar of tokens, and the tokens it was shown."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -1381,7 +1396,7 @@ def test_a_grammar_and_a_missing_link_are_both_waited_for(bench):
 
 
 def served(bench: Bench) -> list[bytes]:
-    """Who begins, in order; each is computed and handed over at once."""
+    """The requests that begin, in order; each is computed and handed over at once."""
     begun = []
     while reserves := bench.to_peer(Reserve):
         for reserve in reserves:
@@ -1467,7 +1482,7 @@ def test_prompts_wait_where_they_can_be_overtaken_while_the_engine_has_work():
     for number in range(4):
         bench.assign(key=bytes([number]) * 16, shape={"prompt": 80})
     assert len(bench.to_peer(Reserve)) == 2  # 160 ms of work
-    bench.later(0.06)  # a decode worker that does not answer holds nobody up
+    bench.later(0.06)  # a decode worker that does not answer delays no request
     assert len(bench.to_peer(Reserve)) >= 1
 
 
@@ -1485,7 +1500,7 @@ ROGUE = "ipc:///decode-1"
 
 @pytest.mark.parametrize("kind", sorted(get_args(DecodeToPrefill), key=lambda kind: kind.__name__))
 def test_a_decode_worker_changes_nothing_about_handoffs_to_another(bench, kind):
-    """It has a link of its own, and says every message about another's request and grant."""
+    """It has a link, and sends every message about another's request and grant."""
     bench.assign(key=b"o" * 16, decode=ROGUE)
     bench.open(endpoint=ROGUE)
     (own,) = bench.to_peer(Reserve)

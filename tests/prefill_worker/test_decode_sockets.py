@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 
 
 class Ears:
-    """Peer links and what they tell."""
+    """Peer links and their reports."""
 
     def __init__(self, loop, context) -> None:
         self.told: list[object] = []

@@ -9,7 +9,6 @@ import pytest
 from baton.prefill_worker.embed_core import BatchDone, EmbedCore, EmbedLimits, RunBatch
 from baton.prefill_worker.job import make_job
 from baton.proto.errors import TaskMismatch
-from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.wire.messages import (
     Abort,
     Aborted,
@@ -29,11 +28,11 @@ from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.worker.events import DrainRequested, FromRouter, RouterDown, RouterUp, Tick, ToRouter
 from baton.worker.membership import Membership, WorkerIdentity
 
-CARD = ModelCard(
-    name="toy", architecture="BertModel", fingerprint="f", numerics="n", vocab_size=100,
-    max_length=50, eos_token_ids=[], task="embed", embedding_size=3,
-    layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4),
-)  # fmt: skip
+from ..model_cards import model_card
+
+CARD = model_card(
+    architecture="BertModel", max_length=50, eos_token_ids=[], task="embed", embedding_size=3
+)
 ROUTER = "router"
 
 
@@ -42,7 +41,7 @@ def key(number):
 
 
 class Worker:
-    """A core, what it said and the batch it runs."""
+    """A core, its messages and the batch it runs."""
 
     def __init__(self, **limits):
         identity = WorkerIdentity("p", "prefill", 7, 1, "ipc:///p", "default", CARD, 16)
@@ -77,7 +76,7 @@ class Worker:
         return self.feed(FromRouter(router, message))
 
     def keys_of(self, kind):
-        """Attempts it said messages of a kind about."""
+        """The attempts in its messages of a kind."""
         said = [a.message for a in self.said]
         return {(m.request, m.attempt) for m in said if type(m) is kind}
 
@@ -168,7 +167,7 @@ def test_the_same_assign_is_answered_the_same():
     worker.assign(1)
     assert kinds(worker.assign(1)) == [Accepted]
     worker.finish()
-    assert kinds(worker.assign(1)) == [Accepted]  # its end is still being said
+    assert kinds(worker.assign(1)) == [Accepted]  # its end is not acknowledged yet
     worker.hear(TerminalAck(requests=[(key(1), 1)]))
     assert kinds(worker.assign(1)) == [Aborted]  # a router without memory must not wait
     assert worker.batch is None
@@ -199,7 +198,7 @@ def test_a_higher_attempt_replaces_a_lower_one():
     worker = Worker()
     worker.assign(1)
     worker.assign(1, attempt=2)
-    assert worker.finish() == []  # the first attempt's vector is nobody's
+    assert worker.finish() == []  # no request wants the first attempt's vector
     (terminal,) = worker.finish()
     assert terminal.attempt == 2
 
@@ -360,3 +359,19 @@ def test_a_text_worker_refuses_to_embed():
     text = msgspec.structs.replace(CARD, task="generate")
     with pytest.raises(TaskMismatch):
         make_job((key(1), 1), ROUTER, assign, text, 0.0)
+
+
+def test_steps_are_counted_with_their_tokens_and_seconds():
+    worker = Worker()
+    for number, tokens in ((1, 4), (2, 10), (3, 20)):
+        worker.assign(number, tokens=tokens)
+    worker.finish()  # one text; the others form the next batch
+    worker.finish()
+    worker.assign(4)
+    worker.finish(failure="no memory")  # its time says nothing about steps
+    histograms = worker.core.load().histograms
+    assert {name: sum(found.counts) for name, found in histograms.items()} == {
+        "step_seconds": 2, "step_tokens": 2,
+    }  # fmt: skip
+    assert histograms["step_tokens"].total == 34
+    assert histograms["step_seconds"].total == pytest.approx(0.02)

@@ -26,7 +26,7 @@ def assignment(number: int, attempt: int = 1, decode: str = DECODE) -> FromRoute
 
 
 def filled(queued: int, *, linked: bool) -> Bench:
-    """A worker whose slots are full, with ``queued`` jobs behind; or all wait for one link."""
+    """A worker whose slots are full, with ``queued`` jobs waiting; or all wait for one link."""
     bench = Bench(max_active=2, max_queue=4096)
     if linked:
         for number in range(2):

@@ -1,4 +1,4 @@
-"""Which of the prompts that wait is begun next: those in time, now and then one that is late."""
+"""The order of waiting prompts: prompts in time first, now and then a late prompt."""
 
 import math
 import random
@@ -46,7 +46,7 @@ def test_who_became_late_while_it_waited_is_overtaken():
 
 
 def test_late_ones_get_their_share_of_the_starts():
-    """However many come that are in time, one that is late waits for so many starts at most."""
+    """However many prompts in time arrive, a late prompt waits for so many starts at most."""
     order: StartOrder[str] = StartOrder(lambda key: 0.0 if key.startswith("late") else math.inf)
     for place in range(3):
         order.put(f"late {place}", place)
@@ -101,7 +101,7 @@ def test_pace_follows_full_steps_and_hardly_short_ones():
     for _ in range(50):
         pace.learn(512, 0.512)
     assert pace.seconds_per_token == pytest.approx(1e-3)
-    pace.learn(1, 1.0)  # a step of one token says nothing of a long one
+    pace.learn(1, 1.0)  # a step of one token predicts no long step
     assert pace.seconds_per_token < 1.3e-3
     for _ in range(100):
         pace.learn(512, 1.024)

@@ -28,20 +28,12 @@ from baton.proto import (
     msgpack_numpy_encoder,
     reserve_token_space_for_batch,
 )
-from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.wire.context_maps import context_to_run
 
+from ..model_cards import model_card
+
 EOS, ACTIVE = GenerationStatus.END_OF_SEQUENCE, GenerationStatus.ACTIVE
-CARD = ModelCard(
-    name="m",
-    architecture="a",
-    fingerprint="f",
-    numerics="n",
-    vocab_size=100,
-    max_length=64,
-    eos_token_ids=[2],
-    layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16),
-)
+CARD = model_card()
 
 
 def context(**fields):

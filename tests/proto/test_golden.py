@@ -50,6 +50,8 @@ MEMBERS = sorted(
 
 def sample(info, name="", full=True):
     """A fixed value of an inspected type, different for different fields."""
+    if name == "arrays":
+        return 0  # the encoder counts the array frames of a message
     seed = sum(name.encode())
     if isinstance(info, inspect.StructType):
         fields = [field for field in info.fields if full or field.required]

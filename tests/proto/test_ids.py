@@ -3,7 +3,7 @@ import pytest
 
 from baton.proto import RequestID
 from baton.proto.ids import new_incarnation, request_key, resume_secret
-from baton.proto.wire.context_maps import context_digest
+from baton.proto.wire.map_bytes import context_digest
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 
 

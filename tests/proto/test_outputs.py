@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.proto import GenerationStatus, LogProbabilities, RequestID, TextGenerationOutput
-from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.contexts.outputs import TokenLogProbs, token_output
 
 A = LogProbabilities([-1.0], [{1: -1.0}])
 
@@ -70,3 +70,10 @@ def test_log_probabilities_of_no_token_are_not_sent(token):
 def test_bytes_that_are_no_likely_tokens_are_refused(size):
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode([0.5, bytes(size)]), type=TokenLogProbs)
+
+
+def test_the_output_of_a_token_equals_a_constructed_one():
+    name = RequestID("a")
+    made = token_output(name, 5, GenerationStatus.ACTIVE)
+    assert made == TextGenerationOutput(request_id=name, tokens=[5])
+    assert repr(made) == repr(TextGenerationOutput(request_id=name, tokens=[5]))  # has all fields

@@ -16,7 +16,7 @@ from baton.proto import (
     RequestID,
     TokenBuffer,
 )
-from baton.proto.contexts.png import encode_png
+from baton.proto.contexts.pixels import encode_png
 
 
 def context(**fields):

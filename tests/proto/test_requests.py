@@ -11,21 +11,20 @@ from baton.proto import (
     check_wire_context,
 )
 from baton.proto.errors import TaskMismatch
-from baton.proto.layout import KVLayout, ModelCard
-from baton.proto.requests import build_embed_context, check_emitted, check_wire_shape
+from baton.proto.layout import ModelCard
+from baton.proto.requests import (
+    _is_usual,
+    build_embed_context,
+    check_emitted,
+    check_kind,
+    check_wire_shape,
+)
 from baton.proto.wire.context_maps import request_map
 from baton.proto.wire.wire_context import WireSampling, WireTokens
 
-CARD = ModelCard(
-    name="demo",
-    architecture="LlamaForCausalLM",
-    fingerprint="f",
-    numerics="n",
-    vocab_size=1000,
-    max_length=64,
-    eos_token_ids=[3, 2],
-    layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4),
-)
+from ..model_cards import model_card
+
+CARD = model_card(name="demo", vocab_size=1000, eos_token_ids=[3, 2], features=["logit_bias"])
 
 
 def build(tokens=(1, 2, 3), params=None, **fields):
@@ -103,6 +102,7 @@ class TestCheck:
             ({"json_schema": "x" * ((128 << 10) + 1)}, "json_schema has 131073"),
             ({"json_schema": "{}", "ignore_eos": True}, "ignore_eos"),
             ({"json_schema": "{}", "sampling": WireSampling(ignore_eos=True)}, "ignore_eos"),
+            ({"sampling": WireSampling(logit_bias={1 << 30: 1.0})}, "logit_bias has token id"),
             ({"json_schema": "{}", "eos_token_ids": []}, "end-of-sequence"),
             ({"log_probabilities_echo": True}, "log_probabilities_echo"),
             ({"log_probabilities": 21}, "0 to 20"),
@@ -129,6 +129,31 @@ class TestCheck:
         with pytest.raises(InputError, match=message):
             check_wire_context(changed(**fields), CARD)
 
+    def test_a_request_of_the_most_frequent_kind_is_recognised(self):
+        assert _is_usual(build(), CARD)
+        assert _is_usual(build(range(60), SamplingParams(temperature=0.5, seed=7)), CARD)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"cache_salt": "s"},
+            {"ignore_eos": True},
+            {"eos_sequences": [[1]]},
+            {"eos_token_ids": [2]},
+            {"log_probabilities": 3},
+            {"target_endpoint": "ipc:///decode-0"},
+            {"sampling": WireSampling(logit_bias={5: 1.0})},
+        ],
+    )
+    def test_all_checks_are_made_of_other_requests(self, fields):
+        card = msgspec.structs.replace(CARD, features=["logit_bias"])
+        assert not _is_usual(changed(**fields), card)
+        check_wire_context(changed(**fields), card)
+
+    def test_a_model_without_text_takes_no_text(self):
+        with pytest.raises(InputError, match="takes no text"):
+            check_wire_context(build(), msgspec.structs.replace(CARD, kinds=["TTSContext"]))
+
     def test_messages_stay_short(self):
         with pytest.raises(InputError) as caught:
             check_wire_context(changed(model_name="m" * 100_000), CARD)
@@ -136,18 +161,28 @@ class TestCheck:
 
 
 @pytest.mark.parametrize(
-    "context",
+    ("context", "takes"),
     [
-        TextAndVisionContext(max_length=9, tokens=[1], pixel_values=(np.zeros(1),)),
-        TTSContext(max_length=9, tokens=[1]),
+        (
+            TextAndVisionContext(max_length=9, tokens=[1], pixel_values=(np.zeros(1),)),
+            "takes no images",
+        ),
+        (TTSContext(max_length=9, tokens=[1]), "takes no requests for speech"),
     ],
-    ids=lambda context: type(context).__name__,
+    ids=lambda value: type(value).__name__,
 )
-def test_other_kinds_are_refused_while_no_model_takes_them(context):
+def test_kinds_that_the_card_does_not_name_are_refused(context, takes):
     wire = request_map(context)
-    for check in (check_wire_shape, lambda wire: check_wire_context(wire, CARD)):
-        with pytest.raises(InputError, match=f"{type(context).__name__} is not served"):
-            check(wire)
+    for check in (check_wire_context, check_kind):
+        with pytest.raises(InputError, match=f"{takes} .{type(context).__name__}"):
+            check(wire, CARD)
+    check_kind(wire, msgspec.structs.replace(CARD, kinds=["TextContext", type(context).__name__]))
+
+
+def test_the_card_of_an_older_worker_takes_text_only():
+    older = msgspec.to_builtins(CARD)
+    del older["kinds"]
+    assert msgspec.convert(older, ModelCard).kinds == ["TextContext"]
 
 
 class TestEmbed:

@@ -8,9 +8,8 @@ import pytest
 
 from baton.proto.errors import DecodeFailed, InputError
 from baton.proto.limits import PROTOCOL_VERSION
-from baton.proto.wire.envelope import EnvelopeEncoder
+from baton.proto.wire.envelope import MAX_REFUSED, EnvelopeEncoder, SalvagingDecoder
 from baton.proto.wire.messages import Cancel, ClientToRouter, Ping, Submit
-from baton.proto.wire.salvage import MAX_REFUSED, SalvagingDecoder
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 
 PREFIX = b"BT" + bytes([PROTOCOL_VERSION])

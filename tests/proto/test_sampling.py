@@ -16,6 +16,7 @@ from baton.proto import (
     SamplingParamsGenerationConfigDefaults,
     SamplingParamsInput,
 )
+from baton.proto.wire.wire_context import WireSampling
 
 Defaults = SamplingParamsGenerationConfigDefaults
 
@@ -26,6 +27,26 @@ def test_defaults():
     assert params.max_new_tokens is None
     assert params.detokenize
     assert not params.needs_penalties
+
+
+def test_biases_are_kept_by_ascending_id():
+    given = {np.int64(7): np.float32(0.5), 3: -100}
+    params = SamplingParams(logit_bias=given)
+    assert list(params.logit_bias.items()) == [(3, -100.0), (7, 0.5)]
+    assert {type(item) for pair in params.logit_bias.items() for item in pair} == {int, float}
+    again = SamplingParams.from_wire(params.to_wire())
+    assert again == params
+    assert SamplingParams(logit_bias={}).logit_bias == {}
+
+
+def test_a_default_that_came_over_the_wire_is_left_out_again():
+    sent = msgspec.msgpack.encode({"temperature": 1.0, "top_p": 1.0, "top_k": 5, "seed": 7})
+    decode = msgspec.msgpack.Decoder(WireSampling).decode
+    for _ in range(2):  # the second time from the values that passed before
+        again = SamplingParams.from_wire(decode(sent))
+    assert msgspec.msgpack.encode(again.to_wire()) == msgspec.msgpack.encode(
+        {"top_k": 5, "seed": 7}
+    )
 
 
 def test_seeds_are_random_32_bit():
@@ -120,8 +141,13 @@ WRONG_BY_TYPE = {
     list[int] | None: [5, "5", True, {1}, {1: 2}, [1.0], ["1"], [None], [True], [-1], [1 << 31],
                        [1] * 65, np.ones((1, 1), int), np.array([0.5]), range(3)],
 }  # fmt: skip
-WRONG_BY_NAME = {"logits_processors": [5, print, "f", [5], [None], {}]}
-NULLABLE = {"max_new_tokens", "stop", "stop_token_ids", "logits_processors"}
+WRONG_BIASES = [{"5": 1}, {-1: 1}, {1 << 31: 1}, {True: 1}, {1.0: 1}, {1: "1"}, {1: True}]
+WRONG_BIASES += [{1: math.nan}, {1: 100.5}, {1: -101}, {1: None}, dict.fromkeys(range(1025), 1)]
+WRONG_BY_NAME = {
+    "logits_processors": [5, print, "f", [5], [None], {}],
+    "logit_bias": [5, "5", [1], [(1, 2.0)], {1}, *WRONG_BIASES],
+}
+NULLABLE = {"max_new_tokens", "stop", "stop_token_ids", "logits_processors", "logit_bias"}
 WRONG_FIELDS = [
     (name, value)
     for name, hint in get_type_hints(SamplingParams).items()
@@ -167,7 +193,7 @@ def test_a_wrong_type_or_value_of_any_field_is_refused_by_name(kind, name, value
         (lambda: SamplingParams(max_tokens=5), "no 'max_tokens'; did you mean max_new_tokens"),
         (lambda: SamplingParamsInput(max_tokens=5), "SamplingParamsInput has no 'max_tokens'"),
         (lambda: SamplingParams(5, top_k=5), "top_k is given to SamplingParams twice"),
-        (lambda: SamplingParams(*[None] * 16), "at most 15 values"),
+        (lambda: SamplingParams(*[None] * 17), "at most 16 values"),
     ],
 )
 def test_the_message_names_the_mistake_and_the_cure(call, message):
@@ -244,6 +270,43 @@ def test_v22_a_temperature_of_ones_own_ends_greedy_decoding():
     assert SamplingParams(temperature=0.8).merged(config).top_k == 20
     greedy = SamplingParams().merged(config)
     assert (greedy.temperature, greedy.top_k) == (0, 1)
+
+
+def test_merging_again_gives_the_same_as_merging_first():
+    config = Defaults(temperature=0.6, top_k=20)
+    for given in ({}, {"top_p": 0.3}, {"stop": ["x"]}, {"temperature": 0.6}, {"seed": 4}):
+        first, again = (SamplingParams(**{"seed": 9, **given}).merged(config) for _ in range(2))
+        assert first == again and first is not again
+        assert first._given == again._given
+        assert again.merged(Defaults(temperature=0.1)).temperature == 0.6
+    first.top_p = 0.1
+    assert SamplingParams(seed=4).merged(config).top_p == 1.0, "a change stays with its object"
+    assert SamplingParams(seed=4).merged(Defaults()).temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "wrong"),
+    [("top_k", 1, True), ("ignore_eos", True, 1), ("seed", 7, 7.5), ("seed", 7, -1)],
+)
+def test_a_merge_seen_before_is_not_taken_for_one_with_a_wrong_value(field, good, wrong):
+    config = Defaults(temperature=0.3)
+    params = SamplingParams(**{field: good})
+    params.merged(config)
+    setattr(params, field, wrong)
+    with pytest.raises(InputError, match=field):
+        params.merged(config)
+
+
+def test_a_copy_with_a_seed_counts_it_as_given():
+    params = SamplingParams(top_p=0.5)
+    assert params.seeded(8).merged(Defaults()).seed == 8
+    assert params.seeded(8).reseeded().seed == 8
+    drawn = params.seeded(None)
+    assert drawn.seed != params.seed or drawn.seed != params.seeded(None).seed
+    assert drawn._given == params._given == ("top_p",)
+    assert params.seeded(8) == SamplingParams(top_p=0.5, seed=8)
+    with pytest.raises(InputError, match="seed"):
+        params.seeded(1 << 64)
 
 
 # --------------------------------------------------------------------------- the wire form

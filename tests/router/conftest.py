@@ -31,9 +31,11 @@ from baton.proto.wire.messages import (
     Terminal,
     TokenRun,
     Tokens,
+    WorkerTimes,
 )
 from baton.proto.wire.proofs import assignment_proof
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
+from baton.router.authorization import ANYBODY, Caller
 from baton.router.config import RouterConfig
 from baton.router.core import RouterCore
 from baton.router.events import (
@@ -60,6 +62,7 @@ CARD = ModelCard(
     max_length=4096,
     eos_token_ids=[2],
     layout=LAYOUT,
+    features=["logit_bias"],
 )
 
 
@@ -144,7 +147,7 @@ class Played:
         else:
             self.say(message)
 
-    def report(self, assign: Assign, nbytes: int = 100) -> None:
+    def report(self, assign: Assign, nbytes: int = 100, times: WorkerTimes | None = None) -> None:
         self.say(
             HandoffReport(
                 request=assign.request,
@@ -157,6 +160,7 @@ class Played:
                 blocks=3,
                 cached_tokens=16,
                 seconds=0.002,
+                times=times,
             )
         )
 
@@ -343,8 +347,14 @@ class Bench:
 
 @pytest.fixture
 def make_bench() -> Callable[..., Bench]:
-    def make(files: dict[str, bytes] | None = None, **settings: Any) -> Bench:
-        return Bench(make_config(**settings), files=files)
+    def make(
+        files: dict[str, bytes] | None = None,
+        caller_of: Callable[[bytes], Caller] = lambda _: ANYBODY,
+        fresh_stories: bool = False,
+        **settings: Any,
+    ) -> Bench:
+        config = make_config(**settings)
+        return Bench(config, files=files, caller_of=caller_of, fresh_stories=fresh_stories)
 
     return make
 

@@ -240,7 +240,7 @@ def test_a_request_bound_to_some_prefill_workers_is_let_in(make_bench, fields, r
 def test_meter_follows_a_steady_rate():
     meter = Meter(0.0)
     for second in range(1, 61):
-        meter.add(7)
+        meter.new += 7
         meter.roll(float(second))
     assert meter.rate == pytest.approx(7.0, rel=0.01)
     assert meter.total == 420

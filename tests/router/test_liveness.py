@@ -22,7 +22,7 @@ def states(bench):
 
 
 def silence(bench, seconds, *heard):
-    """Advance the clock; only the workers ``heard`` send heartbeats."""
+    """Advance the clock; only the workers in ``heard`` send heartbeats."""
     for _ in range(round(seconds / 0.05)):
         bench.advance(0.05, beats=False)
         for worker in heard:

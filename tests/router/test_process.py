@@ -48,7 +48,7 @@ from baton.proto.wire.messages import (
 )
 from baton.proto.wire.proofs import assignment_proof
 from baton.proto.wire.wire_context import WireContext, WireTokens
-from baton.runtime.process.config import dump
+from baton.runtime.process.main import dump_settings
 
 pytestmark = pytest.mark.integration
 
@@ -104,7 +104,7 @@ class Router:
 
     def __init__(self, folder: Path, config) -> None:
         self.folder, self.config = folder, config
-        (folder / "router.json").write_text(dump(config))
+        (folder / "router.json").write_text(dump_settings(config))
         self.context = zmq.Context()
         self.peers: list[Peer] = []
         self.process: subprocess.Popen[bytes]

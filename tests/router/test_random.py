@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -34,6 +35,10 @@ from baton.proto.wire.messages import (
     Tokens,
 )
 from baton.router.events import ClientFull, ClientWritable, WorkerGone
+from baton.router.story_report import story_record
+from baton.router.story_slices import slices_of
+
+from .test_story_slices import check_nesting
 
 PROMPT = 10
 CLIENTS = (b"a", b"b", b"c")
@@ -452,4 +457,19 @@ def test_random_interleavings(make_bench, seed):
         world.step()
     world.finish()
     assert len(world.ends) > 5
+    check_stories(bench, world)
     assert request_key(b"a", "r0")
+
+
+def check_stories(bench, world) -> None:
+    """Each end that a client got has a story, with slices that nest whatever came late or twice."""
+    stories = bench.core.stories.last(1000)
+    told = {story.key: story for story in stories}
+    assert world.ends.keys() <= told.keys()
+    for story in stories:
+        record = msgspec.json.decode(msgspec.json.encode(story_record(story, "p", bench.now)))
+        check_nesting(slices_of(record))
+        assert not story.attempts or story.began <= story.ended
+        assert all(attempt.cause for attempt in story.attempts[:-1])
+    for key, terminal in world.ends.items():
+        assert told[key].status == terminal.status

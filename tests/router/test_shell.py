@@ -6,8 +6,17 @@ import pytest
 import zmq
 
 from baton.proto.wire.envelope import EnvelopeDecoder
-from baton.proto.wire.messages import RouterToClient, Submitted, TerminalAck, TokenRun, Tokens
-from baton.router.events import ToClient, ToWorker
+from baton.proto.wire.messages import (
+    Cancel,
+    RouterToClient,
+    Submit,
+    Submitted,
+    TerminalAck,
+    TokenRun,
+    Tokens,
+)
+from baton.router import shell as shell_module
+from baton.router.events import FromClient, ToClient, ToWorker
 from baton.router.shell import RouterShell
 from baton.runtime.net.loop import Loop
 
@@ -54,3 +63,32 @@ def test_it_leaves_alone_when_nothing_follows(shell):
     shell._loop.asyncio_loop.run_forever()
     assert {peer for peer, _ in shell.sent} == {b"client", b"worker"}
     assert not shell._to_clients.waiting and not shell._to_workers.waiting
+
+
+def test_ended_requests_are_logged_once_and_a_flood_of_refusals_as_a_count(
+    shell, context, monkeypatch
+):
+    lines: list[tuple[str, dict]] = []
+    monkeypatch.setattr(
+        shell_module._log, "info", lambda event, **fields: lines.append((event, fields))
+    )
+    monkeypatch.setattr(
+        shell_module._log,
+        "info_all",
+        lambda event, records: lines.extend((event, fields) for fields in records),
+    )
+    submit = Submit(request_id="mine", context=context())
+    shell._feed(FromClient(b"client", [submit]))
+    shell._feed(FromClient(b"client", [Cancel(request_id="mine")]))
+    for number in range(9):
+        refused = Submit(request_id=f"r{number}", context=context(), pin="wrong")
+        shell._feed(FromClient(b"client", [refused]))
+    shell._tell_requests()
+    shell._tell_requests()
+    names = ("request.ended", "request.refused")
+    told = sorted([line for line in lines if line[0] in names], key=lambda line: line[0])
+    assert [event for event, _ in told] == ["request.ended", "request.refused"]
+    (_, ended), (_, refused) = told
+    assert (ended["request_id"], ended["outcome"]) == ("mine", "cancelled")
+    assert (refused["request_id"], refused["code"]) == ("r0", "input")
+    assert sum(len(str(value)) for value in ended.values()) < 300  # no prompt

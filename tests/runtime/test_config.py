@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.proto.errors import ConfigError
-from baton.runtime.process import config
+from baton.runtime.process.main import dump_settings, load_settings, parse_json, parse_toml
 
 
 class Inner(msgspec.Struct, frozen=True):
@@ -21,11 +21,11 @@ class Outer(msgspec.Struct, frozen=True):
 
 def test_json_and_toml_read_alike(tmp_path):
     expected = Outer("x", Inner(3))
-    assert config.parse_json('{"name": "x", "inner": {"depth": 3}}', Outer) == expected
+    assert parse_json('{"name": "x", "inner": {"depth": 3}}', Outer) == expected
     path = tmp_path / "a.toml"
     path.write_text('name = "x"\n[inner]\ndepth = 3\n')
-    assert config.load(path, Outer) == expected
-    assert config.parse_json(config.dump(expected), Outer) == expected
+    assert load_settings(path, Outer) == expected
+    assert parse_json(dump_settings(expected), Outer) == expected
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,14 @@ def test_json_and_toml_read_alike(tmp_path):
 )
 def test_mistakes(text, message):
     with pytest.raises(ConfigError, match=message):
-        config.parse_json(text, Outer)
+        parse_json(text, Outer)
 
 
 def test_bad_toml_and_missing_files(tmp_path):
     with pytest.raises(ConfigError, match="not valid TOML"):
-        config.parse_toml("name = ", Outer)
+        parse_toml("name = ", Outer)
     with pytest.raises(ConfigError, match="cannot read settings"):
-        config.load(tmp_path / "none.json", Outer)
+        load_settings(tmp_path / "none.json", Outer)
     (tmp_path / "bad.json").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot read settings"):
-        config.load(tmp_path / "bad.json", Outer)
+        load_settings(tmp_path / "bad.json", Outer)

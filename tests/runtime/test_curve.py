@@ -16,9 +16,8 @@ from baton.proto.errors import ConfigError
 from baton.runtime.keys import keyring, zap
 from baton.runtime.keys.allowed import AllowedKeys, KeyEntry
 from baton.runtime.keys.curve import CurveKeys
-from baton.runtime.keys.files import add_key, make_folder, retire, revoke, rotate
 from baton.runtime.keys.identity_owners import Callers
-from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.keys.keyring import KeyRing, add_key, make_folder, retire, revoke, rotate
 from baton.runtime.keys.zap import Doorkeeper, answer
 from baton.runtime.net import dealer
 from baton.runtime.net.admissions import Admissions

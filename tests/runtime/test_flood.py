@@ -10,8 +10,7 @@ import pytest
 import zmq
 
 from baton.runtime.keys.curve import apply_client_keys
-from baton.runtime.keys.files import make_folder
-from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.keys.keyring import KeyRing, make_folder
 
 pytestmark = pytest.mark.integration
 

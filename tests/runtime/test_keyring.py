@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 from baton.proto.errors import ConfigError
 from baton.runtime.keys import keyring as module
 from baton.runtime.keys.allowed import ROLES, AllowedKeys, KeyEntry, parse_allowed, write_allowed
-from baton.runtime.keys.files import add_key, make_folder, retire, revoke, rotate
-from baton.runtime.keys.keyring import KeyRing, client_keys, load_keys, read_allowed, read_pair
+from baton.runtime.keys.keyring import (
+    KeyRing,
+    add_key,
+    client_keys,
+    load_keys,
+    make_folder,
+    read_allowed,
+    read_pair,
+    retire,
+    revoke,
+    rotate,
+)
 from baton.runtime.process import log
 
 

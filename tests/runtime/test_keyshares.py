@@ -6,8 +6,7 @@ import pytest
 
 from baton.cli.command import main
 from baton.proto.errors import ConfigError
-from baton.runtime.keys.files import add_key, make_folder, revoke
-from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.keys.keyring import KeyRing, add_key, make_folder, revoke
 from baton.runtime.keys.shares import secrets_for, write_share
 
 

@@ -58,6 +58,29 @@ def test_level_and_human_format(capsys):
     assert "quiet" not in text and "loud" in text and "key=1" in text
 
 
+@pytest.mark.parametrize("human", [False, True])
+def test_many_records_are_logged_as_one_by_one(capsys, human):
+    records = [{"number": number, "thing": object} for number in range(20)]
+    log.configure("router", "r0", human=human)
+    log.get_logger().info_all("request.ended", records)
+    together = capsys.readouterr().err.splitlines()
+    for record in records:
+        log.get_logger().info("request.ended", **record)
+    alone = capsys.readouterr().err.splitlines()
+    assert len(together) == len(alone) == 20
+    if not human:
+        together, alone = (
+            [{**json.loads(line), "timestamp": ""} for line in lines] for lines in (together, alone)
+        )
+        assert together == alone
+
+
+def test_many_records_below_the_level_are_not_logged(capsys):
+    log.configure("router", "r0", level="warning")
+    log.get_logger().info_all("request.ended", [{"number": 1}])
+    assert capsys.readouterr().err == ""
+
+
 def test_a_closed_stderr_is_survived(monkeypatch):
     log.configure("router", "r0")
     monkeypatch.setattr("sys.stderr", None)

@@ -1,7 +1,6 @@
 """Rate-limited log lines: the first line at once, then one line with a count."""
 
-from baton.runtime.process.limited_log import LimitedLog
-from baton.runtime.process.log_limit import LogLimit
+from baton.runtime.process.log_limit import LimitedLog, LogLimit
 
 
 def test_a_burst_is_two_lines_with_every_occurrence():

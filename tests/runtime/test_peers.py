@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.runtime.net.peers import REMEMBER_CLOSED_S, PeerTable
+from baton.runtime.net.sockets import REMEMBER_CLOSED_S, PeerTable
 
 
 def test_a_closed_descriptor_names_its_peers():

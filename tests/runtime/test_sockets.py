@@ -18,9 +18,8 @@ import zmq
 from baton.proto.errors import ConfigError, InternalError
 from baton.runtime.keys.curve import is_local
 from baton.runtime.net import sockets
-from baton.runtime.net.binding import bind
 from baton.runtime.net.channel import ChannelOptions, SendResult
-from baton.runtime.net.sockets import DealerChannel, RouterChannel
+from baton.runtime.net.sockets import DealerChannel, RouterChannel, bind
 
 pytestmark = pytest.mark.integration
 

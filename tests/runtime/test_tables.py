@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.runtime.tables import SLACK, SLOT_S, ExpiringMap, KeyedHeap, TimerWheel
+from baton.runtime.tables import SLACK, SLOT_S, ExpiringMap, KeyedHeap, RecentMap, TimerWheel
 
 ROUNDING_S = 1e-5
 WAITS = st.floats(0.0, 600.0) | st.floats(0.0, 3.0)
@@ -176,9 +176,9 @@ def test_an_entry_ends_at_its_last_time():
     table.put("a", 3, 6.0)
     table.expire(6.0)
     assert len(table) == 0
-    table.put("b", 4)
+    table.put("b", 4, math.inf)
     table.expire(1e18)
-    assert table.get("b") == 4
+    assert table.get("b", 1e18) == 4
 
 
 def test_replaced_and_evicted_entries_take_no_memory():
@@ -187,8 +187,26 @@ def test_replaced_and_evicted_entries_take_no_memory():
         table.put(step % 7, step, 1000.0 + step)
     for step in range(20_000):
         table.put(step, step, 50_000.0 + step % 1000)
-        assert len(table._times._heap) <= 2 * (len(table) + 1) + SLACK
+        assert len(table._heap) <= 2 * (len(table) + 1) + SLACK
     assert len(table) == 100
     assert table.get(19_999, 0.0) == 19_999
     table.expire(60_000.0)
     assert len(table) == 0
+
+
+# ---------------------------------------------------------------------- the recent map
+
+
+@given(st.lists(st.integers(0, 12)), st.integers(1, 5))
+def test_the_recent_map_returns_the_last_keys_and_few_older_ones(keys, size):
+    table: RecentMap[int, int] = RecentMap(size)
+    plain: dict[int, int] = {}
+    for number, key in enumerate(keys):
+        table.put(key, number)
+        plain.pop(key, None)
+        plain[key] = number
+        assert len(table) < 2 * size
+        for one in list(plain)[-size:]:
+            assert table.get(one) == plain[one]
+        assert all(table.get(one) in (None, plain[one]) for one in plain)
+    assert table.get(13) is None

@@ -3,7 +3,7 @@
 import threading
 
 from baton.proto.errors import CapacityError
-from baton.runtime.process.time_limit import MAX_OVERRUN, TimeLimited
+from baton.runtime.process.compute import MAX_OVERRUN, TimeLimited
 
 
 class Bench:

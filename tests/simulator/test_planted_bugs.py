@@ -14,8 +14,8 @@ from baton.decode_worker.handoffs import GrantStore
 from baton.engine.scheduling.admission import Admission
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer import receiver
-from baton.kv_transfer.credit import CreditPool
 from baton.kv_transfer.frames import FrameWriter
+from baton.kv_transfer.grants import CreditPool
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.receiver_data import ReceiverData
 from baton.kv_transfer.receiver_grants import ReceiverGrants, Reply
@@ -26,6 +26,7 @@ from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import Committed, Drain, TokenRun, Tokens
 from baton.router.client_messages import ClientMessages
 from baton.router.lifecycle import Lifecycle
+from baton.router.queries import Queries
 from baton.router.recovery import Recovery, WorkerLosses
 from baton.router.registry import Registry
 from baton.router.requests import NEVER, State
@@ -339,7 +340,7 @@ def drain_asked_once(monkeypatch):
 
         return drain
 
-    monkeypatch.setitem(ClientMessages._handlers, Drain, make(ClientMessages._handlers[Drain]))
+    monkeypatch.setitem(Queries._handlers, Drain, make(Queries._handlers[Drain]))
 
 
 def matcher_not_shown_prefills_token(monkeypatch):
@@ -478,7 +479,7 @@ def cut_by(*kinds: str) -> Scenario:
 
 
 BEFORE_DOUBT_S = 9.0
-"""What is stuck goes on once its client doubts, after 10 s: so nobody may wait so long."""
+"""A stuck request goes on after its client doubts, after 10 s: so no request may wait so long."""
 PLANTS = [
     (generation_not_raised_and_digest_not_compared, LATE, 60),
     (checksum_not_checked, "noise", 5),

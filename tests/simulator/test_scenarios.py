@@ -10,8 +10,8 @@ import pytest
 from baton.simulator.__main__ import main
 from baton.simulator.clients import Record
 from baton.simulator.cluster import Shape
-from baton.simulator.coverage import observed
 from baton.simulator.invariants import Violation
+from baton.simulator.recording import observed
 from baton.simulator.run import Run, run
 from baton.simulator.scenarios import SCENARIOS, Scenario
 
@@ -51,7 +51,7 @@ FIGURES = {
     "embed-noise": ["vectors", "replays", "ended internal", "lost", "duplicated"],
     "structured": ["grammars", "grammars_dropped", "preemptions", "replays"],
 }
-"""What must have happened for a scenario to mean what its name says."""
+"""The events that a scenario must contain to deserve its name."""
 UNHARMED = ("plain", "noise", "router", "scarce", "narrow", "clients", "rolling", "pauses", "twins")
 """Nothing dies here that has a request, so nothing may have to be computed again."""
 
@@ -104,7 +104,7 @@ def test_every_declared_step_is_taken():
 
 
 def a_router_restarts_while_workers_drain():
-    """So that they say Hello while they drain."""
+    """So that they send Hello while they drain."""
     scenario = Scenario(requests=6, load_s=0.1, answer=200, shape=Shape(restart_s=0.05))
 
     def strike(cluster):

@@ -1,4 +1,4 @@
-"""The table behind a run, by itself and as a run with two workers prints it."""
+"""The table after a run, by itself and as a run with two workers prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table behind a run of the tests: seconds by folder, and the slowest of them.
+"""A table after a run of the tests: seconds by folder, and the slowest of them.
 
 The seconds of a test are those of its call, its fixtures included where it was the first to need
 them. With several workers they add up to more than the clock shows.
@@ -41,7 +41,7 @@ def table(seconds: Mapping[str, float], slowest: int = SLOWEST) -> list[str]:
 
 
 class WhereTimeWent:
-    """Pytest plugin: adds up what is reported, by the workers of pytest-xdist too."""
+    """Pytest plugin: adds up the reports, of the workers of pytest-xdist too."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()

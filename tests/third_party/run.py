@@ -41,7 +41,7 @@ class FileResult:
 
     @property
     def cases(self) -> int:
-        """Cases found, a file that cannot be imported counting as one that fails."""
+        """Cases found; a file that cannot be imported counts as a failing case."""
         different = sum(map(len, self.differing.values()))
         return self.passed + self.skipped + different + len(self.failing)
 

@@ -150,7 +150,7 @@ REFUSED = {
     "PipelineModel": ("pipeline_config", "session"),
     "TextGenerationPipeline": ("pipeline_config", "pipeline_model", "eos_token_id"),
 }
-"""Constructors that have another form here, as docs/compatibility.md says."""
+"""Constructors that have another form here, listed in docs/compatibility.md."""
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.wire.messages import (
     Aborted,
@@ -18,19 +17,12 @@ from baton.proto.wire.messages import (
     Tokens,
     WorkerLoad,
 )
-from baton.worker.events import Exit, Note
+from baton.worker.events import Exit, Log
 from baton.worker.membership import EngineState, Membership, WorkerIdentity, moved_to
 
-CARD = ModelCard(
-    name="m",
-    architecture="a",
-    fingerprint="f",
-    numerics="n",
-    vocab_size=10,
-    max_length=20,
-    eos_token_ids=[0],
-    layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4),
-)
+from ..model_cards import model_card
+
+CARD = model_card()
 KEY = b"k" * 16
 ENGINE = EngineState(progress=3, busy=True, step_s=0.5)
 
@@ -151,14 +143,14 @@ def test_what_one_router_refuses_another_may_take(member):
     up(member)
     up(member, "two")
     member.welcomed("two")
-    assert isinstance(member.rejected("one", MISMATCH, 1.0)[0], Note)
+    assert isinstance(member.rejected("one", MISMATCH, 1.0)[0], Log)
     assert not exits(member, 100.0)
     member.down("two")
     assert exits(member, 101.0) == [Exit("4, not 2", restart=False)]
 
 
 def test_a_worker_no_router_takes_ends(member):
-    assert isinstance(member.rejected("one", MISMATCH, 1.0)[0], Note)
+    assert isinstance(member.rejected("one", MISMATCH, 1.0)[0], Log)
     assert member.rejected("two", MISMATCH, 1.1) == [Exit("4, not 2", restart=False)]
 
 
@@ -177,7 +169,7 @@ def test_a_router_that_takes_a_worker_after_all_has_not_refused_it(member):
 
 def test_other_rejections_are_noted(member):
     (action,) = member.rejected("one", Rejected(code="decode_failed", message="x"))
-    assert isinstance(action, Note)
+    assert isinstance(action, Log)
 
 
 # ------------------------------------------------------------------ terminals

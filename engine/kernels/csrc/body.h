@@ -7,7 +7,11 @@
 
 #include "elementwise.h"
 
+#include "audio.h"
+
 #include "attention.h"
+
+#include "dense.h"
 
 #include "sample.h"
 
@@ -22,12 +26,20 @@ const Kernels TABLE = {
     .terms_halves = 1,
     .pack = pack,
     .linear = linear,
+    .convolve = convolve,
     .rms_norm = rms_norm,
     .rope_append = rope_append,
     .attention = attention,
     .silu_mul = silu_mul,
     .layer_norm = layer_norm,
     .gelu = gelu,
+    .snake = snake,
+    .depthwise = depthwise,
+    .soft_clip = soft_clip,
+    .dense_attention = dense_attention,
+    .activate = activate,
+    .add_scaled = add_scaled,
+    .group_norm = group_norm,
     .draw = draw,
     .move = move,
     .checksum = checksum,

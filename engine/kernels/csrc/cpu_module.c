@@ -168,6 +168,39 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
+/* convolve(isa, x, panels, bf16, bias or None, out): row t of the input is the rows of x from t on,
+ * as many as there are more rows in x than in out, and one. */
+static PyObject *py_convolve(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *panels, *bias = NULL, *y;
+    const Kernels *k;
+    int64_t bf16;
+    int failed;
+    if (!has_arguments(n, 6) || !(k = chosen(a[0])) || !get_int(a[3], &bf16)) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(panels = take(&arrays, a[2], "panels", 'B', 1, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[5], "out", 'f', 2, 1))) return refuse(&arrays);
+    if (a[4] != Py_None && !(bias = take(&arrays, a[4], "bias", 'f', 1, 0)))
+        return refuse(&arrays);
+    int64_t step = x->shape[1], rows = y->shape[0], out = y->shape[1];
+    int64_t in = (x->shape[0] - rows + 1) * step;
+    if (in <= 0 || rows == 0 || bf16) {
+        PyErr_SetString(PyExc_ValueError, "x or out has no rows, or the weights are bfloat16");
+        return refuse(&arrays);
+    }
+    if (!apart(x, y, "x and out")) return refuse(&arrays);
+    if (!has_length(panels, "panels", 0, panel_bytes(k, out, in, 0))) return refuse(&arrays);
+    if (bias && !has_length(bias, "bias", 0, whole_panels(k, out, 0))) return refuse(&arrays);
+    PyThreadState *lock = let_go(panels->len * (1 + rows / 8));
+    failed = k->convolve(x->buf, step, panels->buf, 0, bias ? bias->buf : NULL, y->buf, rows, in,
+                         out);
+    take_back(lock);
+    drop(&arrays);
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static int take_weights(Arrays *arrays, const Kernels *k, PyObject *panels, PyObject *bias,
                         const char *name, int64_t columns, int64_t in, const void **weights,
                         const float **added) {
@@ -341,6 +374,204 @@ static PyObject *py_gelu(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     k->gelu(x->buf, y->buf, x->shape[0], x->shape[1]);
     take_back(lock);
     return done(&arrays);
+}
+
+/* ---- audio ---- */
+
+/* snake(isa, x, residual or None, scales, out) */
+static PyObject *py_snake(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *residual = NULL, *scales, *y;
+    const Kernels *k;
+    if (!has_arguments(n, 5) || !(k = chosen(a[0]))) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(scales = take(&arrays, a[3], "scales", 'f', 2, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[4], "out", 'f', 2, 1))) return refuse(&arrays);
+    if (a[2] != Py_None && !(residual = take(&arrays, a[2], "residual", 'f', 2, 1)))
+        return refuse(&arrays);
+    for (int axis = 0; axis < 2; axis++) {
+        if (!has_length(y, "out", axis, x->shape[axis])) return refuse(&arrays);
+        if (residual && !has_length(residual, "residual", axis, x->shape[axis]))
+            return refuse(&arrays);
+    }
+    if (!has_length(scales, "scales", 0, 2)) return refuse(&arrays);
+    if (!has_length(scales, "scales", 1, x->shape[1])) return refuse(&arrays);
+    if (residual && !apart(residual, y, "residual and out")) return refuse(&arrays);
+    PyThreadState *lock = let_go(x->len);
+    k->snake(x->buf, residual ? residual->buf : NULL, scales->buf, y->buf, x->shape[0],
+             x->shape[1]);
+    take_back(lock);
+    return done(&arrays);
+}
+
+/* depthwise(isa, x, weight, bias, dilation, scales or None, out) */
+static PyObject *py_depthwise(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *weight, *bias, *scales = NULL, *y;
+    const Kernels *k;
+    int64_t dilation;
+    if (!has_arguments(n, 7) || !(k = chosen(a[0])) || !get_int(a[4], &dilation)) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(weight = take(&arrays, a[2], "weight", 'f', 2, 0))) return refuse(&arrays);
+    if (!(bias = take(&arrays, a[3], "bias", 'f', 1, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[6], "out", 'f', 2, 1))) return refuse(&arrays);
+    if (a[5] != Py_None && !(scales = take(&arrays, a[5], "scales", 'f', 2, 0)))
+        return refuse(&arrays);
+    int64_t rows = x->shape[0], width = x->shape[1], taps = weight->shape[0];
+    if (taps % 2 == 0 || dilation < 1 || dilation > (1 << 20)) {
+        PyErr_SetString(PyExc_ValueError, "the taps are even, or the dilation is out of range");
+        return refuse(&arrays);
+    }
+    if (!has_length(weight, "weight", 1, width) || !has_length(bias, "bias", 0, width) ||
+        !has_length(y, "out", 0, rows) || !has_length(y, "out", 1, width))
+        return refuse(&arrays);
+    if (scales && (!has_length(scales, "scales", 0, 2) || !has_length(scales, "scales", 1, width)))
+        return refuse(&arrays);
+    if (!apart(x, y, "x and out")) return refuse(&arrays);
+    Depthwise d = {.x = x->buf, .weight = weight->buf, .bias = bias->buf,
+                   .scales = scales ? scales->buf : NULL, .y = y->buf,
+                   .rows = rows, .width = width, .taps = taps, .dilation = dilation};
+    PyThreadState *lock = let_go(x->len);
+    k->depthwise(&d);
+    take_back(lock);
+    return done(&arrays);
+}
+
+/* soft_clip(isa, x, out) */
+static PyObject *py_soft_clip(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *y;
+    const Kernels *k;
+    if (!has_arguments(n, 3) || !(k = chosen(a[0]))) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 1, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[2], "out", 'f', 1, 1))) return refuse(&arrays);
+    if (!has_length(y, "out", 0, x->shape[0])) return refuse(&arrays);
+    PyThreadState *lock = let_go(x->len);
+    k->soft_clip(x->buf, y->buf, x->shape[0]);
+    take_back(lock);
+    return done(&arrays);
+}
+
+/* ---- text encoders and pictures ---- */
+
+/* activate(isa, kind, x, out); out may be x */
+static PyObject *py_activate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *y;
+    const Kernels *k;
+    int64_t kind;
+    if (!has_arguments(n, 4) || !(k = chosen(a[0])) || !get_int(a[1], &kind)) return NULL;
+    if (kind < 0 || kind >= ACTIVATIONS)
+        return PyErr_Format(PyExc_ValueError, "no activation %lld", (long long)kind);
+    if (!(x = take(&arrays, a[2], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[3], "out", 'f', 2, 1))) return refuse(&arrays);
+    for (int axis = 0; axis < 2; axis++)
+        if (!has_length(y, "out", axis, x->shape[axis])) return refuse(&arrays);
+    if (x->buf != y->buf && !apart(x, y, "x and out")) return refuse(&arrays);
+    PyThreadState *lock = let_go(x->len);
+    k->activate(kind, x->buf, y->buf, x->shape[0] * x->shape[1]);
+    take_back(lock);
+    return done(&arrays);
+}
+
+/* add_scaled(isa, x, scale, residual) */
+static PyObject *py_add_scaled(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *scale, *y;
+    const Kernels *k;
+    if (!has_arguments(n, 4) || !(k = chosen(a[0]))) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(scale = take(&arrays, a[2], "scale", 'f', 1, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[3], "residual", 'f', 2, 1))) return refuse(&arrays);
+    for (int axis = 0; axis < 2; axis++)
+        if (!has_length(y, "residual", axis, x->shape[axis])) return refuse(&arrays);
+    if (!has_length(scale, "scale", 0, x->shape[1])) return refuse(&arrays);
+    if (!apart(x, y, "x and residual")) return refuse(&arrays);
+    PyThreadState *lock = let_go(x->len);
+    k->add_scaled(x->buf, scale->buf, y->buf, x->shape[0], x->shape[1]);
+    take_back(lock);
+    return done(&arrays);
+}
+
+/* group_norm(isa, x, groups, weight, bias, eps, silu, out) */
+static PyObject *py_group_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Py_buffer *x, *weight, *bias, *y;
+    const Kernels *k;
+    GroupNorm g;
+    int failed;
+    if (!has_arguments(n, 8) || !(k = chosen(a[0])) || !get_int(a[2], &g.groups)) return NULL;
+    if (!get_float(a[5], &g.eps) || !get_int(a[6], &g.silu)) return NULL;
+    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
+    if (!(weight = take(&arrays, a[3], "weight", 'f', 1, 0))) return refuse(&arrays);
+    if (!(bias = take(&arrays, a[4], "bias", 'f', 1, 0))) return refuse(&arrays);
+    if (!(y = take(&arrays, a[7], "out", 'f', 2, 1))) return refuse(&arrays);
+    g.rows = x->shape[0], g.width = x->shape[1];
+    for (int axis = 0; axis < 2; axis++)
+        if (!has_length(y, "out", axis, x->shape[axis])) return refuse(&arrays);
+    if (!has_length(weight, "weight", 0, g.width) || !has_length(bias, "bias", 0, g.width))
+        return refuse(&arrays);
+    if (g.groups < 1 || g.width < 1 || g.width % g.groups) {
+        PyErr_Format(PyExc_ValueError, "%lld columns do not divide into %lld groups",
+                     (long long)g.width, (long long)g.groups);
+        return refuse(&arrays);
+    }
+    if (!apart(x, y, "x and out")) return refuse(&arrays);
+    g.x = x->buf, g.weight = weight->buf, g.bias = bias->buf, g.y = y->buf;
+    PyThreadState *lock = let_go(x->len);
+    failed = k->group_norm(&g);
+    take_back(lock);
+    drop(&arrays);
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static int take_dense(Arrays *arrays, PyObject *const *a, DenseAttention *t) {
+    const Py_buffer *q, *kv, *bias = NULL, *out;
+    if (!(q = take(arrays, a[1], "q", 'f', 3, 0))) return 0;
+    if (!(kv = take(arrays, a[2], "kv", 'f', 4, 0))) return 0;
+    if (!(out = take(arrays, a[5], "out", 'f', 2, 1))) return 0;
+    int64_t rows = q->shape[0], heads = q->shape[1], dim = q->shape[2], keys = kv->shape[2];
+    if (!has_length(kv, "kv", 0, 2) || !has_length(kv, "kv", 1, heads)) return 0;
+    if (!has_length(kv, "kv", 3, dim) || !has_length(out, "out", 0, rows)) return 0;
+    if (!has_length(out, "out", 1, heads * dim)) return 0;
+    if (heads < 1 || keys < 1 || dim < 1) {
+        PyErr_SetString(PyExc_ValueError, "q or kv is empty");
+        return 0;
+    }
+    if (!apart(q, out, "q and out") || !apart(kv, out, "kv and out")) return 0;
+    *t = (DenseAttention){.q = q->buf, .kv = kv->buf, .out = out->buf, .rows = rows,
+                          .keys = keys, .heads = heads, .dim = dim};
+    if (a[3] != Py_None) {
+        if (!(bias = take(arrays, a[3], "bias", 'f', 3, 0))) return 0;
+        if (bias->shape[0] != 1 && !has_length(bias, "bias", 0, heads)) return 0;
+        if (!has_length(bias, "bias", 1, rows) || !has_length(bias, "bias", 2, keys)) return 0;
+        t->bias = bias->buf, t->bias_heads = bias->shape[0];
+    }
+    return get_float(a[4], &t->scale);
+}
+
+/* dense_attention(isa, q, kv, bias or None, scale, out) */
+static PyObject *py_dense_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    DenseAttention t;
+    int failed;
+    if (!has_arguments(n, 6) || !(k = chosen(a[0]))) return NULL;
+    if (!take_dense(&arrays, a, &t)) return refuse(&arrays);
+    PyThreadState *lock = let_go(t.rows * t.keys * t.heads * t.dim / 4);
+    failed = k->dense_attention(&t);
+    take_back(lock);
+    drop(&arrays);
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
 }
 
 /* ---- paged cache ---- */
@@ -704,7 +935,8 @@ static PyObject *py_payload_digest(PyObject *self, PyObject *const *a, Py_ssize_
 static PyMethodDef methods[] = {
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
     FAST(pack), FAST(linear), FAST(gated_mlp), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
-    FAST(layer_norm), FAST(gelu),
+    FAST(layer_norm), FAST(gelu), FAST(convolve), FAST(snake), FAST(depthwise), FAST(soft_clip),
+    FAST(activate), FAST(add_scaled), FAST(group_norm), FAST(dense_attention),
     FAST(attention), FAST(gather), FAST(scatter), FAST(copy_blocks), FAST(sum_blocks),
     FAST(checksum), FAST(payload_digest), FAST(draw), {NULL, NULL, 0, NULL},
 };

@@ -55,6 +55,35 @@ typedef struct {
     int64_t rows, in, width, out;
 } GatedMlp;
 
+typedef struct {
+    const float *x;      /* [rows, width] */
+    const float *weight; /* [taps, width] */
+    const float *bias;   /* [width] */
+    const float *scales; /* [2, width], for snake after the convolution, or NULL */
+    float *y;            /* [rows, width] */
+    int64_t rows, width, taps, dilation;
+} Depthwise;
+
+typedef struct {
+    const float *q;    /* [rows, heads, dim] */
+    const float *kv;   /* [2, heads, keys, dim] */
+    const float *bias; /* [bias_heads, rows, keys], bias_heads 1 or heads; or NULL */
+    float *out;        /* [rows, heads * dim] */
+    float scale;
+    int64_t rows, keys, heads, dim, bias_heads;
+} DenseAttention;
+
+typedef struct {
+    const float *x, *weight, *bias; /* [rows, width], [width] */
+    float *y;
+    float eps;
+    int64_t silu; /* whether silu follows */
+    int64_t rows, width, groups;
+} GroupNorm;
+
+/* Kinds of activate. */
+enum { SILU, GELU_TANH, QUICK_GELU, ACTIVATIONS };
+
 /* One end of a move: blocks of a pool, or a payload with contiguous blocks. */
 typedef struct {
     char *data;         /* of the first layer wanted */
@@ -83,6 +112,9 @@ typedef struct {
     /* returns 0, or -1 if scratch memory cannot be allocated; so do all functions that return int */
     int (*linear)(const float *x, const void *panels, int bf16, const float *bias, float *y,
                   int64_t rows, int64_t in, int64_t out);
+    /* the same with rows of x that begin `step` floats apart and may overlap */
+    int (*convolve)(const float *x, int64_t step, const void *panels, int bf16, const float *bias,
+                    float *y, int64_t rows, int64_t in, int64_t out);
     /* down(silu(gate) * up), for widths of whole panels; NULL if it would not be faster */
     int (*gated_mlp)(const GatedMlp *);
     void (*rms_norm)(const float *x, float *residual, const float *weight, float eps, float *y,
@@ -93,6 +125,16 @@ typedef struct {
     void (*layer_norm)(const float *x, float *residual, const float *weight, const float *bias,
                        float eps, float *y, int64_t rows, int64_t width);
     void (*gelu)(const float *x, float *y, int64_t rows, int64_t width);
+    /* scales[2, width]: alpha, and the factor of the squared sine */
+    void (*snake)(const float *x, float *residual, const float *scales, float *y, int64_t rows,
+                  int64_t width);
+    void (*depthwise)(const Depthwise *);
+    void (*soft_clip)(const float *x, float *y, int64_t count);
+    int (*dense_attention)(const DenseAttention *);
+    void (*activate)(int64_t kind, const float *x, float *y, int64_t count);
+    void (*add_scaled)(const float *x, const float *scale, float *residual, int64_t rows,
+                       int64_t width);
+    int (*group_norm)(const GroupNorm *);
     /* index of the weight drawn, or -1 if the caller must use the exact method */
     int64_t (*draw)(const float *weights, int64_t count, double top_p, float min_p, double uniform,
                     float *kept, double *ends, int64_t *starts);

@@ -134,6 +134,7 @@ typedef struct {
     const float *bias; /* padded to whole panels, or NULL */
     float *y;
     int64_t rows, in, out;
+    int64_t step;      /* floats between the rows of x; less than `in` if rows overlap */
     int64_t width;     /* of a panel */
     int64_t groups;    /* of rows that share a pass over the weights */
 } Linear;
@@ -152,15 +153,15 @@ typedef struct {
 static void slice_group(const Linear *l, const Slice *s, int64_t row, int64_t rows, float *y,
                         int64_t ldy) {
     int64_t at = (s->panel * l->in + s->k) * l->width, step = l->in * l->width, m = rows - 1;
-    const float *x = l->x + row * l->in + s->k;
+    const float *x = l->x + row * l->step + s->k;
     const float *init = s->k ? y : l->bias ? l->bias + s->panel * l->width : zeros;
     int64_t ldi = s->k ? ldy : 0;
     if (l->bf16) {
         MicroHalf *f = s->beside > 1 ? many_halves[m] : lone_halves[m];
-        f(x, l->in, (const uint16_t *)l->panels + at, l->width, step, s->depth, init, ldi, y, ldy);
+        f(x, l->step, (const uint16_t *)l->panels + at, l->width, step, s->depth, init, ldi, y, ldy);
     } else {
         Micro *f = s->beside > 1 ? many_floats[m] : lone_floats[m];
-        f(x, l->in, (const float *)l->panels + at, l->width, step, s->depth, init, ldi, y, ldy);
+        f(x, l->step, (const float *)l->panels + at, l->width, step, s->depth, init, ldi, y, ldy);
     }
 }
 
@@ -203,13 +204,19 @@ static void tail_panel(const Linear *l) {
     }
 }
 
-static int linear(const float *x, const void *panels, int bf16, const float *bias, float *y,
-                  int64_t rows, int64_t in, int64_t out) {
+/* y[t] = x[t * step .. t * step + in] @ panels + bias */
+static int convolve(const float *x, int64_t step, const void *panels, int bf16, const float *bias,
+                    float *y, int64_t rows, int64_t in, int64_t out) {
     int64_t groups = rows <= MATRIX_ROWS ? 1 : (rows + GROUP_ROWS - 1) / GROUP_ROWS;
-    Linear l = {x, panels, bf16, bias, y, rows, in, out, panel_of(bf16), groups};
+    Linear l = {x, panels, bf16, bias, y, rows, in, out, step, panel_of(bf16), groups};
     int64_t full = out / l.width, panel = 0, count = beside(&l, share(rows, groups));
     for (; panel + count <= full; panel += count) full_panels(&l, panel, count);
     for (; panel < full; panel++) full_panels(&l, panel, 1);
     if (full * l.width < out) tail_panel(&l);
     return 0;
+}
+
+static int linear(const float *x, const void *panels, int bf16, const float *bias, float *y,
+                  int64_t rows, int64_t in, int64_t out) {
+    return convolve(x, in, panels, bf16, bias, y, rows, in, out);
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class CudaBackend:
         self.numerics = f"{device.name}-{REVISION}-bf16"
         self.marks = LayerMarks(device)
         # Threads other than the compute thread move blocks; each needs separate buffers.
-        self._local = threading.local()
+        self._local = _PerThread(device)
 
     # ------------------------------------------------------------------ arrays
 
@@ -126,6 +127,10 @@ class CudaBackend:
         """``out[i] = x[rows[i]]``."""
         count, width = out.shape[0], _width(out.shape[1:])
         elementwise.embed(self.device, rows, x.reshape(len(x), width), out.reshape(count, width))
+
+    def put_rows(self, x: Any, rows: Any, out: Any, *, add: bool = False) -> None:
+        """Raise: models with images run on the CPU."""
+        raise NotImplementedError("the CUDA backend has no put_rows")
 
     # ------------------------------------------------------------------ products
 
@@ -271,13 +276,13 @@ class CudaBackend:
         self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, out: U8
     ) -> int:
         """Copy blocks of some layers to the host; return the digest of the copy."""
-        return self._mover.gather(pool, layer_start, layer_count, block_ids, out)
+        return self._local.mover.gather(pool, layer_start, layer_count, block_ids, out)
 
     def scatter_blocks(
         self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, payload: U8
     ) -> int:
         """Inverse of :meth:`gather_blocks`; return the digest of the written bytes."""
-        return self._mover.scatter(pool, layer_start, layer_count, block_ids, payload)
+        return self._local.mover.scatter(pool, layer_start, layer_count, block_ids, payload)
 
     def copy_blocks(
         self,
@@ -289,22 +294,28 @@ class CudaBackend:
         target_ids: I32,
     ) -> int:
         """Copy blocks from pool to pool on the device; return the digest of their bytes."""
-        return self._mover.copy(source, target, layer_start, layer_count, source_ids, target_ids)
+        return self._local.mover.copy(
+            source, target, layer_start, layer_count, source_ids, target_ids
+        )
 
     def sum_blocks(self, pool: Any, layer_start: int, layer_count: int, block_ids: I32) -> int:
         """Return the digest that :meth:`gather_blocks` would return."""
-        return self._mover.sum(pool, layer_start, layer_count, block_ids)
+        return self._local.mover.sum(pool, layer_start, layer_count, block_ids)
 
     def checksum(self, payload: U8) -> int:
         """Return the digest of a payload in host memory."""
-        return self._mover.digest(payload)
+        return self._local.mover.digest(payload)
 
-    @property
-    def _mover(self) -> BlockMover:
-        mover: BlockMover | None = getattr(self._local, "mover", None)
-        if mover is None:
-            mover = self._local.mover = BlockMover(self.device)
-        return mover
+
+class _PerThread(threading.local):
+    """The mover of the calling thread, made at its first use."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    @cached_property
+    def mover(self) -> BlockMover:
+        return BlockMover(self._device)
 
 
 def host_id() -> str:

@@ -211,7 +211,7 @@ class _Slot:
 
 
 class BlockMove:
-    """A queued move; see :class:`~baton.kv_transfer.moves.Move`."""
+    """A queued move; see :class:`~baton.proto.block_moves.BlockMove`."""
 
     def __init__(
         self, stream: BlockStream, slot: _Slot, event: Event, payload: U8 | None = None
@@ -240,7 +240,7 @@ class BlockMove:
     def release(self) -> None:
         """Return the slot to the ring. The payload must not be read any more."""
         self._payload = None
-        self._stream.give(self._slot)
+        self._stream.release(self._slot)
 
     def _check_done(self) -> None:
         if not self._event.done:
@@ -263,7 +263,7 @@ class BlockStream:
         self._workspace = self._device.zeros((WORKSPACE_WORDS,), np.uint64)
         self._free = [_Slot(self._device, nbytes) for _ in range(slots)]
 
-    def give(self, slot: _Slot) -> None:
+    def release(self, slot: _Slot) -> None:
         """Return a slot to the ring."""
         self._free.append(slot)
 
@@ -357,7 +357,7 @@ class _Returning:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._stream.give(self._slot)
+            self._stream.release(self._slot)
 
 
 @cache

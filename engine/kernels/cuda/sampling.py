@@ -60,12 +60,14 @@ def fill_row(rows: Rows, at: int, spec: SampleSpec, mask: int = -1, history: int
 
     ``mask`` and ``history`` are row numbers of the masks and histories on the device, -1 for none.
     A mask must include the bans (:func:`mask_words`). Raises ValueError for unsupported parameters:
-    logits processors, more than 8 bans, a ``top_k`` above 1024, more than 20 log-probs.
+    logits processors, biases, more than 8 bans, a ``top_k`` above 1024, more than 20 log-probs.
     """
     params = spec.params
     banned = () if mask >= 0 else spec.banned
     if params.logits_processors:
         raise ValueError("logits processors are code and run on the host")
+    if params.logit_bias:
+        raise ValueError("the host adds biases to logits")
     if len(banned) > _MAX_BANNED:
         raise ValueError(
             f"{len(banned)} banned ids need a mask; without one, the limit is {_MAX_BANNED}"
@@ -137,7 +139,7 @@ def workspace(device: Device, rows: int, vocab: int) -> Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Restrictions:
-    """Masks and histories that rows refer to; None if there are none.
+    """Masks and histories that rows refer to, or None.
 
     ``masks``: uint32 ``[M, ceil(vocab / 32)]`` of :func:`mask_words`. ``seen``: uint32 and
     ``counts``: int32 ``[P, vocab]`` of :func:`history_arrays`.

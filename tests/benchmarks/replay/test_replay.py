@@ -14,11 +14,11 @@ from baton.benchmarks.autoscale import (
     row,
     stored,
 )
-from baton.benchmarks.replay.cases import GOAL, SLOS, Variation, case, varied
+from baton.benchmarks.replay.cases import GOAL, SLOS, Variation, case, load, varied
 from baton.benchmarks.replay.cluster import Replay, fixed
 from baton.benchmarks.replay.oracle import Schedule, constant, refine, search, split
 from baton.benchmarks.replay.service import ServiceModel
-from baton.benchmarks.replay.traces import Arrival, load
+from baton.loadgen.traces import Arrival
 from baton.proto.errors import InputError
 
 SERVICE = ServiceModel()
@@ -37,7 +37,7 @@ def test_traces_are_whole_and_in_order(name, count):
 
 
 @pytest.mark.parametrize(
-    "line", ["x,1,1", "-1,1,1", "nan,1,1", "0,0,1", "0,1,0", "0,99999999,1", "0,5", "0,,1"]
+    "line", ["x,1,1", "-1,1,1", "nan,1,1", "0,-1,1", "0,1,-5", "0,99999999,1", "0,5", "0,,1"]
 )
 def test_a_damaged_trace_is_refused_with_its_line(tmp_path, line):
     text = f"timestamp_ms,input_length,output_length\n0,5,5\n{line}\n"

@@ -55,7 +55,7 @@ EXPORT const char* baton_launch(unsigned i, const unsigned* grid, const unsigned
 
 
 class BuildFailed(Exception):
-    """The compiler refused a source; holds what it said."""
+    """The compiler refused a source; holds its messages."""
 
 
 @cache
@@ -111,7 +111,7 @@ def build(
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     library = cache_folder / f"{source.stem}-{variant}-{digest.hexdigest()}.so"
     if library.exists():
-        library.touch()  # prune() keeps what is used
+        library.touch()  # prune() keeps used files
     else:
         _compile(source, library, options)
     return library

@@ -1,5 +1,8 @@
 """The whole controller with real processes; this process replaces Ray."""
 
+import http.client
+import os
+import signal
 import threading
 
 import msgspec
@@ -9,7 +12,7 @@ from baton.deploy.config import ServeSettings
 from baton.deploy.controller.admin import DrainWorker, RollOut
 from baton.deploy.controller.admin_client import AdminClient
 from baton.deploy.controller.events import Down, Scale
-from baton.deploy.plan.addresses import free_ports
+from baton.deploy.plan.addresses import HttpPort, free_ports
 from baton.deploy.ray.controller import RayCluster
 from baton.deploy.ray.member import Supervisor
 from baton.deploy.ray.placing import order_of, place, read_order
@@ -117,27 +120,64 @@ def settings(tmp_path):
         admin=f"ipc://{tmp_path}/admin",
         kv_memory="16MiB",
         grace=5.0,
+        gateways=0,
     )
 
 
+def http_status(port: int) -> int:
+    """Status of /ready; 0 while nothing listens."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+def test_the_port_of_another_cluster_is_refused_for_gateways(ray, settings):
+    """Gateways share their port, so the kernel would give this cluster requests of the other."""
+    other = HttpPort("127.0.0.1", 0)
+    try:
+        settings = msgspec.structs.replace(settings, gateways=1, http_port=other.number)
+        with pytest.raises(ConfigError, match=f"http_port {other.number} of 127.0.0.1 is in use"):
+            RayCluster(settings, ray, "here")
+    finally:
+        other.close()
+
+
 def test_a_controller_that_dies_is_followed_by_one_that_goes_on(ray, settings):
+    port = free_ports(1)[0]
+    settings = msgspec.structs.replace(settings, gateways=1, http_port=port)
     first = Running(ray, settings)
-    one_each = ["decode-0", "prefill-0", "router"]
+    assert first.cluster.http == f"http://127.0.0.1:{port}/v1"
+    one_each = ["decode-0", "gateway-0", "prefill-0", "router"]
     wait_until(lambda: first.ready() == one_each, what="all to be ready")
     assert ray.requested == {"router": 1, "prefill": 1, "decode": 1}
     first.feed(Scale("ticket", {"decode": 2}))
     wait_until(lambda: "decode-1" in first.ready(), what="another decode worker")
+    pid = ray.members["gateway-0"].report().pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: ray.members["gateway-0"].report().pid not in (0, pid), what="a restart")
+    wait_until(lambda: http_status(port) == 200, what="its successor to serve at the same port")
+    wait_until(lambda: "gateway-0" in first.ready(), what="its successor to be ready")
+    with pytest.raises(OSError, match="in use"):
+        HttpPort("127.0.0.1", port)
     pids = {name: member.report().pid for name, member in ray.members.items()}
     first.crash()
 
     second = Running(ray, settings)
-    wait_until(lambda: len(second.ready()) == 4, what="all to be seen again")
+    wait_until(lambda: len(second.ready()) == 5, what="all to be seen again")
+    assert http_status(port) == 200
     assert {name: member.report().pid for name, member in ray.members.items()} == pids
     second.feed(Scale("ticket", {"decode": 1}))
     wait_until(lambda: second.ready() == one_each, what="one to leave")
     second.feed(Down())
     second.thread.join(60)
     assert not second.thread.is_alive()
+    assert http_status(port) == 0
+    HttpPort("127.0.0.1", port).close()
     assert ray.members == {}
     assert ray.requested == {}
     assert (ray.saved, ray.last_words) == (None, "")

@@ -6,7 +6,7 @@ import pytest
 
 from baton.deploy.ray.key_copies import HEAD_ROLES, SharesKeys, roles_by_type
 from baton.proto.errors import ConfigError
-from baton.runtime.keys.files import add_key, make_folder
+from baton.runtime.keys.keyring import add_key, make_folder
 
 TYPES = {
     "head": {"resources": {"CPU": 0, "router": 1}},

@@ -1,6 +1,7 @@
 """The supervisor of one member with real processes, without Ray."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -36,6 +37,7 @@ say = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())["sa
 if say:
     print(json.dumps({"level": "error", "event": "process.failed", "error": say}), file=sys.stderr)
     sys.exit(1)
+print(json.dumps({"level": "info", "event": "stand_in.runs", "pid": os.getpid()}), file=sys.stderr)
 if "STAND_IN_READY" in os.environ:
     Path(os.environ["STAND_IN_READY"]).touch()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -56,8 +58,11 @@ def module(tmp_path, monkeypatch):
 def supervise(module):
     started = []
 
-    def start(say="") -> Supervisor:
-        spec = ProcessSpec(name="decode-0", role="decode", module=module, config=NoConfig(say))
+    def start(say="", json_log=False) -> Supervisor:
+        config = NoConfig(say)
+        spec = ProcessSpec(
+            name="decode-0", role="decode", module=module, config=config, json_log=json_log
+        )
         started.append(Supervisor(spec, host="here", limits=LIMITS))
         return started[-1]
 
@@ -97,6 +102,28 @@ def test_a_killed_child_is_started_again_and_the_log_says_why(supervise, capsys)
     assert supervisor.report().why.startswith("killed by signal 9")
     assert supervisor.report().starts == 2
     assert "decode-0 ended (killed by signal 9" in capsys.readouterr().err
+
+
+def test_all_lines_are_json_if_the_cluster_logs_json(supervise, capsys):
+    supervisor = supervise(json_log=True)
+    pid = running(supervisor)
+    os.kill(pid, signal.SIGKILL)
+    assert running(supervisor, other_than=pid)
+    refused = supervise("there is no such model", json_log=True)
+    wait_for(lambda: refused.report().state is State.ENDED, "the end")
+    seen: list[str] = []
+
+    def runs() -> int:
+        seen.append(capsys.readouterr().err)
+        return "".join(seen).count("stand_in.runs")
+
+    wait_for(runs, "the line of a process")  # the first may end before its line
+    lines = [json.loads(line) for line in "".join(seen).splitlines()]
+    assert all({"timestamp", "level", "process", "event"} <= line.keys() for line in lines)
+    said = {(line["process"], line["event"].split(" (")[0]) for line in lines}
+    assert ("supervisor", "decode-0 ended") in said
+    assert ("decode-0", "stand_in.runs") in said
+    assert ("supervisor", "decode-0 ended: there is no such model") in said
 
 
 def test_the_supervising_thread_starts_every_child(supervise):
@@ -153,7 +180,7 @@ from baton.deploy.ray.member import Supervisor
 from test_member import NoConfig
 s = Supervisor(ProcessSpec(name="d", role="decode", module="stand_in", config=NoConfig()))
 while not (s.report().pid and Path(os.environ["STAND_IN_READY"]).exists()):
-    time.sleep(0.01)  # until the child has told the kernel
+    time.sleep(0.01)  # until the child has informed the kernel
 print(s.report().pid, flush=True)
 time.sleep(60)
 """

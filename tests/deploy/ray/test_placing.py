@@ -1,4 +1,4 @@
-"""The member settings that the head sends, and those that the node adds."""
+"""The member settings that the head sends, and the settings that the node adds."""
 
 import msgspec
 import pytest
@@ -9,6 +9,7 @@ from baton.deploy.controller.backend import MemberSpec
 from baton.deploy.ray.placing import order_of, place, read_order
 from baton.deploy.supervise.process import ProcessSpec
 from baton.engine.loading.loader import RunnerConfig
+from baton.gateway.config import GatewayConfig
 from baton.proto.errors import ConfigError
 from baton.router.config import RouterConfig
 
@@ -68,6 +69,15 @@ def test_a_router_keeps_its_addresses():
     assert placed(spec, HEAD).config == msgspec.structs.replace(
         config, model_folder=str(demo_model_folder())
     )
+
+
+def test_a_gateway_keeps_its_port_and_runs_where_the_routers_are():
+    config = GatewayConfig(routers=("tcp://127.0.0.1:7070",), port=8000, share_port=True)
+    process = ProcessSpec(name="gateway-0", role="gateway", module="baton.gateway", config=config)
+    spec = MemberSpec(name="gateway-0", role="gateway", revision=0, process=process)
+    assert placed(spec, HEAD) == process
+    with pytest.raises(ConfigError, match="baton keygen"):
+        placed(spec, "10.0.0.7")
 
 
 def test_what_is_no_order_is_refused():

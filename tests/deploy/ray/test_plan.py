@@ -30,6 +30,19 @@ def test_workers_are_told_the_routers_and_find_their_own_address():
     assert not specs["prefill-0"].share_pool
 
 
+def test_gateways_know_every_router_and_listen_at_a_fixed_port():
+    settings = ray_settings(ServeSettings(routers=2, gateways=2), HEAD)
+    plan = ray_plan(settings, "ab")
+    gateways = [spec.config for spec in plan.processes if spec.role == "gateway"]
+    assert [(each.host, each.port) for each in gateways] == [("127.0.0.1", 8000)] * 2
+    assert gateways[0].routers == ("tcp://127.0.0.1:7070", "tcp://127.0.0.1:7071")
+    assert all(each.share_port for each in gateways)
+    assert plan.http_url == "http://127.0.0.1:8000/v1"
+    with pytest.raises(ConfigError, match="http_port must not be 0 under Ray"):
+        ray_settings(ServeSettings(http_port=0), HEAD)
+    assert ray_plan(ray_settings(ServeSettings(http_port=0, gateways=0), HEAD), "ab").http_url == ""
+
+
 @pytest.mark.parametrize(
     "address",
     [

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.deploy.config import ServeSettings
-from baton.deploy.controller.backend import MemberEnded, MemberStarted
+from baton.deploy.controller.backend import MemberEnded, MemberServes, MemberStarted
 from baton.deploy.controller.core import ControllerCore
 from baton.deploy.controller.events import (
     Begin,
@@ -129,3 +129,18 @@ def test_workers_not_seen_yet_are_not_stopped_by_a_scale_but_drained_once_they_a
     actions = new.handle(Reported("router", ClusterReport(workers=workers)), 50.2)
     assert names(actions, (StopMember, DrainMember)) == ["decode-1"]
     assert names(actions, DrainMember) == ["decode-1"]
+
+
+def test_gateways_are_taken_over_and_serve_when_their_actor_says_so():
+    core = ControllerCore({"prefill": 1, "decode": 1}, gateways=2)
+    core.handle(Begin(), 0.0)
+    core.handle(MemberStarted("gateway-1", "h", 7), 0.1)
+    core.handle(MemberServes("gateway-1"), 0.2)
+    new = ControllerCore({"prefill": 1, "decode": 1}, gateways=0)
+    saved = decode_saved(encode_saved(saved_of(core, "ab", {0: ServeSettings()})))
+    assert restore(new, saved, [*ALL, "gateway-1"], 50.0) == [*ALL, "gateway-1"]
+    assert new.pools.gateways == 2
+    assert StartMember("gateway-0", "gateway", 0) in new.handle(Begin(), 50.0)
+    new.handle(MemberStarted("gateway-1", "h", 7), 50.1)
+    new.handle(MemberServes("gateway-1"), 50.2)
+    assert new.pools.members.get("gateway-1").stage is Stage.READY

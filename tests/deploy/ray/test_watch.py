@@ -7,6 +7,7 @@ import pytest
 from baton.deploy.controller.backend import (
     MemberDown,
     MemberEnded,
+    MemberServes,
     MemberSpec,
     MemberStarted,
     MemberUnplaced,
@@ -68,10 +69,10 @@ class FakeRay:
         return {"prefill": 1, "decode": 2}
 
 
-def spec(name="decode-0"):
+def spec(name="decode-0", role="decode"):
     config = RouterConfig(client_address="ipc:///a", worker_address="ipc:///b")
-    process = ProcessSpec(name=name, role="decode", module="m", config=config)
-    return MemberSpec(name=name, role="decode", revision=0, process=process)
+    process = ProcessSpec(name=name, role=role, module="m", config=config)
+    return MemberSpec(name=name, role=role, revision=0, process=process)
 
 
 def report(state=State.RUNNING, pid=11, supervisor=1, **more):
@@ -124,6 +125,19 @@ def test_a_crash_is_said_once_with_its_cause_and_the_wait(world):
     ray.reports["decode-0"] = down
     assert cycle() == [MemberDown("decode-0", "killed by signal 9", 1.8, 3)]
     assert cycle() == []
+
+
+def test_a_gateway_serves_from_the_first_heartbeat_of_each_process(world):
+    ray, watching, cycle = world
+    watching.put(lambda: watching.start(spec("gateway-0", "gateway")))
+    ray.reports["decode-0"] = report(quiet=0.1)
+    ray.reports["gateway-0"] = report(pid=21)
+    said = [event for event in cycle() if event.name == "gateway-0"]
+    assert said == [MemberStarted("gateway-0", "h", 21)]
+    for pid in (21, 22):
+        ray.reports["gateway-0"] = report(pid=pid, quiet=0.1)
+        assert cycle().count(MemberServes("gateway-0")) == 1
+        assert MemberServes("gateway-0") not in cycle()
 
 
 def test_an_actor_that_is_being_restarted_is_asked_again(world):

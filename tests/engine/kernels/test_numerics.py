@@ -29,6 +29,12 @@ HALF_DIGESTS = {
     ("1", "avx2"): "6cf53e8de2403f22",
     ("1", "plain"): "6ab98264d8063d66",
 }
+AUDIO_DIGESTS = {
+    ("4", "amx"): "011a6b638a67003f",
+    ("1", "avx512"): "011a6b638a67003f",
+    ("1", "avx2"): "011a6b638a67003f",
+    ("1", "plain"): "914c4e98f07d6b36",
+}
 HALF_ATTENTION_DIGESTS = {("4", "amx"): "879c92f7a414debb"}
 GATED_DIGESTS = {("4", "amx"): "505dadbfd2c4cdad"}
 
@@ -63,6 +69,20 @@ def encoder_results(backend) -> list[np.ndarray]:
     backend.layer_norm(floats(3, 9, 100), floats(4, 100), floats(12, 100), 1e-6, normed)
     backend.gelu(floats(5, 9, 100) * 3, active)
     return [normed, active]
+
+
+def audio_results(backend) -> list[np.ndarray]:
+    """Results of the kernels that only audio codecs use."""
+    mixed, active, residual = np.empty((3, 9, 100), np.float32)
+    raised, samples = np.empty((8, 33), np.float32), np.empty(300, np.float32)
+    scales = np.stack([floats(3, 100), 1 / (floats(3, 100) + np.float32(1e-9))])
+    residual[:] = floats(14, 9, 100)
+    backend.depthwise(floats(1, 9, 100), floats(2, 7, 100), floats(4, 100), 3, scales, mixed)
+    backend.add_snake(floats(5, 9, 100) * 9, residual, scales, active)
+    dense = backend.pack_linear([floats(6, 33, 200)], floats(7, 33))
+    backend.convolve(floats(8, 9, 100), dense, raised)
+    backend.soft_clip(floats(9, 300), samples)
+    return [mixed, active, residual, raised, samples]
 
 
 def half_results(backend) -> list[np.ndarray]:
@@ -107,6 +127,11 @@ def digest_of(arrays: list[np.ndarray]) -> str:
 def test_encoder_bits_are_those_of_the_revision(compiled):
     _, revision, isa = compiled.numerics.split("-")
     assert digest_of(encoder_results(compiled)) == ENCODER_DIGESTS[revision, isa]
+
+
+def test_audio_bits_are_those_of_the_revision(compiled):
+    _, revision, isa = compiled.numerics.split("-")
+    assert digest_of(audio_results(compiled)) == AUDIO_DIGESTS[revision, isa]
 
 
 def test_bits_are_those_of_the_revision(compiled):

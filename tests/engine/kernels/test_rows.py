@@ -242,3 +242,24 @@ def test_rms_norm_refuses_wrong_shapes(backend):
     ]:
         with pytest.raises(ValueError):
             backend.rms_norm(x, weight, 1e-6, out)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_put_rows(backend, rng, add):
+    out, x = floats(rng, 9, 37), floats(rng, 3, 37)
+    rows = np.array([7, 0, 3], np.int32)
+    expected = out.copy()
+    expected[rows] = x + (out[rows] if add else 0)
+    backend.put_rows(x, rows, out, add=add)
+    assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("bad", [-1, 9])
+def test_put_rows_refuses_rows_outside(backend, rng, bad):
+    out, x = floats(rng, 9, 37), floats(rng, 2, 37)
+    before = out.copy()
+    with pytest.raises(ValueError):
+        backend.put_rows(x, np.array([0, bad], np.int32), out)
+    with pytest.raises(ValueError):
+        backend.put_rows(x[:, 1:], np.array([0, 1], np.int32), out)
+    assert np.array_equal(out, before)

@@ -1,0 +1,478 @@
+"""The HTTP gateway: CPU time per request and per streamed token, time to the first token, memory.
+
+A real router and workers that compute nothing answer, a token per request and step of 2 ms. CPU
+time is the time of all threads of the gateway and of the router (``schedstat``), in the cheapest of
+several rounds. The helper processes that render the template and tokenize are counted separately.
+Requests without tokenization are completions of token ids.
+
+``--peer-python PATH`` adds the routers of vLLM and SGLang if that Python has them, in front of a
+server of events that computes nothing. The load comes from the same client. These routers pass on
+the server's events without tokenizing or making JSON, so their CPU time per chunk is the cost of
+passing on.
+
+    python -m baton.benchmarks.gateway [--seconds 4] [--peer-python PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+
+from ..client import Client
+from ..deploy.config import demo_model_folder
+from ..proto.sampling import SamplingParams
+from .scratch import scratch_folder
+from .synthetic import child, router_in
+
+BARS = {"request": 250.0, "token": 12.0, "first": 600.0, "memory": 129.0}
+"""µs of CPU per short request, per streamed token, µs added to the first token, MB resident."""
+PROMPT = list(range(300, 332))
+MESSAGES = [{"role": "user", "content": "Who are you?"}]
+GREEDY = {"temperature": 0, "ignore_eos": True}
+ROUNDS = 300
+COST_ROUNDS = 4
+"""Parts of a measurement, the cheapest of which counts."""
+STEP_S = 0.002
+"""Seconds between two events that the peers pass on."""
+CHUNKS = 1000
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%b\r\n\r\n"
+_TEXT = b'{"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" of","logprobs":null,"finish_reason":null}]}'  # noqa: E501
+_EVENT = b"data: " + _TEXT + b"\n\n"
+PEER_MODULES = {
+    "sglang-router": "sglang_router.launch_router",
+    "vllm-router": "vllm_router.launch_router",
+}
+
+
+# --------------------------------------------------------------------------- load over HTTP
+
+
+@dataclass(slots=True)
+class Load:
+    """Number of whole answers and of events with a token, and their seconds."""
+
+    requests: int = 0
+    events: int = 0
+    seconds: float = 0.0
+
+
+def request_bytes(path: str, body: dict[str, Any]) -> bytes:
+    """Return a request with a JSON body."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class _Asker(asyncio.Protocol):
+    """One connection. An answer ends with its chunk of length 0, or with its content length."""
+
+    def __init__(self, request: bytes, load: Load, until: float) -> None:
+        self._request = request
+        self._load = load
+        self._until = until
+        self._tail = b""
+        self._left = 0
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the first request."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Count events; send the next request after the end of an answer."""
+        content = self._tail + data
+        if self._left:
+            self._left -= len(data)
+            if self._left <= 0:
+                self._next()
+            return
+        if content.startswith(b"HTTP/1.1"):
+            head, found, body = content.partition(b"\r\n\r\n")
+            if not found:
+                self._tail = content
+                return
+            if not head.startswith(b"HTTP/1.1 200"):
+                if not self.ended.done():
+                    self.ended.set_exception(RuntimeError(repr(content[:500])))
+                self._transport.close()
+                return
+            length = head.lower().partition(b"content-length: ")[2]
+            if length:
+                self._left = int(length.partition(b"\r\n")[0]) - len(body)
+                self._tail = b""
+                if self._left <= 0:
+                    self._next()
+                return
+            content = b"\r\n" + body
+        # The next part may complete a mark that begins in these bytes.
+        self._load.events += content.count(b"\ndata: {")
+        if content.endswith(b"\r\n0\r\n\r\n"):
+            self._next()
+            return
+        self._tail = content[-8:]
+        self._load.events -= self._tail.count(b"\ndata: {")
+
+    def _next(self) -> None:
+        self._tail, self._left = b"", 0
+        self._load.requests += 1
+        if time.monotonic() < self._until:
+            self._transport.write(self._request)
+        else:
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End, with an error if the server has closed the connection early."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+def run_load(port: int, request: bytes, at_once: int, seconds: float) -> Load:
+    """Keep ``at_once`` requests running for some seconds, then finish them."""
+    load = Load()
+
+    async def run() -> None:
+        loop, until = asyncio.get_running_loop(), time.monotonic() + seconds
+        made = [
+            await loop.create_connection(lambda: _Asker(request, load, until), "127.0.0.1", port)
+            for _ in range(at_once)
+        ]
+        await asyncio.gather(*(asker.ended for _, asker in made))
+
+    begun = time.monotonic()
+    uvloop.run(run())
+    load.seconds = time.monotonic() - begun
+    return load
+
+
+# --------------------------------------------------------------------------- processes
+
+
+def thread_seconds(pid: int) -> float:
+    """User and system time of the threads that a process has now, to the nanosecond."""
+    total = 0
+    for each in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            total += int((each / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of a process's children, whichever thread has started them."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(one) for each in lists for one in each.read_text().split()]
+
+
+@contextmanager
+def gateway_of(address: str, scratch: Path, *, own: bool) -> Iterator[tuple[int, int]]:
+    """Run a gateway; yields its pid and port. ``own``: it trusts the model's folder."""
+    port, settings = free_port(), scratch / "gateway.json"
+    folder = str(demo_model_folder())
+    settings.write_text(
+        json.dumps({"routers": [address], "port": port, "model_folder": folder if own else ""})
+    )
+    command = [sys.executable, "-P", "-m", "baton.gateway", "--config", str(settings)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        process.stderr.readline()  # it listens
+        yield process.pid, port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def mocked(scratch: Path) -> Iterator[tuple[str, int]]:
+    """Run a router with workers that compute nothing; yields its address and pid."""
+    config, command = router_in(scratch, str(demo_model_folder()))
+    workers = ["baton.benchmarks.mock_workers", "--address", config.worker_address]
+    with child(command) as router, child(workers):
+        with Client(config.client_address, connect_timeout=60.0) as client:
+            while len(client.status()["workers"]) < 2:
+                time.sleep(0.05)
+        yield config.client_address, router
+
+
+class Costs:
+    """CPU time of the gateway, the router and the gateway's helpers since the last look."""
+
+    def __init__(self, gateway: int, router: int) -> None:
+        self._pids = {"gateway": gateway, "router": router}
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        now = {name: thread_seconds(pid) for name, pid in self._pids.items()}
+        helpers = children_of(self._pids["gateway"])
+        return {**now, "helpers": sum(map(thread_seconds, helpers))}
+
+    def since(self) -> dict[str, float]:
+        """Return seconds by process since the last call, or the beginning."""
+        before, self._before = self._before, self._now()
+        return {name: now - before[name] for name, now in self._before.items()}
+
+
+def show(name: str, costs: dict[str, float], load: Load, per: int, bar: float | None) -> None:
+    """Print the costs of ``per`` requests or tokens."""
+    each = {part: seconds / per * 1e6 for part, seconds in costs.items()}
+    both = each["gateway"] + each["router"]
+    aim = "" if bar is None else f"{bar:>8.0f}"
+    parts = "".join(f"{each[part]:>10.1f}" for part in ("gateway", "router", "helpers"))
+    print(
+        f"{name:<34}{parts}{both:>10.1f}{aim:>8}{load.requests / load.seconds:>12.0f}"
+        f"{load.events / load.seconds:>12.0f}",
+        flush=True,
+    )
+
+
+def chat_request() -> bytes:
+    """A short chat, which is rendered and tokenized."""
+    body = {"messages": MESSAGES, **GREEDY, "max_tokens": 4}
+    return request_bytes("/v1/chat/completions", body)
+
+
+def measure(
+    pid: int, port: int, router: int, request: bytes, at_once: int, seconds: float
+) -> tuple[dict[str, float], Load]:
+    """Return CPU seconds by process and the answered load of the cheapest round.
+
+    Other processes make rounds dearer, never cheaper.
+    """
+    run_load(port, request, at_once, 0.5)
+    costs = Costs(pid, router)
+    found = []
+    for _ in range(COST_ROUNDS):
+        load = run_load(port, request, at_once, seconds / COST_ROUNDS)
+        found.append((costs.since(), load))
+    return min(found, key=lambda one: sum(one[0].values()) / max(one[1].requests, one[1].events))
+
+
+def measure_costs(pid: int, port: int, router: int, seconds: float) -> None:
+    """Print the CPU time of short requests and of long streams."""
+    ids = {"prompt": PROMPT, **GREEDY}
+    short = {"max_tokens": 4}
+    kinds: list[tuple[str, dict[str, Any], int, bool]] = [
+        ("request of ids, 1 at a time", {**ids, **short}, 1, False),
+        ("request of ids, 16 at a time", {**ids, **short}, 16, False),
+        ("request of ids, 64 at a time", {**ids, **short}, 64, False),
+        ("stream of ids, 16 at a time", {**ids, **short, "stream": True}, 16, False),
+    ]
+    for streams in (1, 16, 64):
+        body = {**ids, "max_tokens": 1000, "stream": True}
+        kinds.append((f"streamed token, {streams} streams", body, streams, True))
+    print(f"{'µs of CPU':<34}{'gateway':>10}{'router':>10}{'helpers':>10}{'sum':>10}"
+          f"{'bar':>8}{'requests/s':>12}{'events/s':>12}")  # fmt: skip
+    for name, body, at_once, tokens in kinds:
+        request = request_bytes("/v1/completions", body)
+        costs, load = measure(pid, port, router, request, at_once, seconds)
+        bar = BARS["token"] if tokens else BARS["request"]
+        show(name, costs, load, load.events if tokens else load.requests, bar)
+    costs, load = measure(pid, port, router, chat_request(), 16, seconds)
+    show("chat, 16 at a time", costs, load, load.requests, None)
+
+
+def first_tokens(address: str, port: int) -> dict[str, list[float]]:
+    """Seconds to the first token of lone requests, by the client and by HTTP, taking turns."""
+    request = request_bytes(
+        "/v1/completions", {"prompt": PROMPT, **GREEDY, "max_tokens": 1, "stream": True}
+    )
+    params = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=1)
+    took: dict[str, list[float]] = {"client": [], "gateway": []}
+
+    async def over_http() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(20):
+            begun = time.perf_counter()
+            writer.write(request)
+            await reader.readuntil(b"data: ")
+            took["gateway"].append(time.perf_counter() - begun)
+            await reader.readuntil(b"0\r\n\r\n")
+        writer.close()
+
+    with Client(address) as client:
+        for _ in range(ROUNDS // 20):
+            for _ in range(20):
+                begun = time.perf_counter()
+                outputs = client.generate(PROMPT, params, show_text=True)
+                next(outputs)
+                took["client"].append(time.perf_counter() - begun)
+                for _ in outputs:
+                    pass
+            uvloop.run(over_http())
+    return took
+
+
+def resident_mb(pid: int) -> float:
+    """Memory of one process in MB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024 / 1e6
+
+
+# --------------------------------------------------------------------------- peers
+
+
+class _Events(asyncio.Protocol):
+    """Answers completions: whole, or ``max_tokens`` events, one per step."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._content = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._content += data
+        head, found, body = self._content.partition(b"\r\n\r\n")
+        length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        if not found or len(body) < int(length or 0):
+            return
+        self._content = b""
+        if b'"stream": true' in body or b'"stream":true' in body:
+            self._transport.write(_HEAD % (b"text/event-stream", b"transfer-encoding: chunked"))
+            self._left = CHUNKS if b"1000" in body else 4
+            self._next()
+        else:
+            answer = _TEXT if head.startswith(b"POST") else b'{"data":[{"id":"m"}],"status":"ok"}'
+            size = b"content-length: %d" % len(answer)
+            self._transport.write(_HEAD % (b"application/json", size) + answer)
+
+    def _next(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._left:
+            self._left -= 1
+            self._transport.write(b"%x\r\n%b\r\n" % (len(_EVENT), _EVENT))
+            asyncio.get_running_loop().call_later(STEP_S, self._next)
+        else:
+            self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def _serve_events(port: int) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(_Events, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+@contextmanager
+def _router(python: Path, module: str, backend: int) -> Iterator[tuple[int, int]]:
+    """Run a peer; yields its pid and port."""
+    port = free_port()
+    command = [
+        str(python), "-m", module, "--host", "127.0.0.1", "--port", str(port),
+        "--worker-urls", f"http://127.0.0.1:{backend}",
+        "--prometheus-port", str(free_port()), "--log-level", "error",
+    ]  # fmt: skip
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2).close()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"{module} did not start") from None
+                time.sleep(0.2)
+        yield process.pid, port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_for(port: int) -> None:
+    """Return when something listens at a port of this machine."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+def measured_peers(python: Path, seconds: float) -> Iterator[tuple[str, float, Load, int]]:
+    """Yield a name, the peer's CPU seconds, the load, and the number of requests or tokens."""
+    # The prompt is text, because some peers refuse token ids. No peer tokenizes the text.
+    body = {"model": "m", "prompt": "Once upon a time " * 8, "max_tokens": 4}
+    kinds = (
+        ("request, 16 at a time", body, 16),
+        ("stream, 16 at a time", {**body, "stream": True}, 16),
+        ("streamed token, 64 streams", {**body, "stream": True, "max_tokens": 1000}, 64),
+    )
+    backend = free_port()
+    with child(["baton.benchmarks.gateway", "--serve-events", str(backend)]):
+        _wait_for(backend)
+        for name, module in PEER_MODULES.items():
+            try:
+                with _router(python, module, backend) as (pid, port):
+                    for kind, content, at_once in kinds:
+                        request = request_bytes("/v1/completions", content)
+                        run_load(port, request, at_once, 0.5)
+                        found = []
+                        for _ in range(COST_ROUNDS):
+                            before = thread_seconds(pid)
+                            load = run_load(port, request, at_once, seconds / COST_ROUNDS)
+                            cpu = thread_seconds(pid) - before
+                            per = load.events if "token" in kind else load.requests
+                            found.append((f"{name}: {kind}", cpu, load, per))
+                        yield min(found, key=lambda one: one[1] / one[3])
+            except RuntimeError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+
+
+# --------------------------------------------------------------------------- command line
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--peer-python", default="", help="a Python with a router of a peer")
+    parser.add_argument("--serve-events", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.serve_events:
+        uvloop.run(_serve_events(options.serve_events))
+        return
+    with (
+        scratch_folder() as scratch,
+        mocked(scratch) as (address, router),
+        gateway_of(address, scratch, own=True) as (pid, port),
+    ):
+        measure_costs(pid, port, router, options.seconds)
+        took = {way: statistics.median(one) for way, one in first_tokens(address, port).items()}
+        added = (took["gateway"] - took["client"]) * 1e6
+        print(f"first token of a lone request, p50: client {took['client'] * 1e6:.0f} µs, "
+              f"gateway {added:+.0f} µs (bar +{BARS['first']:.0f})")  # fmt: skip
+        print(f"resident: {resident_mb(pid):.0f} MB (bar {BARS['memory']:.0f})")
+        with gateway_of(address, scratch, own=False) as (other, its_port):
+            costs, load = measure(other, its_port, router, chat_request(), 16, options.seconds)
+            show("chat, template in a helper", costs, load, load.requests, None)
+    if options.peer_python:
+        for name, cpu, load, per in measured_peers(Path(options.peer_python), options.seconds):
+            rate = load.events / load.seconds
+            print(f"{name:<44}{cpu / per * 1e6:>10.1f} µs{rate:>12.0f} events/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""A handoff between two processes, timed: ``python -m baton.benchmarks.handoff``."""

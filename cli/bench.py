@@ -1,0 +1,360 @@
+"""``baton bench``: put load on a running cluster, or on any OpenAI server, and show latencies."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from ..client import AsyncClient
+from ..client.environment import KEYS_VARIABLE, find_cluster
+from ..loadgen.http import ENDPOINTS, HttpTarget, Server
+from ..loadgen.plan import Lengths, Shape, constant, poisson, random_jobs, trace_jobs
+from ..loadgen.run import LIMIT_S, NativeTarget, Runner, until
+from ..loadgen.statistics import (
+    OK,
+    Record,
+    Summary,
+    picture,
+    summarize,
+    sweep,
+    table,
+    warning,
+)
+from ..loadgen.traces import read_trace
+from ..proto.errors import ConfigError, InputError, RequestFailed
+from .numbers import count, number, positive, seconds
+from .parser import one_of, shown, warn
+
+ARRIVALS = ("poisson", "constant")
+REQUESTS = 100
+"""Requests of a run without --requests, --duration and --trace."""
+KEY_VARIABLE = "BATON_API_KEY"
+EPILOG = """\
+Without --rates and --trace, a closed loop: --concurrency requests at a time. With --rates, an open
+loop: requests arrive at their times, however slow the answers are. docs/benchmarks.md defines the
+latencies. Example: baton bench --rates 1,2,4 --slo-ttft 0.5 --slo-itl 0.05 --plot load.svg
+"""
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = verbs.add_parser(
+        "bench", help="put load on a cluster and show its latencies", epilog=EPILOG
+    )
+    parser.add_argument(
+        "address",
+        metavar="ADDRESS",
+        nargs="?",
+        help="ipc:// or tcp:// address of a cluster, or http://HOST:PORT/v1 of any server with "
+        "OpenAI's routes [this user's cluster]",
+    )
+    _add_load(parser.add_argument_group("load"))
+    _add_requests(parser.add_argument_group("requests"))
+    _add_results(parser.add_argument_group("results"))
+    group = parser.add_argument_group("connection")
+    group.add_argument("--keys", metavar="FOLDER", help=f"key folder [{KEYS_VARIABLE}]")
+    group.add_argument("--api-key", metavar="KEY", help=f"API key for http:// [{KEY_VARIABLE}]")
+    group.add_argument("--model", default="", metavar="NAME", help="model for http:// [the first]")
+    group.add_argument(
+        "--endpoint", type=one_of(ENDPOINTS), default="completions", metavar=shown(ENDPOINTS),
+        help="route for http://; chat sends about as many words as tokens [completions]",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--concurrency",
+        type=_counts,
+        metavar="N[,N...]",
+        help="closed loop: requests at a time [8]",
+    )
+    group.add_argument(
+        "--rates", type=_rates, metavar="R[,R...]", help="open loop: requests per second"
+    )
+    group.add_argument(
+        "--arrivals", type=one_of(ARRIVALS), default="poisson", metavar=shown(ARRIVALS),
+        help="arrivals of an open loop [poisson]",
+    )  # fmt: skip
+    group.add_argument(
+        "--trace", metavar="FILE",
+        help="open loop with the times and lengths of a trace: CSV or JSON lines of Mooncake, "
+        "Azure or BurstGPT, or a file of benchmarks/traces",
+    )  # fmt: skip
+    group.add_argument(
+        "--trace-speed", type=_rates, metavar="X[,X...]", help="divide the trace's times by X [1]"
+    )
+    group.add_argument(
+        "--trace-scale", type=positive, default=1.0, metavar="X",
+        help="multiply the trace's lengths by X [1]",
+    )  # fmt: skip
+    group.add_argument(
+        "--requests", type=count, metavar="N", help=f"requests per run [{REQUESTS}; a trace: all]"
+    )
+    group.add_argument(
+        "--duration", type=seconds, metavar="SECONDS", help="send for this long at most"
+    )
+    group.add_argument(
+        "--warmup", type=count, default=4, metavar="N", help="requests before each run [4]"
+    )
+
+
+def _add_requests(group: argparse._ArgumentGroup) -> None:
+    for flag, default, what in (("--input", "64", "prompt"), ("--output", "32", "answer")):
+        group.add_argument(
+            flag, type=_lengths, default=Lengths.parse(default), metavar="N[-M]",
+            help=f"tokens of the {what}, fixed or uniform between two numbers [{default}]",
+        )  # fmt: skip
+    group.add_argument(
+        "--temperature", type=number, default=0.0, metavar="T", help="sampling temperature [0]"
+    )
+    group.add_argument(
+        "--stop-at-eos", action="store_true", help="let answers end before their length"
+    )
+    group.add_argument(
+        "--cancel-share", type=_share, default=0.0, metavar="X", help="cancel this share [0]"
+    )
+    group.add_argument(
+        "--cancel-delay", type=positive, default=0.2, metavar="SECONDS",
+        help="seconds from sending to cancelling [0.2]",
+    )  # fmt: skip
+    group.add_argument(
+        "--vocabulary", type=count, default=1000, metavar="N",
+        help="token ids of prompts are below N; known for ipc:// and tcp:// [1000]",
+    )  # fmt: skip
+    group.add_argument(
+        "--seed", type=count, metavar="N",
+        help="seed of the load; the same load again finds its prompts in the prefix cache [random]",
+    )  # fmt: skip
+    group.add_argument(
+        "--limit", type=positive, default=LIMIT_S, metavar="SECONDS",
+        help=f"seconds until a request counts as failed [{LIMIT_S:g}]",
+    )  # fmt: skip
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    for name, what in (("ttft", "time to first token"), ("itl", "mean time between tokens")):
+        group.add_argument(
+            f"--slo-{name}", type=positive, default=math.inf, metavar="SECONDS",
+            help=f"limit of the {what}, for goodput",
+        )  # fmt: skip
+    group.add_argument("--json", metavar="FILE", help="write all results as JSON")
+    group.add_argument("--plot", metavar="FILE.svg", help="draw latency over load")
+
+
+# --------------------------------------------------------------------------- one measurement
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print tables, and write the files. Exit code 1 if no request ended well."""
+    check(arguments)
+    if arguments.seed is None:
+        arguments.seed = secrets.randbits(32)
+    title, summaries = uvloop.run(_measure(arguments))
+    slo = arguments.slo_ttft, arguments.slo_itl
+    if len(summaries) > 1:
+        print("\n" + "\n".join(sweep(summaries, unit_of(arguments), *slo)))
+    if arguments.json:
+        _write(arguments.json, report(arguments, title, summaries))
+    if arguments.plot:
+        text = picture(summaries, unit_of(arguments), *slo, title=title)
+        _write(arguments.plot, text.encode())
+    if not any(one.outcomes[OK] for one in summaries):
+        raise RequestFailed("no request ended well")
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options that contradict each other, and files that cannot be written.
+
+    A measurement may take hours, so its files are checked before.
+    """
+    ways = {"--concurrency": arguments.concurrency, "--rates": arguments.rates}
+    given = [name for name, value in {**ways, "--trace": arguments.trace}.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0]} cannot be combined with {given[1]}")
+    if arguments.trace_speed and not arguments.trace:
+        raise ConfigError("--trace-speed needs --trace")
+    if arguments.requests == 0:
+        raise ConfigError("--requests must be at least 1")
+    for name in ("json", "plot"):
+        file = getattr(arguments, name)
+        if file and not Path(file).absolute().parent.is_dir():
+            raise ConfigError(f"--{name} {file}: the folder does not exist")
+
+
+def unit_of(arguments: argparse.Namespace) -> str:
+    """Return what the load of a run is."""
+    if arguments.trace:
+        return "trace speed"
+    return "requests/s" if arguments.rates else "at a time"
+
+
+async def _measure(arguments: argparse.Namespace) -> tuple[str, list[Summary]]:
+    target, name, shape = await _target(arguments)
+    runner = Runner(target, limit=arguments.limit)
+    slo = arguments.slo_ttft, arguments.slo_itl
+    title = f"{name}: {_workload(arguments)}"
+    print(title, flush=True)
+    summaries = []
+    try:
+        for at, load in enumerate(_loads(arguments)):
+            seed = arguments.seed + 1000 * at
+            warmup = random_jobs(
+                replace(shape, cancel_share=0.0), [None] * arguments.warmup, seed + 1
+            )
+            for record in await runner.closed_loop(warmup, 1):
+                if record.outcome != OK:
+                    raise RequestFailed(f"the first request failed: {record.error}")
+            records = await _watched(runner, _one_run(arguments, runner, shape, load, seed))
+            summary = summarize(records, load, *slo)
+            summaries.append(summary)
+            print(f"\n{unit_of(arguments)}: {load:g}\n" + "\n".join(table(summary, *slo)))
+            if late := warning(summary):
+                warn(late)
+    finally:
+        await target.close()
+    return title, summaries
+
+
+async def _one_run(
+    arguments: argparse.Namespace, runner: Runner, shape: Shape, load: float, seed: int
+) -> list[Record]:
+    duration = arguments.duration
+    number = arguments.requests or (0 if duration or arguments.trace else REQUESTS)
+    if arguments.trace:
+        arrivals = await asyncio.to_thread(read_trace, Path(arguments.trace), number)
+        found = trace_jobs(arrivals, shape, seed, speed=load, scale=arguments.trace_scale)
+        return await runner.open_loop(list(until(found, duration)))
+    if arguments.rates:
+        number = number or math.ceil(load * (duration or 1.0))
+        schedule = constant(load, number)
+        if arguments.arrivals == "poisson":
+            schedule = poisson(load, number, seed)
+        jobs = list(until(random_jobs(shape, schedule, seed), duration))
+        return await runner.open_loop(jobs)
+    times = repeat(None, number) if number else repeat(None)
+    return await runner.closed_loop(random_jobs(shape, times, seed), int(load), duration)
+
+
+def _loads(arguments: argparse.Namespace) -> Sequence[float]:
+    if arguments.trace:
+        return arguments.trace_speed or [1.0]
+    found: Sequence[float] = arguments.rates or arguments.concurrency or [8.0]
+    return found
+
+
+def _workload(arguments: argparse.Namespace) -> str:
+    if arguments.trace:
+        return f"trace {Path(arguments.trace).name}, lengths x {arguments.trace_scale:g}"
+    loop = f"open loop, {arguments.arrivals}" if arguments.rates else "closed loop"
+    return f"{arguments.input} tokens in, {arguments.output} out, {loop}, seed {arguments.seed}"
+
+
+async def _target(arguments: argparse.Namespace) -> tuple[Any, str, Shape]:
+    """Connect. Return the target, the model's name, and what requests look like."""
+    shape = Shape(
+        arguments.input,
+        arguments.output,
+        arguments.cancel_share,
+        arguments.cancel_delay,
+        max(2, arguments.vocabulary),
+    )
+    address: str | None = arguments.address
+    if address and address.startswith(("http://", "https://")):
+        key = arguments.api_key or os.environ.get(KEY_VARIABLE, "")
+        target = HttpTarget(
+            Server.parse(address, key),
+            endpoint=arguments.endpoint,
+            model=arguments.model,
+            ignore_eos=not arguments.stop_at_eos,
+            temperature=arguments.temperature,
+        )
+        await target.find_model()
+        return target, target.model, replace(shape, longest=target.longest)
+    addresses, keys = find_cluster(address, arguments.keys)
+    client = AsyncClient(addresses, keys=keys or os.environ.get(KEYS_VARIABLE))
+    model = await client.model()
+    if model.card.task != "generate":
+        raise InputError(f"{model.card.name!r} is an embedding model; bench measures generation")
+    native = NativeTarget(
+        client, ignore_eos=not arguments.stop_at_eos, temperature=arguments.temperature
+    )
+    card = model.card
+    return native, card.name, replace(shape, vocabulary=card.vocab_size, longest=card.max_length)
+
+
+async def _watched(runner: Runner, measuring: Awaitable[list[Record]]) -> list[Record]:
+    """Show on a terminal how many requests have ended."""
+    if not sys.stderr.isatty():
+        return await measuring
+    before, task = runner.finished, asyncio.ensure_future(measuring)
+    while not task.done():
+        await asyncio.wait([task], timeout=0.2)
+        sys.stderr.write(f"\r\x1b[K{runner.finished - before} requests ended")
+        sys.stderr.flush()
+    sys.stderr.write("\r\x1b[K")
+    return task.result()
+
+
+# --------------------------------------------------------------------------- files and options
+
+
+def report(arguments: argparse.Namespace, title: str, summaries: list[Summary]) -> bytes:
+    """Return the JSON file: the options, and a summary per run, in seconds."""
+    skipped = ("run", "parser", "debug", "json", "plot", "api_key")
+    options = {
+        name: str(value) if isinstance(value, Lengths) else value
+        for name, value in vars(arguments).items()
+        if name not in skipped
+    }
+    content = {"title": title, "unit": unit_of(arguments), "options": options, "runs": summaries}
+    return msgspec.json.format(msgspec.json.encode(content), indent=2)
+
+
+def _write(file: str, content: bytes) -> None:
+    try:
+        Path(file).write_bytes(content)
+    except OSError as problem:
+        raise ConfigError(f"cannot write {file}: {problem.strerror}") from None
+
+
+def _lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except InputError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
+def _list(text: str, kind: Callable[[str], float]) -> list[float]:
+    return [kind(part.strip()) for part in text.split(",")]
+
+
+def _rates(text: str) -> list[float]:
+    return _list(text, positive)
+
+
+def _counts(text: str) -> list[float]:
+    found = _list(text, count)
+    if 0 in found:
+        raise argparse.ArgumentTypeError("a concurrency must be at least 1")
+    return found
+
+
+def _share(text: str) -> float:
+    value = number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a share from 0 to 1")
+    return value

@@ -1,0 +1,271 @@
+"""``baton trace``: what happened to one request, or a list of the last requests.
+
+The routers keep the stories of their last requests (``baton serve --trace-requests``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from ..client import Client
+from ..deploy.messages import mebibytes
+from ..proto.errors import BatonError, ConfigError, ConnectionLost, InputError, VersionMismatch
+from ..router.story_slices import slices_of
+from .cluster import add_address, addresses_of, keys_of
+from .numbers import count
+
+LISTED = 20
+_BESIDE = "transfer"
+"""A transfer runs beside the computation of later layers, so it gets a thread in trace files."""
+Story = dict[str, Any]
+"""A record of a router (``router/story_report.py``), with the router's name as ``router``."""
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = verbs.add_parser(
+        "trace",
+        help="show what happened to a request: route, waits, handoff, replays",
+        description="Show what happened to a request: why its workers were chosen, its waits, its "
+        "handoff and its replays. Without a request, list the last requests.",
+    )
+    parser.add_argument(
+        "request",
+        metavar="REQUEST_ID",
+        nargs="?",
+        default="",
+        help="request id, X-Request-Id of an HTTP request, or at least 8 characters of either",
+    )
+    add_address(parser)
+    parser.add_argument(
+        "--last",
+        type=count,
+        metavar="N",
+        help=f"list the last N requests of each router [{LISTED}]",
+    )
+    parser.add_argument("--json", action="store_true", help="print the stories as JSON")
+    parser.add_argument(
+        "--perfetto",
+        metavar="FILE",
+        help="write the stories as a trace for ui.perfetto.dev or chrome://tracing",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the stories. Raises BatonError if no router answers or none knows the request."""
+    if arguments.request and arguments.last is not None:
+        raise ConfigError("give either a request id or --last")
+    asked = time.time()
+    stories = _ask_all(arguments)
+    if arguments.request and not stories:
+        raise InputError(
+            f"no router knows request {arguments.request!r}: the id is unknown, or other requests "
+            "have ended since (--trace-requests is the number of requests that a router keeps)"
+        )
+    if arguments.perfetto:
+        content = json.dumps(trace_file(stories, asked))
+        Path(arguments.perfetto).write_text(content, "utf-8")
+        print(f"wrote {len(stories)} requests to {arguments.perfetto}; open it in ui.perfetto.dev")
+    elif arguments.json:
+        print(json.dumps(stories, indent=2))
+    elif arguments.request:
+        print("\n\n".join("\n".join(map(_printable, describe(story))) for story in stories))
+    else:
+        print("\n".join(map(_printable, listed(stories))))
+    return 0
+
+
+def _printable(line: str) -> str:
+    """Return a line that cannot control the terminal: clients choose ids and names in it."""
+    return "".join(char if char.isprintable() else "?" for char in line)
+
+
+def _ask_all(arguments: argparse.Namespace) -> list[Story]:
+    """Return the stories of all routers that answer, oldest request first."""
+    found: list[Story] = []
+    problems: list[BatonError] = []
+    addresses = addresses_of(arguments)
+    last = 0 if arguments.request else arguments.last or LISTED
+    for address in addresses:
+        try:
+            with Client(
+                address, keys=keys_of(arguments), connect_timeout=arguments.timeout
+            ) as client:
+                report = client.status(handoffs=0, requests=last, request=arguments.request)
+        except (ConnectionLost, VersionMismatch) as problem:
+            problems.append(problem)
+            continue
+        name = report["router"]["name"]
+        found += [{"router": name, **story} for story in report.get("requests", ())]
+    if len(problems) == len(addresses):
+        raise problems[0]
+    return sorted(found, key=lambda story: -float(story["age_s"]))
+
+
+# --------------------------------------------------------------------------- lists
+
+
+def listed(stories: list[Story]) -> list[str]:
+    """Lines of a table with one request per line, latest last."""
+    head = (
+        f"{'age':>8} {'state':<10} {'prompt':>7} {'cached':>7} {'new':>6} {'TTFT':>9} {'ITL':>9} "
+        f"{'total':>9}  {'workers':<22} request"
+    )
+    return [head, *(_line(story) for story in stories)]
+
+
+def _line(story: Story) -> str:
+    last = story["attempts"][-1] if story["attempts"] else {"prefill": "", "decode": ""}
+    workers = " > ".join(name for name in (last["prefill"], last["decode"]) if name) or "-"
+    return (
+        f"{story['age_s']:>7.1f}s {story['state']:<10} {story['prompt_tokens']:>7} "
+        f"{story['cached_tokens']:>7} {story['new_tokens']:>6} {_ms(story['ttft_s']):>9} "
+        f"{_ms(story['itl_s']):>9} {_ms(story['seconds']):>9}  {workers:<22} {story['request_id']}"
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+# --------------------------------------------------------------------------- one story
+
+
+def describe(story: Story) -> list[str]:
+    """Return the lines of one request's story."""
+    through = f" through {story['gateway']}" if story["gateway"] else ""
+    resumed = ", resumed here" if story["resumed"] else ""
+    age, cached, new = f"{story['age_s']:.1f} s ago", story["cached_tokens"], story["new_tokens"]
+    numbers = [("TTFT", "ttft_s"), ("mean ITL", "itl_s"), ("queue", "queue_s"), ("all", "seconds")]
+    times = [f"{name} {_ms(story[key])}" for name, key in numbers if story[key] is not None]
+    lines = [
+        f"request {story['request_id']} (key {story['request']})",
+        f"  {story['state']}{_why(story)}",
+        f"  client {story['client']}{through} at {story['router']}, {age}{resumed}",
+        f"  {story['prompt_tokens']} prompt tokens ({cached} cached), {new} new tokens",
+        f"  {', '.join(times)}",
+    ]
+    for attempt in story["attempts"]:
+        lines += ["", *_attempt(attempt)]
+    return [*lines, "", *_timeline(story)]
+
+
+def _why(story: Story) -> str:
+    parts = [story["finish_reason"], story["code"], story["message"]]
+    shown = ": ".join(dict.fromkeys(part for part in parts if part))
+    return f": {shown}" if shown and shown != story["state"] else ""
+
+
+def _attempt(attempt: dict[str, Any]) -> list[str]:
+    lines = [f"attempt {attempt['number']}" + (f": {attempt['cause']}" * bool(attempt["cause"]))]
+    route = attempt["route"]
+    lines += [
+        f"  {role:<8} {attempt[role]}{_reason(role, route)}"
+        for role in ("prefill", "decode")
+        if attempt[role]
+    ]
+    handoff = attempt["handoff"]
+    if handoff is not None:
+        again = f", {handoff['resent_frames']} sent again" if handoff["resent_frames"] else ""
+        lines.append(
+            f"  handoff  {mebibytes(handoff['bytes_sent'])} in {handoff['blocks']} blocks and "
+            f"{handoff['frames']} frames over {handoff['transport']}{again}, "
+            f"{handoff['cached_tokens']} tokens already there, {_ms(handoff['seconds'])} from "
+            "Reserve to Committed"
+        )
+    return lines
+
+
+def _reason(role: str, route: dict[str, Any] | None) -> str:
+    """Why a worker was chosen."""
+    if route is None:
+        return ": it had the request already"
+    side = route[role]
+    if side is None:
+        return ""
+    facts = f"{side['cached_blocks']} prompt blocks cached, load {side['load_tokens']} tokens"
+    if route["pinned"] == role:
+        return f": target_endpoint of the request ({facts})"
+    if "candidates" not in side:
+        only = "in turn" if route["policy"] == "round_robin" else "the only candidate"
+        return f": {only} ({facts})"
+    return (
+        f": {route['policy']} cost {side['cost']:g}, next best {side['next_best']} "
+        f"{side['next_cost']:g}, {side['candidates']} candidates ({facts})"
+    )
+
+
+def _timeline(story: Story) -> list[str]:
+    """Lines with the slices of the request, indented by depth."""
+    slices = slices_of(story, story["router"])
+    depths: list[int] = []
+    for part in slices:
+        depths.append(0 if part.parent < 0 else depths[part.parent] + 1)
+    lines = [f"{'start':>11} {'duration':>11}  {'process':<12} step"]
+    for part, depth in zip(slices, depths, strict=True):
+        took = _ms(part.end - part.start)
+        indent = "  " * depth
+        lines.append(f"{_ms(part.start):>11} {took:>11}  {part.process:<12} {indent}{part.name}")
+    return lines
+
+
+# --------------------------------------------------------------------------- trace file
+
+
+def trace_file(stories: list[Story], now: float) -> dict[str, Any]:
+    """Return stories as a file that ui.perfetto.dev and chrome://tracing open.
+
+    The format is Chrome's Trace Event Format: complete events (``ph`` X) with microseconds, and
+    metadata events (``ph`` M) with names. A process of the cluster is a process of the trace, and
+    a request is a thread in each, so that slices of one thread nest. ``now``: Unix time in seconds
+    of the stories' ``age_s``.
+    """
+    events: list[dict[str, Any]] = []
+    pids: dict[str, int] = {}
+    for number, story in enumerate(stories):
+        arrived = (now - float(story["age_s"])) * 1e6
+        threads: dict[tuple[int, int], str] = {}
+        for part in slices_of(story, story["router"]):
+            pid = pids.setdefault(part.process, len(pids) + 1)
+            beside = part.name == _BESIDE
+            tid = 2 * number + 1 + beside
+            threads[pid, tid] = story["request_id"] + (" transfer" if beside else "")
+            name = f"request {story['request_id']}" if part.parent < 0 else part.name
+            details: dict[str, Any] = dict(part.details)
+            if part.parent < 0:
+                details |= _request_facts(story)
+            if part.error:
+                details["error"] = part.error
+            events.append(
+                {
+                    "name": name,
+                    "cat": "request",
+                    "ph": "X",
+                    "ts": round(arrived + part.start * 1e6, 3),
+                    "dur": round((part.end - part.start) * 1e6, 3),
+                    "pid": pid,
+                    "tid": tid,
+                    "args": details,
+                }
+            )
+        for (pid, tid), shown in threads.items():
+            events.append(_name_event("thread_name", shown, pid, tid))
+    events += [_name_event("process_name", name, pid, 0) for name, pid in pids.items()]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name_event(kind: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _request_facts(story: Story) -> dict[str, Any]:
+    names = (
+        "request", "client", "gateway", "state", "finish_reason", "code", "message",
+        "prompt_tokens", "cached_tokens", "new_tokens", "queue_s", "ttft_s", "itl_s",
+    )  # fmt: skip
+    return {name: story[name] for name in names if story[name] not in (None, "")}

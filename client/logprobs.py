@@ -1,0 +1,47 @@
+"""Log-probabilities with the texts of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..proto.contexts.outputs import LogProbabilities
+from ..text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, frozen=True)
+class TokenLogprob:
+    """One token with its log-probability.
+
+    ``text``: may hold U+FFFD for a part of a character, whose ``bytes`` are exact. Both are empty
+    if the model has no tokenizer. ``top``: the most likely tokens at this position.
+    """
+
+    token_id: int
+    logprob: float
+    text: str = ""
+    bytes: bytes = b""
+    top: list[TokenLogprob] = field(default_factory=list)
+
+
+def token_logprobs(
+    tokens: Sequence[int], entries: Sequence[LogProbabilities | None], tokenizer: Tokenizer | None
+) -> list[TokenLogprob]:
+    """Return one record per token that has log-probabilities."""
+    records = []
+    for token, entry in zip(tokens, entries, strict=False):
+        if entry is not None:
+            likely = entry.top_log_probabilities[0].items()
+            top = [_record(one, value, tokenizer) for one, value in likely]
+            records.append(_record(token, entry.token_log_probabilities[0], tokenizer, top))
+    return records
+
+
+def _record(
+    token: int,
+    logprob: float,
+    tokenizer: Tokenizer | None,
+    top: list[TokenLogprob] | None = None,
+) -> TokenLogprob:
+    content = b"" if tokenizer is None else tokenizer.token_bytes(token)
+    return TokenLogprob(token, logprob, content.decode("utf-8", "replace"), content, top or [])

@@ -1,0 +1,153 @@
+"""Whole results of requests, made from their outputs. Pure.
+
+A prompt has one :class:`Result`. The result holds ``n`` completions, one per native request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..proto.errors import InternalError
+from .logprobs import TokenLogprob
+from .output import Output
+
+
+@dataclass(slots=True, frozen=True)
+class Usage:
+    """Numbers of tokens. ``cached_tokens``: of the prompt, taken from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Completion:
+    """One answer to a prompt.
+
+    ``finish_reason``: "stop" after an end-of-sequence token or a stop string, "length" at the
+    maximum length, "cancelled". ``logprobs``: one record per token if they were requested.
+    """
+
+    index: int
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    usage: Usage
+    logprobs: list[TokenLogprob] | None = None
+    prefill: str = ""
+    decode: str = ""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log-probabilities of the answer's tokens, if they were requested."""
+        return None if self.logprobs is None else sum(one.logprob for one in self.logprobs)
+
+
+@dataclass(slots=True, frozen=True)
+class Result:
+    """All answers to one prompt: ``outputs`` has ``n`` completions.
+
+    ``prompt``: as given: text, token ids, a context, or the messages of a chat. The properties are
+    those of the first completion.
+    """
+
+    outputs: list[Completion]
+    prompt: Any = field(default=None, repr=False)
+
+    @property
+    def text(self) -> str:
+        """Text of the answer, without a stop string."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the answer."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the answer ended: see :class:`Completion`."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """Log-probabilities of the answer's tokens, if they were requested."""
+        return self.outputs[0].logprobs
+
+    @property
+    def request_id(self) -> str:
+        """Id of the first completion's request."""
+        return self.outputs[0].request_id
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all completions; the prompt counts once."""
+        parts = [one.usage for one in self.outputs]
+        completed = sum(part.completion_tokens for part in parts)
+        return Usage(parts[0].prompt_tokens, completed, parts[0].cached_tokens)
+
+
+@dataclass(slots=True)
+class Collector:
+    """Joins the outputs of one request."""
+
+    _prompt_tokens: int | None = None
+    _tokens: list[int] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+    _logprobs: list[TokenLogprob] | None = None
+    _last: Output | None = None
+
+    def add(self, output: Output) -> None:
+        """Add the next output."""
+        if self._prompt_tokens is None:
+            self._prompt_tokens = output.position
+        self._tokens += output.tokens
+        self._texts.append(output.text)
+        found = output.logprobs
+        if found is not None:
+            self._logprobs = found if self._logprobs is None else [*self._logprobs, *found]
+        self._last = output
+
+    def completion(self, index: int = 0) -> Completion:
+        """Return the whole answer. Raises InternalError if its end is missing."""
+        last = self._last
+        if last is None or last.finish_reason is None:
+            raise InternalError("the answer has no end")
+        usage = Usage(self._prompt_tokens or 0, len(self._tokens), last.cached_tokens)
+        return Completion(
+            index=index,
+            request_id=last.request_id,
+            text="".join(self._texts),
+            token_ids=self._tokens,
+            finish_reason=last.finish_reason,
+            usage=usage,
+            logprobs=self._logprobs,
+            prefill=last.prefill,
+            decode=last.decode,
+        )
+
+
+def collected(outputs: Iterable[Output], index: int = 0) -> Completion:
+    """Return the completion of a request whose outputs arrive one after the other."""
+    collector = Collector()
+    for output in outputs:
+        collector.add(output)
+    return collector.completion(index)
+
+
+def results_of(completions: Sequence[Completion], prompts: Sequence[Any]) -> list[Result]:
+    """Return one result per prompt. The completions of a prompt are neighbours."""
+    n = len(completions) // max(1, len(prompts))
+    return [
+        Result(list(completions[at * n : (at + 1) * n]), prompt)
+        for at, prompt in enumerate(prompts)
+    ]

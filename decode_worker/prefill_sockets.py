@@ -1,0 +1,274 @@
+"""A decode worker's sockets for prefill workers: control messages, answers, KV frames.
+
+Invariant on sockets with CURVE: only prefill workers reserve, and each can act only on its own
+handoffs. An incarnation belongs to the key that opened a link with it, and a grant to the
+incarnation that reserved it. Routers and operators may send Probe and Ping.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from ..engine.cache.paged_cache import Allocation
+from ..engine.loading.loader import Runner
+from ..kv_transfer.checksums import envelope_digest
+from ..kv_transfer.device_frames import DeviceFrameWriter
+from ..kv_transfer.frames import FrameWriter
+from ..kv_transfer.receiver import Receiver
+from ..kv_transfer.shared_pool import MappedPools, Mapping, unmap
+from ..proto.errors import AccessDenied, EnvelopeDamaged, ProtocolError
+from ..proto.wire.envelope import EnvelopeDecoder, decode_kv_header
+from ..proto.wire.messages import (
+    Commit,
+    Fence,
+    GrantRef,
+    KVFrame,
+    Message,
+    Open,
+    Ping,
+    Pong,
+    PrefillToDecode,
+    Probe,
+    Rejected,
+    Release,
+    Reserve,
+)
+from ..runtime.keys.allowed import PREFILL, AllowedKeys, KeyEntry
+from ..runtime.keys.identity_owners import Callers
+from ..runtime.keys.name_owners import Claims
+from ..runtime.net.channel import Frames
+from ..runtime.net.loop import Loop
+from ..runtime.net.outbox import Outbox
+from ..runtime.net.sockets import RouterChannel
+from ..runtime.process.log_limit import LimitedLog
+
+_ANYBODY = (Probe, Ping, Pong)
+
+
+class GrantOwners(Protocol):
+    """Which prefill incarnation owns a live grant; the receiver of handoffs knows it."""
+
+    def owner_of_attempt(self, request: bytes, attempt: int) -> int | None:
+        """Return the incarnation that reserved for this attempt, or None."""
+        ...
+
+    def owner(self, grant: GrantRef) -> int | None:
+        """Return the incarnation that holds this grant, or None."""
+        ...
+
+
+class PeerGate:
+    """Checks the messages of prefill workers to one decode worker. Pure."""
+
+    def __init__(self, owners: GrantOwners) -> None:
+        self._owners = owners
+        self._claims = Claims()
+
+    def refusal(
+        self, allowed: AllowedKeys, entry: KeyEntry | None, peer: bytes, message: Message
+    ) -> AccessDenied | None:
+        """Return why a message must be rejected, or None if it is allowed."""
+        if isinstance(message, _ANYBODY):
+            return None
+        name = type(message).__name__
+        if entry is None or entry.role != PREFILL:
+            return AccessDenied(f"{name} needs the key of a prefill worker")
+        key = entry.public.encode()
+        if isinstance(message, Open):
+            if not allowed.may_be(entry, PREFILL, message.worker):
+                return AccessDenied(f"the key of the caller is not valid for {message.worker!r}")
+            return _foreign(name) if self._claims.take(peer, key, message.incarnation) else None
+        if isinstance(message, Reserve | Release) and not self.holds(key, message.incarnation):
+            return _foreign(name)
+        owner = self._owner(message)
+        return None if owner is None or self.holds(key, owner) else _foreign(name)
+
+    def holds(self, key: bytes, incarnation: int) -> bool:
+        """True if the incarnation opened a link here with this key."""
+        return self._claims.lives(key, incarnation)
+
+    def _owner(self, message: Message) -> int | None:
+        match message:
+            case Reserve() | Release():
+                return self._owners.owner_of_attempt(message.request, message.attempt)
+            case Commit() | Fence():
+                return self._owners.owner(message.grant)
+            case _:
+                return None
+
+
+def _foreign(name: str) -> AccessDenied:
+    return AccessDenied(f"{name} concerns a worker or a handoff of another key")
+
+
+class ControlSocket:
+    """The bound socket for prefill workers; ``dropped`` counts messages that were not accepted."""
+
+    def __init__(
+        self, channel: RouterChannel, loop: Loop, gate: PeerGate, dropped: Counter[str]
+    ) -> None:
+        self._channel = channel
+        self._loop = loop
+        self._gate = gate
+        self._dropped = dropped
+        self._log = LimitedLog(loop)
+        self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
+            PrefillToDecode, digest=envelope_digest
+        )
+        self._outbox: Outbox[bytes] = Outbox(channel.send, digest=envelope_digest)
+
+    def attach(
+        self, on_message: Callable[[bytes, Message], object], on_gone: Callable[[bytes], object]
+    ) -> None:
+        """Start listening; ``on_message(peer, message)`` receives the accepted messages."""
+        self._channel.attach(
+            self._loop, lambda peer, frames: self._hear(peer, frames, on_message), on_gone
+        )
+
+    def send(self, peer: bytes, message: Message) -> None:
+        """Queue a message until :meth:`flush`."""
+        self._outbox.put(peer, message)
+
+    def flush(self) -> None:
+        """Send everything queued."""
+        self._outbox.flush()
+
+    def _hear(
+        self, peer: bytes, frames: Frames, on_message: Callable[[bytes, Message], object]
+    ) -> None:
+        try:
+            messages = self._decoder.decode(frames)
+        except EnvelopeDamaged as error:
+            self._dropped[f"peer_{error.code}"] += 1
+            self._log.warning("peer.damaged", count=self._decoder.damaged)
+            return  # treated as a lost message: the peer repeats it
+        except ProtocolError as error:
+            self._reject(peer, "peer.malformed", error)
+            return
+        if self._channel.callers is not None:
+            messages = self._allowed(self._channel.callers, peer, messages)
+        for message in messages:
+            on_message(peer, message)
+
+    def _allowed(
+        self, callers: Callers, peer: bytes, messages: list[PrefillToDecode]
+    ) -> list[PrefillToDecode]:
+        """Return the messages that the peer's key allows; reject the others."""
+        entry, allowed = callers.entry_of(peer), callers.allowed()
+        passed = []
+        for message in messages:
+            error = self._gate.refusal(allowed, entry, peer, message)
+            if error is None:
+                passed.append(message)
+            else:
+                self._reject(peer, "peer.denied", error)
+        return passed
+
+    def _reject(self, peer: bytes, event: str, error: ProtocolError | AccessDenied) -> None:
+        self._dropped[f"peer_{error.code}"] += 1
+        self._log.warning(event, error=str(error))
+        self._outbox.put(peer, Rejected(code=error.code, message=str(error)))
+
+
+Stored = Callable[[KVFrame, bool], object]
+"""Receives a frame's header after its last write, and whether the frame arrived intact."""
+
+
+class DataSocket:
+    """The bound socket for KV frames, and the pools of senders that this process has mapped.
+
+    ``device``: writes frames on a GPU's transfer stream; None: frames are written at once.
+    ``holds(key, incarnation)``: whether an incarnation opened a link with this key.
+    """
+
+    def __init__(
+        self,
+        channel: RouterChannel,
+        loop: Loop,
+        runner: Runner,
+        device: DeviceFrameWriter | None,
+        receiver: Receiver[Allocation],
+        holds: Callable[[bytes, int], bool],
+        dropped: Counter[str],
+    ) -> None:
+        self._channel = channel
+        self._loop = loop
+        self._receiver = receiver
+        self._holds = holds
+        self._dropped = dropped
+        self._log = LimitedLog(loop)
+        self._writer = FrameWriter(runner.backend, runner.pool)
+        self._device = device
+        self.pools = MappedPools(runner.card.layout, _unmap_aside, runner.backend.open_pool)
+
+    def attach(self, on_stored: Stored) -> None:
+        """Start listening."""
+        self._channel.attach(
+            self._loop, lambda peer, frames: self._on_frames(peer, frames, on_stored)
+        )
+
+    def count_drops(self) -> None:
+        """Count what the channel dropped since the last call."""
+        self._channel.stats.count_into(self._dropped, "data")
+
+    def _on_frames(self, peer: bytes, frames: Frames, on_stored: Stored) -> None:
+        """Check a KV frame and write its payload, or the blocks it names, into the pool."""
+        if len(frames) != 2:
+            self._dropped["data_frames"] += 1
+            self._log.warning("data.malformed", frames=len(frames))
+            return
+        try:
+            header = decode_kv_header(frames[0])
+            if self._channel.callers is not None:
+                self._check_sender(self._channel.callers, peer, header)
+            blocks = self._receiver.data.locate(header)
+        except (ProtocolError, AccessDenied) as error:
+            self._dropped[f"data_{error.code}"] += 1
+            self._log.warning("data.malformed", error=str(error))
+            return
+        if blocks is None:
+            self._dropped["stale_kv_frame"] += 1
+            return
+        payload = np.frombuffer(frames[1], np.uint8)
+        owner = self._receiver.owner(header.grant) or 0
+        stored = partial(self._stored, on_stored, header)
+        if self._device is not None and header.shared:
+            self._device.fetch(header, blocks, lambda: self.pools.get(owner), payload, stored)
+        elif self._device is not None:
+            self._device.write(header, blocks, payload, stored)
+        elif header.shared:
+            source = self.pools.get(owner)
+            stored(self._writer.fetch(header, blocks, source, payload))
+        else:
+            stored(self._writer.write(header, blocks, payload))
+
+    def _stored(self, on_stored: Stored, header: KVFrame, intact: bool) -> None:
+        if not intact:
+            self._dropped["damaged_kv_frame"] += 1
+        on_stored(header, intact)
+
+    def _check_sender(self, callers: Callers, peer: bytes, header: KVFrame) -> None:
+        """Raise AccessDenied unless the frame came with the key of the grant's owner."""
+        owner = self._receiver.owner(header.grant)
+        if owner is not None and not self._holds(callers.key_of(peer), owner):
+            raise AccessDenied("the KV frame is for a grant of a worker with another key")
+
+    def close(self) -> None:
+        """Close the socket and unmap all pools; the next incarnation maps them again."""
+        self._channel.close()
+        self.pools.close_all()
+
+
+def _unmap_aside(memory: Mapping) -> None:
+    """Unmap on another thread: the last mapping of a dead worker's pool may free gigabytes."""
+    thread = threading.Thread(target=unmap, args=(memory,), name="unmap", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be started
+        unmap(memory)

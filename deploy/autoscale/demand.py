@@ -1,0 +1,436 @@
+"""The number of workers of each pool that the load of the last minutes needed. Pure.
+
+**Prefill.** The arrivals of each second are recorded, and the speed of a worker is measured. From
+both, the queue of N workers is simulated for every N. The result is the smallest N with which the
+required share of requests would have met the TTFT target. The simulation is valid for bursts and
+for steady load, and needs no rule of thumb about utilisation.
+
+**Decode.** Two limits bound a decode worker's capacity: its KV blocks, and the target inter-token
+latency (ITL), which a step must not exceed. A line fitted to measurements gives the step time for
+a number of blocks. With fewer workers, steps take longer, so requests run longer and hold more
+blocks. The calculation includes this feedback. Otherwise a fully loaded pool would seem able to
+shrink.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ...prefill_worker.start_order import LATE_TURN
+from .metrics import LONGEST_STEP_S, RouterSample, WorkerSample
+from .settings import ScaleSettings
+
+Values = npt.NDArray[np.float64]
+LONGEST_GAP_S = 10
+"""After a longer gap between observations, the history restarts: the gap cannot be filled."""
+MOST_TOKENS = 10**8
+"""Maximum plausible tokens between two observations."""
+
+
+# --------------------------------------------------------------------------- measurements over time
+
+
+class History:
+    """Rows of ``width`` numbers, one row per second, at most ``seconds`` rows."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        self._values = np.zeros((width, math.ceil(seconds)))
+        self._known = 0
+        self._at: float | None = None
+
+    def __len__(self) -> int:
+        """Number of recorded seconds."""
+        return self._known
+
+    def add(self, row: tuple[float, ...], now: float, *, amounts: bool) -> None:
+        """Add a row for the time since the last call, which must be a second or more.
+
+        ``amounts``: the values are amounts, spread evenly over that time; else current states.
+        """
+        seconds = 0 if self._at is None else int(now - self._at)
+        if self._at is None or seconds > LONGEST_GAP_S:
+            self._at, self._known = now, 0
+            return
+        if not seconds:
+            raise ValueError("a row of less than a second")
+        self._at += seconds
+        size = self._values.shape[1]
+        seconds = min(seconds, size)
+        self._values[:, :-seconds] = self._values[:, seconds:]
+        value = np.array(row, np.float64) / (seconds if amounts else 1)
+        self._values[:, -seconds:] = value[:, None]
+        self._known = min(size, self._known + seconds)
+
+    def due(self, now: float) -> bool:
+        """Whether a second has passed, so that :meth:`add` accepts a row."""
+        return self._at is None or now - self._at >= 1
+
+    def columns(self) -> Values:
+        """Return a view, float64 ``[width, seconds]``, the latest second last."""
+        return self._values[:, self._values.shape[1] - self._known :]
+
+
+def growth(values: Values, ahead_s: float, most: float = 1.3) -> float:
+    """Expected growth of ``values`` (one per second) over their latest mean, from 1 to ``most``.
+
+    The second half must rise as well as the whole, because a single past step is not a trend.
+    """
+    half = values[len(values) // 2 :]
+    return min(most, _trend(values, ahead_s), _trend(half, ahead_s))
+
+
+def _trend(values: Values, ahead_s: float) -> float:
+    """Extrapolate a straight line through the means of ten seconds each.
+
+    The slope is reduced by twice its standard error, because bursts make the slope uncertain.
+    """
+    whole = len(values) // 10
+    if whole < 6:
+        return 1.0
+    means = values[-10 * whole :].reshape(whole, 10).mean(axis=1)
+    x = 10.0 * (np.arange(whole) - (whole - 1) / 2)
+    spread = float(x @ x)
+    slope = float(x @ means) / spread
+    rest = means - means.mean() - slope * x
+    error = math.sqrt(float(rest @ rest) / (whole - 2) / spread)
+    recent = float(means[-6:].mean())
+    sure = slope - 2 * error
+    if sure <= 0 or recent <= 0:
+        return 1.0
+    return 1 + sure * (ahead_s + 30) / recent
+
+
+def headroom(values: Values, share: float = 0.3, most: float = 1.5) -> float:
+    """Factor by which the next burst may exceed past bursts, from 1 to ``most``.
+
+    ``values``: one per second. A steady load reaches its peak within minutes, but the window
+    contains only a few bursts of a bursty load. So the factor grows with the variation between
+    minutes.
+    """
+    whole = len(values) // 60
+    if whole < 3:
+        return 1.0
+    means = values[-60 * whole :].reshape(whole, 60).mean(axis=1)
+    mean = float(means.mean())
+    return min(most, 1 + share * float(means.std()) / mean) if mean > 0 else 1.0
+
+
+def fewest(enough: Callable[[int], bool], most: int) -> int:
+    """The smallest number of workers, from 1, that is enough; ``most`` if no smaller number is."""
+    return 1 + bisect_left(range(1, most), x=True, key=enough)
+
+
+class Deltas:
+    """Growth of each counter since its last observation.
+
+    The growth of a new counter is zero, because its value may be old. A counter that fell belongs
+    to a restarted process and is treated as new.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, tuple[float, ...]] = {}
+
+    def of(self, owner: Hashable, *counters: float) -> tuple[float, ...]:
+        """Return the growth of ``owner``'s counters, or zeros if any counter fell."""
+        last = self._last.get(owner)
+        self._last[owner] = counters
+        if last is None or any(b < a for a, b in zip(last, counters, strict=True)):
+            return (0.0,) * len(counters)
+        return tuple(b - a for a, b in zip(last, counters, strict=True))
+
+    def keep(self, owners: set[Hashable]) -> None:
+        """Drop the counters of all other owners."""
+        self._last = {owner: seen for owner, seen in self._last.items() if owner in owners}
+
+
+class Rate:
+    """Amount per second of work. Old work fades with later work, not with time.
+
+    So the rate is still valid after an idle night.
+    """
+
+    def __init__(self, half_life_s: float, least_s: float) -> None:
+        self._half_life = half_life_s
+        self._least = least_s
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Record ``seconds`` of work with the result ``amount``."""
+        fade = math.exp2(-seconds / self._half_life)
+        self._amount = self._amount * fade + amount
+        self._seconds = self._seconds * fade + seconds
+
+    @property
+    def value(self) -> float | None:
+        """The rate, or None before enough work was recorded."""
+        if self._seconds < self._least or self._amount <= 0:
+            return None
+        return self._amount / self._seconds
+
+
+# --------------------------------------------------------------------------- prefill
+
+
+class PrefillDemand:
+    """History of arrivals, the speed of a worker, and the number of workers for both."""
+
+    def __init__(self, settings: ScaleSettings) -> None:
+        self._settings = settings
+        self._history = History(2, settings.window)  # prompt tokens, requests
+        self._deltas = Deltas()
+        self._rate = Rate(half_life_s=120.0, least_s=1.0)
+        self._tokens = self._requests = 0.0  # since the last row
+        self._waiting = 0.0
+
+    def see(
+        self, routers: Sequence[RouterSample], workers: Sequence[WorkerSample], now: float
+    ) -> None:
+        """Record one observation. All samples are usable."""
+        for router in routers:
+            # If a request ends without a first token, the sum falls. Deltas counts that as zero.
+            arrived = router.started_tokens + router.queued_tokens
+            owner = (router.name, router.life)
+            (requests,) = self._deltas.of((owner, "requests"), router.submitted)
+            (tokens,) = self._deltas.of((owner, "tokens"), arrived)
+            if tokens <= MOST_TOKENS:
+                self._requests += requests
+                self._tokens += tokens
+        for worker in workers:
+            owner = (worker.name, worker.incarnation)
+            prompt, cached, seconds = self._deltas.of(
+                owner, worker.prompt_tokens, worker.cached_tokens, worker.compute_seconds
+            )
+            if 0 < seconds <= LONGEST_STEP_S and prompt + cached <= MOST_TOKENS:
+                self._rate.add(prompt + cached, seconds)
+        self._waiting = sum(worker.tokens_waiting for worker in workers)
+        if self._history.due(now):
+            self._history.add((self._tokens, self._requests), now, amounts=True)
+            self._tokens = self._requests = 0.0
+
+    def needed(
+        self, margin: float, ahead_s: float, most: int, *, spare: bool = False
+    ) -> int | None:
+        """Fewest workers that use at most ``margin`` of the limit; None without enough data.
+
+        ``ahead_s``: extrapolate growth by this many seconds. ``spare``: add headroom for bursts.
+        """
+        rate = self._rate.value
+        if rate is None or not len(self._history):
+            return None
+        tokens, requests = self._history.columns()
+        if not requests.sum():
+            return 1
+        more = growth(tokens, ahead_s) if ahead_s else 1.0
+        more *= headroom(tokens) if spare else 1.0
+        work = tokens * (more / rate)
+        own = np.divide(work / more, requests, out=np.zeros_like(work), where=requests > 0)
+        limit = self._settings.slo_ttft * margin
+
+        def enough(workers: int) -> bool:
+            return share_in_time(work, requests, own, workers, limit) >= self._settings.keep
+
+        return fewest(enough, most)
+
+    def lasting(self, workers: int, cold_s: float) -> bool:
+        """Whether more than ``workers`` would help although they need ``cold_s`` to start.
+
+        More workers help if more work arrives than ``workers`` can do, or if first tokens have
+        been late for longer than ``cold_s``. A shorter burst ends before new workers are ready.
+        Such a burst only prevents the pool from shrinking.
+        """
+        rate = self._rate.value
+        if rate is None:
+            return False
+        tokens, requests = self._history.columns()
+        work = tokens / rate
+        recent = work[-max(1, round(cold_s)) :]
+        if recent.sum() > workers * max(len(recent), cold_s):
+            return True
+        own = np.divide(work, requests, out=np.zeros_like(work), where=requests > 0)
+        limit = self._settings.slo_ttft
+        possible = (requests > 0) & (own <= limit)
+        missed = in_time(work, own, workers, limit) < self._settings.keep
+        late = np.flatnonzero(possible & missed)
+        return bool(len(late)) and late[-1] - late[0] >= cold_s
+
+    def behind(self, target: int, cold_s: float, most: int, *, coming: bool) -> int:
+        """Fewest workers that keep the queue within the limit; 0 if ``target`` is enough.
+
+        The history of arrivals shows a lack of workers only after requests are late, which is one
+        cold start too late. So the present queue is extrapolated with the mean load, until a new
+        worker would be ready and for half the window after that. ``coming``: workers are already
+        starting, so requests that wait for them do not order more.
+        """
+        rate = self._rate.value
+        if rate is None:
+            return 0
+        load = mean_load(self._history.columns()[0] / rate)
+        limit = self._settings.slo_ttft * self._settings.up_margin
+        queue = min(self._waiting / rate, limit * target)  # requests beyond this are late anyway
+        surplus = load - target
+        horizon = cold_s + self._settings.window / 2
+        if surplus <= 0 or queue + surplus * horizon <= limit * target:
+            return 0
+        wanted = math.ceil(load)
+        if not coming:  # enough to finish the queue of that time within the limit
+            late = math.ceil((queue + surplus * cold_s) / limit)
+            wanted = max(wanted, min(late, 2 * wanted))
+        return min(wanted, most)
+
+    def wait(self, workers: int) -> float:
+        """Seconds for ``workers`` to compute all waiting prompts; 0 while the rate is unknown."""
+        rate = self._rate.value
+        return 0.0 if rate is None or not workers else self._waiting / rate / workers
+
+
+def share_in_time(work: Values, requests: Values, own: Values, workers: int, limit: float) -> float:
+    """Share of ``requests`` whose first token ``workers`` compute within ``limit`` seconds.
+
+    Prompts whose own computation exceeds the limit are ignored: more workers cannot help them.
+    """
+    possible = np.where(own <= limit, requests, 0.0)
+    if not possible.sum():
+        return 1.0
+    return float(possible @ in_time(work, own, workers, limit) / possible.sum())
+
+
+def mean_load(work: Values) -> float:
+    """Mean work per second, or 0 with less than thirty seconds of data."""
+    return float(work.mean()) if len(work) >= 30 else 0.0
+
+
+def in_time(work: Values, own: Values, workers: int, limit: float) -> Values:
+    """For the arrivals of each second, the share with a first token within ``limit`` seconds.
+
+    ``work``: arrived work in worker-seconds. ``own``: work of one request. The simulated queue has
+    the order of :mod:`..prefill_worker.start_order`: late prompts start after prompts that can
+    still be in time, except for one start in LATE_TURN.
+    """
+    shares = np.ones(len(work))
+    backlog = late = 0.0
+    for second, (came, alone) in enumerate(zip(work.tolist(), own.tolist(), strict=True)):
+        power = workers * (1 - 1 / LATE_TURN) if late else float(workers)
+        before = backlog + came
+        over = min(came, max(0.0, before - power - workers * max(0.0, limit - alone)))
+        backlog = max(0.0, before - over - power)
+        late = max(0.0, late + over - (workers - (before - over - backlog)))
+        if over:
+            shares[second] = 1 - over / came
+    return shares
+
+
+# --------------------------------------------------------------------------- decode
+
+
+class StepFit:
+    """Fit step seconds as ``base + slope * blocks``, by least squares with fading old samples."""
+
+    def __init__(self, half_life: float = 2000.0) -> None:
+        self._keep = math.exp2(-1 / half_life)
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, blocks: float, seconds: float) -> None:
+        """Add one worker's step: KV blocks in use, and its duration in seconds."""
+        keep = self._keep
+        self._n = self._n * keep + 1
+        self._x = self._x * keep + blocks
+        self._y = self._y * keep + seconds
+        self._xx = self._xx * keep + blocks * blocks
+        self._xy = self._xy * keep + blocks * seconds
+
+    @property
+    def line(self) -> tuple[float, float] | None:
+        """``(base, slope)``, neither negative; None before ten samples."""
+        if self._n < 10:
+            return None
+        x, y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - x * x
+        slope = (self._xy / self._n - x * y) / spread if spread > 1e-3 * x * x else 0.0
+        slope = min(max(0.0, slope), y / x if x > 0 else 0.0)
+        return y - slope * x, slope
+
+
+class DecodeDemand:
+    """History of blocks in use and step times, and the number of workers for them."""
+
+    def __init__(self, settings: ScaleSettings) -> None:
+        self._settings = settings
+        self._history = History(3, settings.window)  # blocks, requests, step seconds
+        self._fit = StepFit()
+        self._capacity = 0.0
+        self.step_s = 0.0
+        """Step seconds of the slowest worker in the last observation."""
+
+    def see(self, workers: Sequence[WorkerSample], now: float) -> None:
+        """Record one observation. All samples are usable."""
+        self.step_s = 0.0
+        total = 0.0
+        for worker in workers:
+            if worker.running and worker.step_s:
+                self._fit.add(worker.kv_used, worker.step_s)
+                self.step_s = max(self.step_s, worker.step_s)
+            total += worker.kv_used
+        self._capacity = min((worker.kv_total for worker in workers), default=0)
+        running = sum(worker.running for worker in workers)
+        waiting = sum(worker.waiting for worker in workers)
+        if running:
+            total *= (running + waiting) / running  # waiting requests hold no blocks yet
+        if self._history.due(now):
+            self._history.add((total, running + waiting, self.step_s), now, amounts=False)
+
+    def needed(
+        self, margin: float, ahead_s: float, most: int, *, spare: bool = False
+    ) -> int | None:
+        """Fewest workers that use at most ``margin`` of the limits; None without enough data.
+
+        ``ahead_s``: extrapolate growth by this many seconds. ``spare``: add headroom for bursts.
+        """
+        line = self._fit.line
+        if not len(self._history) or not self._capacity:
+            return None
+        blocks, requests, steps = self._history.columns()
+        if not requests.sum():
+            return 1
+        if line is None:
+            return None
+        more = growth(blocks, ahead_s) if ahead_s else 1.0
+        more *= headroom(blocks) if spare else 1.0
+        held = blocks * more
+
+        def enough(workers: int) -> bool:
+            share = self._share(held, requests, steps, workers, margin, line)
+            return share >= self._settings.keep
+
+        return fewest(enough, most)
+
+    def can_keep(self, margin: float = 1.0) -> bool:
+        """Whether an empty step meets the ITL target. If not, only KV blocks limit the load."""
+        line = self._fit.line
+        return line is not None and line[0] < self._settings.slo_itl * margin
+
+    def _share(
+        self,
+        blocks: Values,
+        requests: Values,
+        steps: Values,
+        workers: int,
+        margin: float,
+        line: tuple[float, float],
+    ) -> float:
+        """Share of requests that ``workers`` could have served within both limits."""
+        base, slope = line
+        room = self._capacity * self._settings.kv_share * margin / self._settings.up_margin
+        step = np.where(steps > 0, steps, base)
+        per_step = blocks / (workers * np.maximum(step, 1e-9))
+        stays = 1 - per_step * slope
+        held = np.where(stays > 0, per_step * base / np.where(stays > 0, stays, 1.0), np.inf)
+        held = np.maximum(held, 0.0)
+        fits = held <= room
+        if self.can_keep(margin):
+            fits &= base + slope * held <= self._settings.slo_itl * margin
+        return float(requests[fits].sum() / requests.sum())

@@ -1,0 +1,1 @@
+"""Audio codecs: from codebook entries to samples."""

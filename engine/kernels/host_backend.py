@@ -1,0 +1,96 @@
+"""Kernels of text encoders and pictures, which exist only for host memory so far.
+
+Samples of a batch are passed to these kernels one at a time or row by row, so a sample's bits do
+not depend on the other samples. Pictures are ``[height * width, channels]``, channels innermost:
+a convolution is then a product of patches with a packed matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from .audio import AudioBackend
+from .backend import F32, Backend, PackedLinear, Weights
+
+Activation = Literal["silu", "gelu_tanh", "quick_gelu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "quick_gelu")
+
+_PATCH_BYTES = 4 << 20
+"""Patches that are multiplied at once; limits the memory of a convolution."""
+
+
+class HostBackend(AudioBackend, Protocol):
+    """A backend in host memory with the kernels of audio, text encoders and pictures."""
+
+    def dense_attention(self, q: F32, kv: F32, bias: F32 | None, scale: float, out: F32) -> None:
+        """Attention of all rows to all keys.
+
+        ``out[T, H * D] = softmax(scale * q[T, H, D] @ k.T + bias) @ v``; ``kv[2, H, S, D]`` are
+        keys and values; ``bias[1 or H, T, S]`` may contain -inf. One sample per call.
+        """
+        ...
+
+    def activate(self, x: F32, kind: Activation, out: F32) -> None:
+        """``out[T, F] = x * sigmoid(u)``; ``out`` may be ``x``.
+
+        ``u``: ``x`` (silu), ``1.702 x`` (quick_gelu), or ``sqrt(8 / pi) (x + 0.044715 x^3)``
+        (gelu_tanh).
+        """
+        ...
+
+    def add_scaled(self, x: F32, scale: F32, residual: F32) -> None:
+        """``residual[T, H] += x[T, H] * scale[H]`` in place."""
+        ...
+
+    def group_norm(
+        self, x: F32, groups: int, weight: F32, bias: F32, eps: float, silu: bool, out: F32
+    ) -> None:
+        """Normalise ``x[P, C]`` over all rows and the channels of each group.
+
+        ``out = (x - mean) / sqrt(variance + eps) * weight + bias``, then silu if requested. One
+        sample per call.
+        """
+        ...
+
+
+def pack_conv(backend: Backend, weight: Weights, bias: F32) -> PackedLinear:
+    """Pack convolution weights ``[out, in, k, k]`` for :func:`conv2d`."""
+    rows = np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(len(weight), -1)
+    return backend.pack_linear([rows], bias)
+
+
+def conv2d(
+    backend: Backend, x: F32, weight: PackedLinear, kernel: int, out: F32, *, scale: int = 1
+) -> None:
+    """Convolve ``x[H, W, C]`` with stride 1 and zero padding into ``out[sH, sW, O]``.
+
+    ``scale``: the input is enlarged by repeating each pixel ``scale`` times in both directions
+    before the convolution. Raises ValueError for shapes that do not fit.
+    """
+    height, width, channels = x.shape
+    columns = kernel * kernel * channels
+    if weight.in_features != columns or kernel % 2 == 0:
+        raise ValueError(f"a weight of {weight.in_features} columns is not one of {columns}")
+    if out.shape != (height * scale, width * scale, weight.out_features):
+        raise ValueError(f"out has shape {out.shape}")
+    if kernel == 1 and scale == 1:
+        backend.linear(x.reshape(-1, channels), weight, out.reshape(-1, weight.out_features))
+        return
+    margin, wide = kernel // 2, width * scale
+    step = max(1, _PATCH_BYTES // (4 * columns * wide))
+    space = np.empty((min(step, len(out)) * wide, columns), np.float32)
+    across = np.arange(-margin, wide + margin)
+    for top in range(0, len(out), step):
+        rows = min(step, len(out) - top)
+        down = np.arange(top - margin, top + rows + margin)
+        source = np.zeros((len(down), len(across), channels), np.float32)
+        source[np.ix_((down >= 0) & (down < len(out)), (across >= 0) & (across < wide))] = x[
+            np.ix_(down[(down >= 0) & (down < len(out))] // scale, np.arange(wide) // scale)
+        ]
+        windows = sliding_window_view(source, (kernel, kernel), axis=(0, 1))
+        patches = space[: rows * wide]
+        patches.reshape(rows, wide, kernel, kernel, channels)[:] = windows.transpose(0, 1, 3, 4, 2)
+        backend.linear(patches, weight, out[top : top + rows].reshape(rows * wide, -1))

@@ -1,0 +1,204 @@
+"""The vision part of a model's configuration: its tower, its pixels, and its rope sections."""
+
+from __future__ import annotations
+
+from math import isqrt
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ...proto.errors import CheckpointError
+from ...proto.limits import MAX_LAYERS, MAX_SIZE
+from .safetensors import read_json
+
+Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
+Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+Triple = tuple[float, float, float]
+
+QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
+QWEN3_VL = "Qwen3VLForConditionalGeneration"
+
+_CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
+
+
+class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a vision tower, and how pixels become numbers.
+
+    ``patch_size``: pixels of a patch's side. ``merge_size``: patches of a token's side.
+    ``window_size``: pixels of a window's side, 0 without windows. ``full_layers``: layers in which
+    a patch attends to the whole image instead of its window. ``rope_theta``: base of the tower's
+    rotary positions. ``image_mean``, ``image_std``: per channel, of pixels times
+    ``rescale_factor``. ``side``: of the square table of learned positions, 0 without.
+    ``deep_layers``: layers of the tower whose features are added after the decoder's first layers.
+    ``layer_norm``: LayerNorm, and an MLP with GELU, instead of RMSNorm and a gated MLP with SiLU.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    out_hidden_size: int
+    window_size: int
+    full_layers: tuple[int, ...]
+    rope_theta: float
+    image_mean: Triple
+    image_std: Triple
+    rescale_factor: float
+    side: int = 0
+    deep_layers: tuple[int, ...] = ()
+    layer_norm: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.hidden_size // self.num_heads
+
+
+class _RawVision(msgspec.Struct, kw_only=True):
+    """The keys read from ``vision_config``; other keys are ignored."""
+
+    depth: Layers
+    hidden_size: Size
+    intermediate_size: Size
+    num_heads: Size = 16
+    patch_size: Size
+    temporal_patch_size: Size = 2
+    spatial_merge_size: Size = 2
+    out_hidden_size: Size = 3584
+    window_size: Size = 112
+    fullatt_block_indexes: list[int] = msgspec.field(default_factory=lambda: [7, 15, 23, 31])
+    num_position_embeddings: Size = 2304
+    deepstack_visual_indexes: list[int] = msgspec.field(default_factory=lambda: [8, 16, 24])
+    hidden_act: str
+    in_channels: int = 3
+    rope_parameters: dict[str, Any] | None = None
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    QWEN2_5_VL: {
+        "depth": 32,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "patch_size": 14,
+        "hidden_act": "silu",
+    },
+    QWEN3_VL: {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+}
+"""The defaults of transformers for missing keys, by architecture."""
+
+
+class _RawImages(msgspec.Struct, kw_only=True):
+    """The keys read from the image processor's config."""
+
+    image_mean: Triple = _CLIP_MEAN
+    image_std: Triple = _CLIP_STD
+    rescale_factor: float = 1 / 255
+    do_rescale: bool = True
+    do_normalize: bool = True
+
+
+def parse_vision(raw: dict[str, Any], architecture: str, folder: Path | None) -> VisionConfig:
+    """Read the tower's shape from config.json's object and the pixels' scale from ``folder``.
+
+    Raises CheckpointError or msgspec.ValidationError for settings that are not supported.
+    """
+    given = msgspec.convert(raw.get("vision_config") or {}, dict[str, Any])
+    fields = msgspec.convert({**_DEFAULTS[architecture], **given}, _RawVision)
+    images = _images(folder)
+    rope = fields.rope_parameters or {}
+    _refuse(fields, architecture, rope)
+    if not images.do_rescale or not images.do_normalize or min(images.image_std) <= 0:
+        raise CheckpointError("preprocessor_config.json: pixels must be rescaled and normalized")
+    deep = architecture == QWEN3_VL
+    return VisionConfig(
+        depth=fields.depth,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_heads=fields.num_heads,
+        patch_size=fields.patch_size,
+        temporal_patch_size=fields.temporal_patch_size,
+        merge_size=fields.spatial_merge_size,
+        out_hidden_size=fields.out_hidden_size,
+        window_size=0 if deep else fields.window_size,
+        full_layers=tuple(range(fields.depth) if deep else fields.fullatt_block_indexes),
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        image_mean=images.image_mean,
+        image_std=images.image_std,
+        rescale_factor=images.rescale_factor,
+        side=isqrt(fields.num_position_embeddings) if deep else 0,
+        deep_layers=tuple(fields.deepstack_visual_indexes) if deep else (),
+        layer_norm=deep,
+    )
+
+
+def _refuse(fields: _RawVision, architecture: str, rope: dict[str, Any]) -> None:
+    """Reject settings that would silently change the features."""
+    if fields.hidden_act != _DEFAULTS[architecture]["hidden_act"] or fields.in_channels != 3:
+        raise CheckpointError(
+            f"config.json: unsupported vision_config: hidden_act '{fields.hidden_act}', "
+            f"{fields.in_channels} channels"
+        )
+    if rope.get("rope_type", "axial") != "axial":
+        raise CheckpointError(f"config.json: unsupported vision rope '{rope['rope_type']}'")
+    if fields.hidden_size % (4 * fields.num_heads):
+        raise CheckpointError(
+            f"config.json: {fields.num_heads} heads of the tower do not divide "
+            f"{fields.hidden_size} channels in quarters"
+        )
+    if architecture == QWEN3_VL:
+        deep = fields.deepstack_visual_indexes
+        if isqrt(fields.num_position_embeddings) ** 2 != fields.num_position_embeddings:
+            raise CheckpointError("config.json: num_position_embeddings must be a square number")
+        if len(set(deep)) != len(deep) or not all(0 <= i < fields.depth for i in deep):
+            raise CheckpointError(
+                f"config.json: deepstack_visual_indexes {deep} are not layers of the tower"
+            )
+    elif fields.window_size // fields.patch_size // fields.spatial_merge_size < 1:
+        raise CheckpointError("config.json: a window of the tower is smaller than a token")
+
+
+def rope_axes(raw: dict[str, Any], architecture: str, head_dim: int) -> tuple[int, ...]:
+    """Return which rope position turns each pair of channels: 0 time, 1 row, 2 column.
+
+    ``raw``: the object with the rope settings. The sections of Qwen2.5-VL follow each other, those
+    of Qwen3-VL are interleaved. Raises CheckpointError if the sections do not cover the head's
+    ``head_dim / 2`` pairs.
+    """
+    nested = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    usual = [24, 20, 20] if architecture == QWEN3_VL else [16, 24, 24]
+    sections = msgspec.convert(nested.get("mrope_section", usual), tuple[int, int, int])
+    pairs = head_dim // 2
+    if min(sections) < 0 or sum(sections) != pairs:
+        raise CheckpointError(
+            f"config.json: mrope_section {list(sections)} does not cover {pairs} pairs"
+        )
+    if architecture != QWEN3_VL:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * pairs
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], pairs), 3):
+            axes[pair] = axis
+    return tuple(axes)
+
+
+def _images(folder: Path | None) -> _RawImages:
+    """Read the image processor's settings, in the file of the hub or of transformers 5."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = None if folder is None else folder / name
+        if path is not None and path.is_file():
+            raw = read_json(path)
+            nested = raw.get("image_processor")
+            return msgspec.convert(nested if isinstance(nested, dict) else raw, _RawImages)
+    return _RawImages()

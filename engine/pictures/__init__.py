@@ -1,0 +1,1 @@
+"""Pictures from text: encoders, Flux transformer, sampler, VAE decoder and their pipeline."""

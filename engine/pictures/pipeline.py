@@ -1,0 +1,265 @@
+"""Picture requests in two halves, as the two pools compute them.
+
+:class:`PromptEncoder` is the prefill side: a request becomes named arrays, its whole state.
+:class:`Denoiser` is the decode side: steps over batches of pictures, then pixels. A picture's bits
+depend on its request and state alone, not on the batch or the step at which it was resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from ...proto.contexts.pixels import PixelContext
+from ...proto.contexts.tokens import TokenBuffer
+from ...proto.errors import InputError
+from ...proto.picture_requests import check_picture, picture_seed
+from ..kernels.backend import F32
+from ..kernels.host_backend import HostBackend
+from ..models.weights import Progress
+from .clip import ClipTextEncoder
+from .flux import FluxInputs, FluxTransformer
+from .folder import PictureFolder
+from .sampler import euler_step, guided, normals, sigmas_of, unpack_latents
+from .t5 import T5Encoder
+from .vae import VaeDecoder, to_pixels
+
+StateArrays = dict[str, F32]
+"""``prompt`` ``[T, joint_attention_dim]`` and ``pooled`` ``[pooled_projection_dim]``, with true CFG
+also ``negative_prompt`` and ``negative_pooled``."""
+
+NOISE_STREAM = 0x4E4F4953
+"""Philox stream of a picture's noise; sampled tokens use other streams."""
+
+MAX_SAMPLES = 8
+"""Samples of one call of the transformer, if no other number is chosen."""
+
+MAX_TOKENS = 1 << 15
+"""Tokens of all samples of one call, text and image; limits the memory of a step. One sample is
+computed always: the largest has about half as many."""
+
+
+class PromptEncoder:
+    """The text encoders of a picture model. Not thread-safe."""
+
+    def __init__(
+        self, folder: PictureFolder, backend: HostBackend, on_progress: Progress | None = None
+    ) -> None:
+        self.clip = ClipTextEncoder(folder.part("text_encoder"), folder.clip, backend, on_progress)
+        self.t5 = T5Encoder(folder.part("text_encoder_2"), folder.t5, backend, on_progress)
+
+    def encode(self, context: PixelContext) -> StateArrays:
+        """Return the state that the denoising steps need. Raises InputError for a bad request."""
+        check_picture(context)
+        state: StateArrays = {}
+        state["prompt"], state["pooled"] = self._encode(context, "")
+        if uses_negative(context):
+            pair = self._encode(context, "negative_")
+            state["negative_prompt"], state["negative_pooled"] = pair
+        return state
+
+    def _encode(self, context: PixelContext, prefix: str) -> tuple[F32, F32]:
+        first = _ids(getattr(context, f"{prefix}tokens"), f"{prefix}tokens")
+        second = _ids(getattr(context, f"{prefix}tokens_2"), f"{prefix}tokens_2")
+        return self.t5.encode(second), self.clip.pooled([first])[0]
+
+
+def uses_negative(context: PixelContext) -> bool:
+    """Whether a negative prompt takes effect: true CFG is on and the request has one."""
+    given = context.negative_tokens is not None or context.negative_tokens_2 is not None
+    return context.true_cfg_scale > 1 and given
+
+
+def _ids(buffer: TokenBuffer | None, name: str) -> npt.NDArray[np.int32]:
+    if buffer is None:
+        raise InputError(f"{name} are missing; this model reads a prompt with two text encoders")
+    ids = buffer.all
+    if len(ids) and (ids.min() < 0 or ids.max() >= 1 << 31):
+        raise InputError(f"{name}: a token id does not fit 32 bits")
+    return ids.astype(np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Drawing:
+    """A picture between its steps.
+
+    ``latents`` ``[tokens, channels]`` are those before step ``step``. ``sigmas`` ``[steps + 1]``.
+    ``rows``, ``columns``: of latent tokens.
+    """
+
+    context: PixelContext
+    state: StateArrays
+    sigmas: F32
+    latents: F32
+    rows: int
+    columns: int
+    step: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are computed."""
+        return self.step == len(self.sigmas) - 1
+
+    @property
+    def progress(self) -> float:
+        """Fraction of the steps that are computed."""
+        return self.step / (len(self.sigmas) - 1)
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One input of the transformer: a drawing with its prompt or its negative prompt."""
+
+    drawing: Drawing
+    prompt: F32
+    pooled: F32
+    noise: F32 = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Samples of one shape are computed together."""
+        return self.drawing.rows, self.drawing.columns, len(self.prompt)
+
+
+class Denoiser:
+    """Transformer and VAE of a picture model. Not thread-safe.
+
+    ``max_samples``: samples that one call of the transformer computes. A picture with true CFG
+    has two.
+    """
+
+    def __init__(
+        self,
+        folder: PictureFolder,
+        backend: HostBackend,
+        on_progress: Progress | None = None,
+        *,
+        max_samples: int = MAX_SAMPLES,
+    ) -> None:
+        self._folder, self._max_samples = folder, max_samples
+        self.flux = FluxTransformer(folder.part("transformer"), folder.flux, backend, on_progress)
+        self.vae = VaeDecoder(folder.part("vae"), folder.vae, backend, on_progress)
+
+    def start(
+        self,
+        context: PixelContext,
+        state: StateArrays,
+        *,
+        step: int = 0,
+        latents: F32 | None = None,
+    ) -> Drawing:
+        """Return the drawing of a request before its first step.
+
+        ``step`` and ``latents`` ``[tokens, channels]`` resume it before a later step. Without
+        latents the noise is the request's own, else a function of its seed; without a seed, of
+        its id. Raises InputError for a request or state that does not fit the model.
+        """
+        check_picture(context)
+        self._check_state(context, state)
+        unit = self._folder.pixels_per_token
+        if context.height % unit or context.width % unit:
+            raise InputError(f"height and width must be multiples of {unit} for this model")
+        rows, columns = context.height // unit, context.width // unit
+        steps, tokens = context.num_inference_steps, rows * columns
+        sigmas = sigmas_of(steps, tokens, self._folder.scheduler)
+        if not 0 <= step <= steps or (step > 0 and latents is None):
+            raise InputError(f"a drawing of {steps} steps cannot be resumed at step {step}")
+        if latents is None:
+            latents = context.latents if context.latents.size else self._noise(context, tokens)
+        channels = self._folder.flux.in_channels
+        if latents.shape != (tokens, channels) or latents.dtype.kind != "f":
+            raise InputError(f"latents must be floats [{tokens}, {channels}], not {latents.shape}")
+        own = latents.astype(np.float32)
+        return Drawing(context, state, sigmas, own, rows, columns, step)
+
+    def step(self, batch: Sequence[Drawing]) -> None:
+        """Compute the next step of every unfinished drawing.
+
+        A drawing that is left out of later batches is aborted; nothing else refers to it.
+        """
+        active = [drawing for drawing in batch if not drawing.is_done]
+        samples = [list(_samples(drawing)) for drawing in active]
+        for group in self._groups([sample for both in samples for sample in both]):
+            self._execute(group)
+        for drawing, both in zip(active, samples, strict=True):
+            noise = both[0].noise
+            if len(both) == 2:
+                noise = guided(noise, both[1].noise, drawing.context.true_cfg_scale)
+            at = drawing.step
+            drawing.latents = euler_step(
+                drawing.latents, noise, drawing.sigmas[at], drawing.sigmas[at + 1]
+            )
+            drawing.step += 1
+
+    def finish(self, drawing: Drawing) -> npt.NDArray[np.uint8]:
+        """Return the pixels ``[height, width, 3]`` of a finished drawing; else ValueError."""
+        if not drawing.is_done:
+            raise ValueError(f"step {drawing.step} of {len(drawing.sigmas) - 1} is next")
+        latents = unpack_latents(drawing.latents, drawing.rows, drawing.columns)
+        return to_pixels(self.vae.decode(np.ascontiguousarray(latents)))
+
+    def _noise(self, context: PixelContext, tokens: int) -> F32:
+        seed = picture_seed(context)
+        if seed is None:
+            digest = blake2b(context.request_id.value.encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little")
+        channels = self._folder.flux.in_channels
+        return normals(seed, tokens * channels, NOISE_STREAM).reshape(tokens, channels)
+
+    def _check_state(self, context: PixelContext, state: StateArrays) -> None:
+        names = {"prompt", "pooled"}
+        if uses_negative(context):
+            names |= {"negative_prompt", "negative_pooled"}
+        if state.keys() != names:
+            raise InputError(f"the state has {sorted(state)}, not {sorted(names)}")
+        config = self._folder.flux
+        for name, array in state.items():
+            pooled = name.endswith("pooled")
+            width = config.pooled_projection_dim if pooled else config.joint_attention_dim
+            fits = array.ndim == (1 if pooled else 2) and array.size and array.shape[-1] == width
+            if not fits or array.dtype != np.float32:
+                raise InputError(f"{name} of the state is {array.dtype} of shape {array.shape}")
+
+    def _groups(self, samples: Sequence[_Sample]) -> Iterator[list[_Sample]]:
+        """Yield samples of one shape, as many together as the limits allow."""
+        by_shape: dict[tuple[int, int, int], list[_Sample]] = {}
+        for sample in samples:
+            by_shape.setdefault(sample.shape, []).append(sample)
+        for (rows, columns, text), same in by_shape.items():
+            count = max(1, min(self._max_samples, MAX_TOKENS // (rows * columns + text)))
+            for at in range(0, len(same), count):
+                yield same[at : at + count]
+
+    def _execute(self, group: list[_Sample]) -> None:
+        drawings = [sample.drawing for sample in group]
+        train = np.float32(self._folder.scheduler.num_train_timesteps)
+        levels = np.array([d.sigmas[d.step] for d in drawings], np.float32)
+        noise = self.flux.execute(
+            FluxInputs(
+                latents=np.stack([d.latents for d in drawings]),
+                prompts=np.stack([sample.prompt for sample in group]),
+                pooled=np.stack([sample.pooled for sample in group]),
+                timesteps=levels * train,
+                guidance=np.array([_guidance(d.context) for d in drawings], np.float32),
+                rows=drawings[0].rows,
+                columns=drawings[0].columns,
+            )
+        )
+        for sample, part in zip(group, noise, strict=True):
+            sample.noise = part
+
+
+def _samples(drawing: Drawing) -> Iterator[_Sample]:
+    state = drawing.state
+    yield _Sample(drawing, state["prompt"], state["pooled"])
+    if "negative_prompt" in state:
+        yield _Sample(drawing, state["negative_prompt"], state["negative_pooled"])
+
+
+def _guidance(context: PixelContext) -> float:
+    given = context.guidance
+    return context.guidance_scale if given is None else float(given.reshape(-1)[0])

@@ -1,0 +1,145 @@
+"""The answer to one HTTP request, written to its connection without coroutines.
+
+ASGI sends each part of an answer through a chain of coroutines, which costs more than making an
+event of a stream. Routes with much traffic write by an :class:`Exchange` instead, and the others by
+ASGI's ``send``. A request has one answer, by either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from ..proto.errors import InternalError
+
+_KEY: Final = "baton.exchange"
+_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n%b"
+_EVENTS = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"cache-control: no-cache\r\nx-accel-buffering: no\r\ntransfer-encoding: chunked\r\n%b\r\n"
+)
+_CHUNK = b"%x\r\n%b\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+
+Callback = Callable[[], object]
+
+
+class Exchange:
+    """One request and its answer. ``cycle``: uvicorn's state of them.
+
+    ``headers``: header lines that the answer has besides its own. ``status``: 0 before the answer.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._flow = cycle.flow
+        self._on_gone: Callback | None = None
+        self._on_room: Callback | None = None
+        self.headers = b""
+        self.status = 0
+
+    @classmethod
+    def of(cls, scope: Scope) -> Exchange:
+        """Return the exchange of a request. Raises InternalError under another server."""
+        exchange = cls.find(scope)
+        if exchange is None:
+            raise InternalError("this route needs the gateway's own HTTP server")
+        return exchange
+
+    @staticmethod
+    def find(scope: Scope) -> Exchange | None:
+        """Return the exchange of a request, or None under another server."""
+        exchange: Exchange | None = scope.get(_KEY)
+        return exchange
+
+    @classmethod
+    def begin(cls, cycle: RequestResponseCycle) -> Exchange:
+        """Return a new exchange, which the request's scope then has."""
+        scope: Scope = cycle.scope  # type: ignore[assignment]  # a TypedDict without this key
+        exchange = scope[_KEY] = cls(cycle)
+        return exchange
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole answer was written."""
+        return self._cycle.response_complete
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client reads too slowly, so that no event should be written now."""
+        return self._flow.write_paused
+
+    # ------------------------------------------------------------------ the connection
+
+    def watch(self, on_gone: Callback, on_room: Callback) -> None:
+        """Call ``on_gone`` if the client closes its connection, also if it has done so already.
+
+        Call ``on_room`` when events can be written again after :attr:`is_full`.
+        """
+        self._on_gone, self._on_room = on_gone, on_room
+        if self._cycle.disconnected:
+            self.gone()
+        else:
+            self._flow.resume_reading()  # paused by a large body: no end would be noticed
+
+    def unwatch(self) -> None:
+        """Call none of the watchers any more."""
+        self._on_gone = self._on_room = None
+
+    def gone(self) -> None:
+        """The client has closed its connection."""
+        self._cycle.disconnected = True
+        if self._on_gone is not None:
+            self._on_gone()
+
+    def has_room(self) -> None:
+        """Events can be written again."""
+        if self._on_room is not None:
+            self._on_room()
+
+    # ------------------------------------------------------------------ the answer
+
+    def respond(self, body: bytes) -> None:
+        """Answer with JSON and status 200."""
+        self._begin()
+        self._write(_JSON % (len(body), self._lines(), body))
+        self._complete()
+
+    def event(self, content: bytes) -> None:
+        """Write events of a stream; the first ones begin the answer."""
+        chunk = _CHUNK % (len(content), content)
+        self._write(chunk if self.status else self._opening() + chunk)
+
+    def last_event(self, content: bytes) -> None:
+        """Write the last events of a stream."""
+        chunk = _CHUNK % (len(content), content) + _LAST_CHUNK
+        self._write(chunk if self.status else self._opening() + chunk)
+        self._complete()
+
+    def _opening(self) -> bytes:
+        self._begin()
+        return _EVENTS % self._lines()
+
+    def _lines(self) -> bytes:
+        return self.headers if self._cycle.keep_alive else self.headers + b"connection: close\r\n"
+
+    def _begin(self) -> None:
+        self.status = 200
+        self._cycle.response_started = True
+        self._cycle.waiting_for_100_continue = False
+
+    def _write(self, data: bytes) -> None:
+        if not self._cycle.disconnected and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _complete(self) -> None:
+        cycle = self._cycle
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self._transport.close()
+        cycle.on_response()

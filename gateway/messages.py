@@ -1,0 +1,123 @@
+"""Converts messages of requests to the form that chat templates expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from .errors import ParameterError
+
+ImageUrl = tuple[str, str]
+"""Name of the field, as ``messages[0].content[1].image_url.url``, and the URL in it."""
+
+
+def messages_of(
+    messages: Sequence[dict[str, Any]], images: list[ImageUrl] | None = None
+) -> list[dict[str, Any]]:
+    """Return messages whose contents are texts, and the arguments of whose calls are objects.
+
+    ``images``: gets the URLs of images, in order; such contents stay lists, with parts of type
+    image. None: images are refused. Raises ParameterError, which names the message.
+    """
+    return [_message(message, f"messages[{at}]", images) for at, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], place: str, images: list[ImageUrl] | None) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise ParameterError(f"{place}.role must be text", f"{place}.role")
+    if message.get("function_call") is not None:
+        raise ParameterError(
+            f"{place}.function_call is not supported: use tool_calls", f"{place}.function_call"
+        )
+    changed = dict(message)
+    if message["role"] == "developer":
+        changed["role"] = "system"  # the name that chat templates know
+    content = message.get("content")
+    if isinstance(content, list):
+        changed["content"] = _content_of(content, f"{place}.content", images)
+    elif not isinstance(content, str | None):
+        raise ParameterError(f"{place}.content must be text or parts of text", f"{place}.content")
+    calls = message.get("tool_calls")
+    if calls:
+        changed["tool_calls"] = _calls_of(calls, f"{place}.tool_calls")
+        if content is None:
+            changed["content"] = ""  # templates join it to texts
+    return changed
+
+
+def _content_of(
+    parts: list[Any], place: str, images: list[ImageUrl] | None
+) -> str | list[dict[str, str]]:
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+    if images is None or "image_url" not in kinds:
+        return _text_of(parts, place)
+    found: list[dict[str, str]] = []
+    for at, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
+        if kind == "image_url":
+            images.append(_image_url(part, f"{place}[{at}].image_url"))
+            found.append({"type": "image"})
+        else:
+            found.append({"type": "text", "text": _text_of([part], place)})
+    return found
+
+
+def _image_url(part: dict[str, Any], place: str) -> ImageUrl:
+    value = part.get("image_url")
+    value = {"url": value} if isinstance(value, str) else value
+    if not isinstance(value, dict) or not isinstance(value.get("url"), str):
+        raise ParameterError(f"{place}.url must be text", f"{place}.url")
+    if unknown := value.keys() - {"url", "detail"}:
+        name = f"{place}.{min(unknown)[:80]}"
+        raise ParameterError(f"{name} is not a known parameter", name)
+    if value.get("detail") not in (None, "auto", "high"):
+        text = f"{place}.detail must be auto or high: send a smaller image for less detail"
+        raise ParameterError(text, f"{place}.detail")
+    return f"{place}.url", value["url"]
+
+
+def _text_of(parts: list[Any], place: str) -> str:
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ParameterError(
+                f"{place}: only parts of type text are taken here, not {kind!r}", place
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _calls_of(calls: object, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise ParameterError(f"{place} must be a list of calls", place)
+    return [_call_of(call, f"{place}[{at}]") for at, call in enumerate(calls)]
+
+
+def _call_of(call: object, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise ParameterError(f"{place}.function must be an object", f"{place}.function")
+    if not isinstance(function.get("name"), str):
+        raise ParameterError(f"{place}.function.name must be text", f"{place}.function.name")
+    arguments = arguments_of(function.get("arguments"), f"{place}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def arguments_of(given: object, place: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object, also from its JSON text.
+
+    Raises ParameterError, which names the ``place``.
+    """
+    arguments = _decoded(given) if isinstance(given, str) else given
+    if not isinstance(arguments, dict):
+        raise ParameterError(f"{place} must be the JSON text of an object", place)
+    return arguments
+
+
+def _decoded(text: str) -> object:
+    try:
+        return msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return None

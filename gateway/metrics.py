@@ -1,0 +1,165 @@
+"""What a gateway counts: HTTP requests by route and status, and the latencies that clients see.
+
+A :class:`Clock` measures one HTTP request. Its time begins when the request's head has arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextvars import ContextVar
+
+from ..client.output import Output
+from ..runtime.metrics.families import (
+    GAP_S,
+    LATENCY_S,
+    TOKENS,
+    Family,
+    Histogram,
+    Labels,
+    counter,
+    gauge,
+    histogram,
+)
+
+CLIENT_GONE = 499
+"""Status in the metrics of a request whose client closed the connection before the answer's end."""
+_now = time.perf_counter
+
+
+class Clock:
+    """Measures one HTTP request, whose outputs may belong to several native requests.
+
+    ``streams``: the answer is sent as events, so the client sees each output's time.
+    """
+
+    __slots__ = ("_began", "_first", "_metrics", "_outputs", "streams")
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._began = _now()
+        self._first = 0.0
+        self._outputs: dict[int, OutputTimes] = {}  # by native request
+        self.streams = False
+
+    def outputs(self, index: int) -> OutputTimes:
+        """Return what measures the outputs of the native request with this index."""
+        found = self._outputs.get(index)
+        if found is None:
+            found = self._outputs[index] = OutputTimes(self, self._metrics)
+        return found
+
+    def began(self, now: float) -> None:
+        """Note the first output of a native request."""
+        self._first = self._first or now
+
+    def ended(self, route: str, status: int) -> None:
+        """Note the end of the HTTP request."""
+        metrics = self._metrics
+        metrics.running -= 1
+        metrics.requests[route, str(status)] += 1
+        if self._first:
+            metrics.durations.observe(_now() - self._began)
+            if self.streams:
+                metrics.first_tokens.observe(self._first - self._began)
+
+
+class OutputTimes:
+    """Measures the outputs of one native request."""
+
+    __slots__ = ("_clock", "_first", "_last", "_metrics", "_tokens")
+
+    def __init__(self, clock: Clock, metrics: GatewayMetrics) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self._first = self._last = 0.0  # 0 before the first output
+        self._tokens = 0
+
+    def took(self, output: Output) -> None:
+        """Note an output, which has just arrived."""
+        metrics, now, count = self._metrics, _now(), len(output.tokens)
+        metrics.generated_tokens += count
+        self._tokens += count
+        if not self._last:
+            metrics.prompt_tokens += output.position
+            metrics.prompts.observe(output.position)
+            self._first = now
+            self._clock.began(now)
+        elif count and self._clock.streams:
+            metrics.gaps.observe(now - self._last)
+        self._last = now
+        if output.final_status is not None:
+            metrics.generated.observe(self._tokens)
+            if self._tokens > 1:
+                metrics.per_token.observe((now - self._first) / (self._tokens - 1))
+
+
+current_clock: ContextVar[Clock | None] = ContextVar("current_clock", default=None)
+"""The clock of the HTTP request that the running task serves."""
+
+
+class GatewayMetrics:
+    """Numbers since the gateway's start."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.requests: Counter[tuple[str, str]] = Counter()  # by route and status
+        self.prompt_tokens = self.generated_tokens = 0
+        self.first_tokens = Histogram(LATENCY_S)
+        self.gaps = Histogram(GAP_S)
+        self.per_token = Histogram(GAP_S)
+        self.durations = Histogram(LATENCY_S)
+        self.prompts = Histogram(TOKENS)
+        self.generated = Histogram(TOKENS)
+
+    def begin(self) -> Clock:
+        """Start the clock of an HTTP request, which becomes the current one of this task."""
+        self.running += 1
+        clock = Clock(self)
+        current_clock.set(clock)
+        return clock
+
+    def families(self) -> list[Family]:
+        """Return the metrics for Prometheus."""
+        requests: dict[Labels, float] = dict(self.requests.items())
+        return [
+            gauge("baton_gateway_requests_running", "HTTP requests that run.", self.running),
+            counter(
+                "baton_gateway_requests_total",
+                "HTTP requests that ended, by route and status; 499: the client went away.",
+                requests,
+                ("route", "code"),
+            ),
+            counter(
+                "baton_gateway_prompt_tokens_total",
+                "Prompt tokens of requests with a first token.",
+                self.prompt_tokens,
+            ),
+            counter(
+                "baton_gateway_generated_tokens_total", "Tokens of answers.", self.generated_tokens
+            ),
+            histogram(
+                "baton_gateway_time_to_first_token_seconds",
+                "Time from the arrival of a request to its first token, of streamed answers.",
+                self.first_tokens,
+            ),
+            histogram(
+                "baton_gateway_inter_token_latency_seconds",
+                "Time between two outputs of a streamed answer.",
+                self.gaps,
+            ),
+            histogram(
+                "baton_gateway_time_per_output_token_seconds",
+                "Mean time per token after the first one, of finished answers.",
+                self.per_token,
+            ),
+            histogram(
+                "baton_gateway_request_duration_seconds",
+                "Time from arrival to end of requests that generated tokens.",
+                self.durations,
+            ),
+            histogram("baton_gateway_request_prompt_tokens", "Length of prompts.", self.prompts),
+            histogram(
+                "baton_gateway_request_generated_tokens", "Length of answers.", self.generated
+            ),
+        ]

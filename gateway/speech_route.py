@@ -1,0 +1,153 @@
+"""``POST /v1/audio/speech``: audio as it is generated.
+
+The gateway decodes the audio tokens, so it needs the codec in the model's folder on its machine.
+The response begins with the first chunk of audio: an error up to there has its own status. After a
+later error the connection ends before the body does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from ..client.speech import Audio
+from ..engine.audio.chunks import load_audio
+from ..engine.audio.pcm import pcm16, wav_header
+from ..proto.contexts.speech import TTSContext
+from ..proto.errors import InputError, RequestCancelled
+from ..proto.sampling import SamplingParams
+from .bodies import Body, BodyReader, Count, Refused
+from .errors import ParameterError, RouteNotFound
+from .served import Served, name_of, origin_of, read_body
+from .streams import unless_gone
+
+MAX_INPUT_CHARS = 4096
+DEFAULT_TOKENS = 2048
+FORMATS = {"wav": b"audio/wav", "pcm": b"audio/pcm"}
+"""Content types of the formats that are written."""
+Chunks = AsyncGenerator[npt.NDArray[np.float32], None]
+
+
+class SpeechBody(Body, kw_only=True):
+    """``POST /v1/audio/speech``. ``max_tokens``: audio tokens, seven per frame."""
+
+    input: str
+    voice: str | None = None
+    response_format: Literal["wav", "pcm", "mp3", "opus", "aac", "flac"] | None = "wav"
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+
+    # Accepted with their neutral values only; see SPEECH_REFUSED.
+    speed: Any = None
+    instructions: Any = None
+    stream_format: Any = None
+
+
+SPEECH_REFUSED: Refused = {
+    "speed": ((1, 1.0), "the model decides the speed"),
+    "instructions": (("",), "the model takes none"),
+    "stream_format": (("audio",), "audio is streamed as the body"),
+}
+_reader = BodyReader(SpeechBody, SPEECH_REFUSED)
+_SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos")
+
+
+async def speech(request: Request) -> AudioResponse:
+    """``POST /v1/audio/speech``. Raises RouteNotFound if the model does not speak."""
+    served = Served.of(request)
+    model = await served.model()
+    if TTSContext.__name__ not in model.card.kinds:
+        raise RouteNotFound(f"{request.url.path}: this cluster serves no speech model")
+    body = _reader.read(await read_body(request))
+    await served.model(body.model)
+    form = body.response_format or "wav"
+    if form not in FORMATS:
+        raise ParameterError(
+            f"response_format {form} is not supported, only {' and '.join(FORMATS)} are",
+            "response_format",
+        )
+    if len(body.input) > MAX_INPUT_CHARS:
+        text = f"input has {len(body.input)} characters, at most {MAX_INPUT_CHARS} are allowed"
+        raise ParameterError(text, "input")
+    params = _sampling_of(body)
+    audio = await served.audio(_load)
+    options = origin_of(request)
+    options["request_id"] = name_of("speech", request)
+    target = request.headers.get("x-target-endpoint")
+    if target:
+        options["target_endpoint"] = target
+    chunks = served.client.speak(body.input, params, audio=audio, voice=body.voice, **options)
+    return await AudioResponse.begin(request.receive, chunks, form, audio.sample_rate)
+
+
+def _load(folder: str) -> Audio:
+    return load_audio(folder)[1]
+
+
+def _sampling_of(body: SpeechBody) -> SamplingParams:
+    given = {name: getattr(body, name) for name in _SAME}
+    given["max_new_tokens"] = body.max_tokens or DEFAULT_TOKENS
+    try:
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except InputError as error:
+        name = str(error).split(" ", 1)[0]
+        name = "max_tokens" if name == "max_new_tokens" else name
+        raise ParameterError(str(error).replace("max_new_tokens", name, 1), name) from None
+
+
+class AudioResponse:
+    """Chunks of audio as the body of a response, an ASGI application."""
+
+    def __init__(self, first: bytes, chunks: Chunks, form: str) -> None:
+        self._first = first
+        self._chunks = chunks
+        self._form = form
+
+    @classmethod
+    async def begin(
+        cls, receive: Receive, chunks: Chunks, form: str, sample_rate: int
+    ) -> AudioResponse:
+        """Wait for the first chunk. Raises the error of a request that fails before."""
+        head = wav_header(sample_rate) if form == "wav" else b""
+        try:
+            first = await unless_gone(receive, _next(chunks))
+        except BaseException:
+            await chunks.aclose()
+            raise
+        return cls(head + first, chunks, form)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the chunks until the last one, or until the client is gone."""
+        headers = [(b"content-type", FORMATS[self._form]), (b"cache-control", b"no-cache")]
+        async with aclosing(self._chunks):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                await unless_gone(receive, self._send(send))
+            except RequestCancelled:
+                return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for chunk in self._chunks:
+            await send({"type": "http.response.body", "body": pcm16(chunk), "more_body": True})
+
+
+async def _next(chunks: Chunks) -> bytes:
+    """Return the first chunk as bytes; no bytes if there is no audio."""
+    try:
+        return pcm16(await anext(chunks))
+    except StopAsyncIteration:
+        return b""

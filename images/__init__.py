@@ -1,0 +1,1 @@
+"""Images of prompts: from an encoded file to the pixels that a model's vision encoder takes."""

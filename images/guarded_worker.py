@@ -1,0 +1,41 @@
+"""The helper process that decodes images: ``... MEMORY_BYTES CPU_SECONDS``.
+
+A request is the settings as JSON, a newline, and the encoded image. The answer is JSON, a newline,
+and the pixels: ``{"size": [height, width]}``, or ``{"error": message}`` without pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from ..proto.errors import InputError
+from ..runtime.process.helper import limit_process, serve
+from .decode import open_image, pillow, resized_pixels
+from .settings import ImageSettings
+
+
+def answer(request: bytes) -> bytes:
+    """Decode one image."""
+    head, _, content = request.partition(b"\n")
+    settings = ImageSettings(*json.loads(head))
+    try:
+        height, width, pixels = resized_pixels(open_image(content), settings)
+    except InputError as error:
+        return json.dumps({"error": str(error)}).encode() + b"\n"
+    except MemoryError:
+        return json.dumps({"error": "the image needs too much memory"}).encode() + b"\n"
+    return json.dumps({"size": [height, width]}).encode() + b"\n" + pixels
+
+
+def main(memory_bytes: str, cpu_seconds: str) -> None:
+    """Entry point."""
+    pillow().preinit()
+    from PIL import MpoImagePlugin, WebPImagePlugin  # noqa: F401 -- before the limits
+
+    limit_process(int(memory_bytes))
+    serve(answer, int(cpu_seconds))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,146 @@
+"""Runs jobs against a target on a schedule, and records when their tokens arrive.
+
+:class:`NativeTarget` uses the native client; :mod:`.http` has the targets over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from ..client import AsyncClient
+from ..proto.errors import BatonError, CapacityError
+from ..proto.sampling import SamplingParams
+from .plan import Job
+from .statistics import CANCELLED, FAILED, OK, REFUSED, Record
+
+LIMIT_S = 600.0
+"""Default of the seconds for one request, after which it counts as failed."""
+_ERROR_CHARS = 200
+Clock = Callable[[], float]
+
+
+class Target(Protocol):
+    """A server under load."""
+
+    async def send(self, job: Job, record: Record) -> None:
+        """Send a job and fill its record until the answer ends; cancelling it aborts the request.
+
+        Raises CapacityError if the server refuses the request for lack of room.
+        """
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+
+class NativeTarget:
+    """A Baton cluster at the addresses of its routers."""
+
+    def __init__(self, client: AsyncClient, *, ignore_eos: bool, temperature: float) -> None:
+        self._client = client
+        self._ignore_eos = ignore_eos
+        self._temperature = temperature
+
+    async def send(self, job: Job, record: Record) -> None:
+        """Send a job and record its tokens."""
+        params = SamplingParams(
+            temperature=self._temperature, max_new_tokens=job.output, ignore_eos=self._ignore_eos
+        )
+        async with self._client.generate(job.prompt, params) as outputs:
+            async for output in outputs:
+                if output.tokens:
+                    record.stamp(time.perf_counter(), len(output.tokens))
+                if output.is_done:
+                    record.cached_tokens = output.cached_tokens
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._client.close()
+
+
+class Runner:
+    """Runs jobs one run after the other. ``limit``: seconds for each request."""
+
+    def __init__(
+        self, target: Target, *, limit: float = LIMIT_S, clock: Clock = time.perf_counter
+    ) -> None:
+        self._target = target
+        self._limit = limit
+        self._clock = clock
+        self.finished = 0
+
+    async def open_loop(self, jobs: Sequence[Job]) -> list[Record]:
+        """Send each job at its time, whatever has become of the others."""
+        start = self._clock()
+        tasks: list[asyncio.Task[Record]] = []
+        try:
+            for job in jobs:
+                at = start + (job.at or 0.0)
+                while (left := at - self._clock()) > 0:
+                    await asyncio.sleep(left)
+                tasks.append(asyncio.ensure_future(self._send(job, at)))
+            return await asyncio.gather(*tasks)
+        finally:
+            await _end(tasks)
+
+    async def closed_loop(
+        self, jobs: Iterable[Job], concurrency: int, duration: float | None = None
+    ) -> list[Record]:
+        """Keep ``concurrency`` jobs running until all are sent, or ``duration`` seconds passed."""
+        start, waiting = self._clock(), iter(jobs)
+        records: list[Record] = []
+
+        async def work() -> None:
+            while duration is None or self._clock() - start < duration:
+                job = next(waiting, None)
+                if job is None:
+                    return
+                records.append(await self._send(job, self._clock()))
+
+        tasks = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await _end(tasks)
+        return records
+
+    async def _send(self, job: Job, arrived: float) -> Record:
+        record = Record(arrived, sent=self._clock(), prompt_tokens=len(job.prompt))
+        limit = self._limit if job.cancel_after is None else min(job.cancel_after, self._limit)
+        try:
+            async with asyncio.timeout(limit):
+                await self._target.send(job, record)
+            record.outcome = OK
+        except TimeoutError:
+            cancelled = job.cancel_after is not None and limit == job.cancel_after
+            record.outcome = CANCELLED if cancelled else FAILED
+            record.error = "" if cancelled else f"no end within {limit:g} s"
+        except CapacityError as error:
+            record.outcome, record.error = REFUSED, _shown(error)
+        except (BatonError, OSError, EOFError) as error:
+            record.outcome, record.error = FAILED, _shown(error)
+        record.ended = self._clock()
+        self.finished += 1
+        return record
+
+
+def _shown(error: Exception) -> str:
+    """Return an error's text without the numbers after which equal errors would differ."""
+    text = str(error) or type(error).__name__
+    return text.partition(";")[0][:_ERROR_CHARS]
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def until(jobs: Iterable[Job], duration: float | None) -> Iterator[Job]:
+    """Yield the jobs that arrive before ``duration`` seconds have passed."""
+    for job in jobs:
+        if duration is not None and job.at is not None and job.at > duration:
+            return
+        yield job

@@ -1,0 +1,378 @@
+"""Latencies of a run from the times of its tokens, as tables and as a picture. Pure.
+
+Definitions, which docs/benchmarks.md publishes: TTFT is from a request's arrival to its first
+streamed token; the arrival is the scheduled time in an open loop, and the time of sending in a
+closed one. The first gap is from the first to the second token. ITL has every gap between two
+tokens of all requests. TPOT is (end to end - TTFT) / (tokens - 1) of one request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+import msgspec
+
+OK, CANCELLED, REFUSED, FAILED = "ok", "cancelled", "refused", "failed"
+OUTCOMES = (OK, CANCELLED, REFUSED, FAILED)
+LEVELS = (50.0, 90.0, 95.0, 99.0)
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+_ROWS = (
+    ("TTFT", "ttft"),
+    ("first gap", "first_gap"),
+    ("ITL", "itl"),
+    ("TPOT", "tpot"),
+    ("end to end", "end_to_end"),
+)
+SHARES = (0.9, 0.99)
+LATE_S = 0.01
+"""A generator that sends later than this at p99 measures itself."""
+WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 720, 220, 70, 130, 40, 50
+_COLORS = ("#3b7dd8", "#d8663b")
+_STYLE = """
+svg { background: #fff; color: #222; font: 13px system-ui, sans-serif }
+@media (prefers-color-scheme: dark) { svg { background: #16181c; color: #ddd } }
+text { fill: currentColor } .grid { stroke: currentColor; opacity: .18 }
+.limit { stroke: currentColor; stroke-dasharray: 5 4; opacity: .7 }
+polyline { fill: none; stroke-width: 2 }
+""".strip()
+Line = tuple[str, list[tuple[float, float]]]
+
+
+@dataclass(slots=True)
+class Record:
+    """One request of a run; times in seconds of one clock.
+
+    ``arrived``: when it should be sent. ``sent``: when it was. ``stamps``: arrival of each message
+    with tokens, and their number. ``tokens``: of the answer, as the server counts them.
+    """
+
+    arrived: float
+    sent: float = 0.0
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+    stamps: list[tuple[float, int]] = field(default_factory=list)
+    outcome: str = FAILED
+    error: str = ""
+
+    def stamp(self, now: float, tokens: int) -> None:
+        """Note the arrival of tokens."""
+        self.stamps.append((now, tokens))
+        self.tokens += tokens
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from the arrival to the first token."""
+        return self.stamps[0][0] - self.arrived if self.stamps else None
+
+    @property
+    def end_to_end(self) -> float | None:
+        """Seconds from the arrival to the last token."""
+        return self.stamps[-1][0] - self.arrived if self.stamps else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first; None for one token."""
+        if self.tokens < 2 or len(self.stamps) < 2:
+            return None
+        return (self.stamps[-1][0] - self.stamps[0][0]) / (self.tokens - 1)
+
+    def gaps(self) -> list[float]:
+        """Seconds before each token after the first; tokens of one message are 0 apart."""
+        found: list[float] = []
+        before: float | None = None
+        for at, tokens in self.stamps:
+            found += [] if before is None else [at - before]
+            found += [0.0] * (tokens - 1)
+            before = at
+        return found
+
+    def meets(self, slo_ttft: float, slo_itl: float) -> bool:
+        """Whether the whole answer came with TTFT and TPOT within these limits."""
+        first, per_token = self.ttft, self.tpot
+        if self.outcome != OK or first is None or first > slo_ttft:
+            return False
+        return per_token is None or per_token <= slo_itl
+
+
+def percentile(ordered: Sequence[float], level: float) -> float:
+    """Return a percentile of sorted values, interpolated between neighbours; ``level`` 0 to 100."""
+    place = (len(ordered) - 1) * level / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+class Distribution(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds. Without a value, all but ``count`` is None."""
+
+    count: int = 0
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Distribution:
+        """Return the distribution of the values that are not None."""
+        ordered = sorted(value for value in values if value is not None)
+        if not ordered:
+            return cls()
+        p50, p90, p95, p99 = (percentile(ordered, level) for level in LEVELS)
+        mean = math.fsum(ordered) / len(ordered)
+        return cls(
+            count=len(ordered), mean=mean, p50=p50, p90=p90, p95=p95, p99=p99, max=ordered[-1]
+        )
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One run.
+
+    ``load``: requests per second of an open loop, or requests at a time of a closed one.
+    ``seconds``: from the first arrival to the last end. ``attained``: share of all requests that
+    meet both limits; cancelled, refused and failed requests do not. ``goodput``: those per second.
+    ``lag``: seconds by which the generator itself sent late.
+    """
+
+    load: float
+    seconds: float
+    requests: int
+    outcomes: dict[str, int]
+    request_rate: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    output_rate: float
+    attained: float
+    goodput: float
+    ttft: Distribution
+    first_gap: Distribution
+    itl: Distribution
+    tpot: Distribution
+    end_to_end: Distribution
+    lag: Distribution
+    errors: dict[str, int]
+
+
+def summarize(
+    records: Sequence[Record],
+    load: float,
+    slo_ttft: float = math.inf,
+    slo_itl: float = math.inf,
+) -> Summary:
+    """Return the summary of a run. Latencies count requests that ended well, or were cancelled.
+
+    Tokens that a cancelled request got before its end were streamed to a user like others.
+    """
+    seen = [one for one in records if one.outcome in (OK, CANCELLED)]
+    ok = [one for one in records if one.outcome == OK]
+    start = min((one.arrived for one in records), default=0.0)
+    seconds = max((one.ended for one in records), default=0.0) - start
+    good = sum(one.meets(slo_ttft, slo_itl) for one in records)
+    gaps = [one.gaps() for one in seen]
+    tokens = sum(one.tokens for one in records)
+    errors: dict[str, int] = {}
+    for one in records:
+        if one.error:
+            errors[one.error] = errors.get(one.error, 0) + 1
+    return Summary(
+        load=load,
+        seconds=seconds,
+        requests=len(records),
+        outcomes={name: sum(one.outcome == name for one in records) for name in OUTCOMES},
+        request_rate=_rate(len(ok), seconds),
+        prompt_tokens=sum(one.prompt_tokens for one in seen),
+        cached_tokens=sum(one.cached_tokens for one in seen),
+        output_tokens=tokens,
+        output_rate=_rate(tokens, seconds),
+        attained=good / len(records) if records else 0.0,
+        goodput=_rate(good, seconds),
+        ttft=Distribution.of(one.ttft for one in seen),
+        first_gap=Distribution.of(found[0] for found in gaps if found),
+        itl=Distribution.of(gap for found in gaps for gap in found),
+        tpot=Distribution.of(one.tpot for one in ok),
+        end_to_end=Distribution.of(one.end_to_end for one in ok),
+        lag=Distribution.of(one.sent - one.arrived for one in records),
+        errors=errors,
+    )
+
+
+def _rate(number: int, seconds: float) -> float:
+    return number / seconds if seconds > 0 else 0.0
+
+
+def highest(summaries: Iterable[Summary], share: float) -> float | None:
+    """Return the highest load at which this share of the requests met both limits, or None."""
+    return max((one.load for one in summaries if one.attained >= share), default=None)
+
+
+# --------------------------------------------------------------------------- tables
+
+
+def table(summary: Summary, slo_ttft: float, slo_itl: float) -> list[str]:
+    """Return the lines for one run."""
+    lines = [f"{'ms':12}" + "".join(f"{name:>10}" for name in _COLUMNS)]
+    lines += [f"{title:12}{_values(getattr(summary, name))}" for title, name in _ROWS]
+    counts = ", ".join(
+        f"{number} {name}" for name, number in summary.outcomes.items() if number or name == OK
+    )
+    lines.append(f"{'requests':12}{summary.requests} in {summary.seconds:.1f} s: {counts}")
+    lines.append(
+        f"{'rates':12}{summary.request_rate:.2f} requests/s, "
+        f"{summary.output_rate:.1f} output tokens/s; prompts: {summary.prompt_tokens} tokens, "
+        f"{summary.cached_tokens} of them cached"
+    )
+    if has_limits(slo_ttft, slo_itl):
+        lines.append(f"{'goodput':12}{summary.goodput:.2f} requests/s; {_share(summary)}")
+    lines += [f"{FAILED:12}{number} x {text}" for text, number in summary.errors.items()]
+    return lines
+
+
+def sweep(summaries: Sequence[Summary], unit: str, slo_ttft: float, slo_itl: float) -> list[str]:
+    """Return the lines for runs at several loads."""
+    names = ("done/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "tokens/s", "ok")
+    lines = [f"{unit:>12}" + "".join(f"{name:>10}" for name in names)]
+    limited = has_limits(slo_ttft, slo_itl)
+    if limited:
+        lines[0] += f"{'in limits':>11}"
+    for one in summaries:
+        latencies = (one.ttft.p50, one.ttft.p99, one.itl.p50, one.itl.p99)
+        cells = [f"{one.load:12g}{one.request_rate:10.2f}", *(f"{_ms(x):>10}" for x in latencies)]
+        cells += [f"{one.output_rate:10.1f}", f"{one.outcomes[OK] / max(1, one.requests):10.1%}"]
+        lines.append("".join(cells) + (f"{one.attained:11.1%}" if limited else ""))
+    lines[0] += "   (latencies in ms)"
+    if limited:
+        lines += [_highest(summaries, unit, share) for share in SHARES]
+    return lines
+
+
+def _highest(summaries: Sequence[Summary], unit: str, share: float) -> str:
+    found = highest(summaries, share)
+    text = "none of these" if found is None else f"{found:g}"
+    return f"highest {unit} with {share:.0%} of the requests in the limits: {text}"
+
+
+def warning(summary: Summary) -> str:
+    """Return a sentence if the generator was too slow for its own schedule, else an empty text."""
+    late = summary.lag.p99 or 0.0
+    if late <= LATE_S:
+        return ""
+    return (
+        f"requests were sent up to {late * 1000:.0f} ms late (p99): this machine is too busy to "
+        "generate the load, and the latencies contain that"
+    )
+
+
+def has_limits(slo_ttft: float, slo_itl: float) -> bool:
+    """Whether any latency limit is set."""
+    return not (math.isinf(slo_ttft) and math.isinf(slo_itl))
+
+
+def _share(summary: Summary) -> str:
+    return f"{summary.attained:.1%} of all requests are in the limits"
+
+
+def _values(found: Distribution) -> str:
+    return "".join(f"{_ms(getattr(found, name)):>10}" for name in _COLUMNS)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"
+
+
+# --------------------------------------------------------------------------- picture
+
+
+def picture(
+    summaries: Sequence[Summary],
+    unit: str,
+    slo_ttft: float = math.inf,
+    slo_itl: float = math.inf,
+    title: str = "",
+) -> str:
+    """Return the SVG of TTFT and ITL (p50 and p99) over the load."""
+    runs = sorted(summaries, key=lambda one: one.load)
+    panels = [
+        _panel(f"{name} in ms", _lines(runs, field), limit * 1000, TOP + at * (PANEL + GAP))
+        for at, (name, field, limit) in enumerate(
+            (("TTFT", "ttft", slo_ttft), ("ITL", "itl", slo_itl))
+        )
+    ]
+    height = TOP + 2 * (PANEL + GAP)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">',
+            f"<style>{_STYLE}</style>",
+            f'<text x="{LEFT}" y="20" font-weight="bold">{escape(title)}</text>',
+            *panels,
+            _label((LEFT + WIDTH - RIGHT) / 2, height - 8, unit, "middle"),
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _lines(runs: Sequence[Summary], field: str) -> list[Line]:
+    lines = []
+    for level in ("p50", "p99"):
+        values = [(one.load, getattr(getattr(one, field), level)) for one in runs]
+        lines.append((level, [(load, 1000 * value) for load, value in values if value is not None]))
+    return lines
+
+
+def _panel(title: str, lines: Sequence[Line], limit: float, top: int) -> str:
+    points = [point for _, found in lines for point in found]
+    loads = ticks(0.0, max((x for x, _ in points), default=1.0))
+    shown = [y for _, y in points] + ([limit] if math.isfinite(limit) else [])
+    values = ticks(0.0, max(shown, default=1.0))
+
+    def x(load: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * load / loads[-1]
+
+    def y(value: float) -> float:
+        return top + PANEL - (PANEL - 24) * value / values[-1]
+
+    parts = [f'<text x="{LEFT}" y="{top + 12}">{escape(title)}</text>']
+    for value in values:
+        parts.append(_rule(LEFT, y(value), WIDTH - RIGHT, y(value), "grid"))
+        parts.append(_label(LEFT - 8, y(value) + 4, f"{value:g}", "end"))
+    for load in loads:
+        parts.append(_rule(x(load), y(0), x(load), y(values[-1]), "grid"))
+        parts.append(_label(x(load), top + PANEL + 18, f"{load:g}", "middle"))
+    if math.isfinite(limit):
+        parts.append(_rule(LEFT, y(limit), WIDTH - RIGHT, y(limit), "limit"))
+        parts.append(_label(WIDTH - RIGHT + 8, y(limit) + 4, "limit", "start"))
+    for (name, found), color in zip(lines, _COLORS, strict=True):
+        path = " ".join(f"{x(load):.1f},{y(value):.1f}" for load, value in found)
+        parts.append(f'<polyline points="{path}" stroke="{color}"/>')
+        parts += [
+            f'<circle cx="{x(load):.1f}" cy="{y(value):.1f}" r="3" fill="{color}"/>'
+            for load, value in found
+        ]
+        if found:
+            load, value = found[-1]
+            parts.append(_label(x(load) + 8, y(value) - 6, name, "start"))
+    return "\n".join(parts)
+
+
+def ticks(least: float, most: float, about: int = 5) -> list[float]:
+    """Return round values from ``least`` to the first round value at or above ``most``."""
+    span = max(most - least, 1e-9)
+    power = 10.0 ** math.floor(math.log10(span / about))
+    step = next(power * one for one in (1, 2, 5, 10) if span / (power * one) <= about)
+    count = math.ceil(round(span / step, 9))
+    return [round(least + step * number, 12) for number in range(count + 1)]
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
+
+
+def _label(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,241 @@
+"""What the router counts: requests by outcome, latencies, sizes and handoffs, since its start.
+
+Counting is part of every request's path. So the path keeps only rows of numbers, which are counted
+many at once. :mod:`.families` makes metrics for Prometheus of the counts, and :mod:`.status` the
+status report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from math import isfinite
+
+import numpy as np
+
+from ..proto.contexts.status import GenerationStatus
+from ..proto.errors import BatonError, known_codes
+from ..proto.wire.messages import HandoffReport, Terminal, WorkerTimes
+from ..runtime.metrics.families import (
+    BYTES,
+    BYTES_PER_S,
+    GAP_S,
+    HANDOFF_S,
+    LATENCY_S,
+    TOKENS,
+    Column,
+    Histogram,
+    Limited,
+    Rows,
+)
+from .latency import Latency
+from .requests import Attempt, Request
+
+OK, FAILED, CANCELLED = "ok", "failed", "cancelled"
+REASONS = {
+    GenerationStatus.END_OF_SEQUENCE.value: (OK, "stop"),
+    GenerationStatus.MAXIMUM_LENGTH.value: (OK, "length"),
+}
+"""Outcome and finish reason of a terminal by its status."""
+MAX_TRANSPORTS = 8
+MAX_WORKERS = 1024
+_CODES = known_codes()
+_FINISHED = tuple(REASONS.values())
+_NUMBERS = {status: number for number, status in enumerate(REASONS)}
+_NOT_REACHED = -1.0
+
+
+class Served:
+    """Latencies and sizes of finished requests, and the times of attempts at prefill workers."""
+
+    def __init__(self) -> None:
+        self.finished = [0] * len(_FINISHED)  # by finish reason
+        self.cached_tokens = 0
+        self.durations = Histogram(LATENCY_S)
+        self.queues = Histogram(LATENCY_S)
+        self.prefills = Histogram(LATENCY_S)
+        self.decoding = Histogram(LATENCY_S)
+        self.per_token = Histogram(GAP_S)
+        self.prompts = Histogram(TOKENS)
+        self.generated = Histogram(TOKENS)
+
+    def count_requests(self, columns: Column) -> None:
+        """Count finished requests; the columns are those of :meth:`Metrics.ended`."""
+        reason, cached, base, end, submitted, first, last, ended = columns
+        found = np.bincount(reason.astype(np.intp), minlength=len(_FINISHED))
+        self.finished = [one + int(new) for one, new in zip(self.finished, found, strict=True)]
+        self.cached_tokens += int(cached.sum())
+        tokens = end - base
+        self.prompts.observe_all(base)
+        self.generated.observe_all(tokens)
+        seconds = ended - submitted
+        timed = seconds > 0  # a resumed request has no beginning
+        self.durations.observe_all(seconds[timed])
+        several = timed & (tokens > 1) & np.isfinite(first) & np.isfinite(last)
+        decoding = last[several] - first[several]
+        self.decoding.observe_all(decoding)
+        self.per_token.observe_all(decoding / (tokens[several] - 1))
+
+    def count_attempts(self, columns: Column) -> None:
+        """Count attempts at prefill workers; the columns are those of :meth:`Metrics.prefilled`."""
+        waited, computing, computed = columns
+        self.queues.observe_all(np.maximum(waited, 0.0) + computing)
+        reached = computed != _NOT_REACHED
+        self.prefills.observe_all(np.maximum(computed[reached] - computing[reached], 0.0))
+
+
+class Metrics:
+    """Numbers of requests by outcome since the start, their latencies and their sizes.
+
+    ``refused``: by error code. ``dropped``: messages and token runs without effect, by reason.
+    ``first_tokens``: TTFT; ``between_tokens``: ITL; ``first_tokens_s`` and ``between_tokens_s``:
+    their sums in seconds.
+    """
+
+    __slots__ = (
+        "_attempts", "_lost", "_requests", "_served", "between_tokens", "between_tokens_s",
+        "dropped", "first_tokens", "first_tokens_s", "moved", "refused", "replayed", "submitted",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.submitted = self.replayed = self.moved = 0
+        self.refused: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.first_tokens = Latency()
+        self.between_tokens = Latency()
+        self.first_tokens_s = self.between_tokens_s = 0.0
+        self._lost: Counter[tuple[str, str]] = Counter()  # outcomes of requests without a result
+        self._served = Served()
+        self._requests = Rows(8, self._served.count_requests)
+        self._attempts = Rows(3, self._served.count_attempts)
+
+    def ended(self, request: Request, terminal: Terminal, now: float) -> None:
+        """Count an admitted request that ends, by its outcome."""
+        code = terminal.code
+        reason = None if code else _NUMBERS.get(terminal.status or "")
+        if reason is not None:
+            self._requests.add(
+                (
+                    reason, terminal.cached_tokens, request.base, request.next,
+                    request.submitted_at, request.first_at, request.token_at, now,
+                )
+            )  # fmt: skip
+            if terminal.times is not None and not terminal.decode:
+                self.prefilled(request, request.attempt, terminal.times)
+        elif terminal.status == CANCELLED or code == CANCELLED:
+            self._lost[CANCELLED, CANCELLED] += 1
+        else:
+            self._lost[FAILED, code if code in _CODES else "other"] += 1
+
+    def prefilled(self, request: Request, attempt: Attempt, times: WorkerTimes) -> None:
+        """Count an attempt's queue time and prefill time, as its prefill worker measured them."""
+        computing, computed = times.computing, times.computed
+        waited = attempt.assigned_at - request.submitted_at
+        if computing is None or not isfinite(waited):
+            return
+        if computed is None:
+            computed = _NOT_REACHED
+        self._attempts.add((waited, computing, computed))
+
+    def refuse(self, error: BatonError) -> None:
+        """Count a request that was not admitted."""
+        self.refused[error.code] += 1
+
+    @property
+    def served(self) -> Served:
+        """Latencies and sizes of all requests so far."""
+        self._requests.fold()
+        self._attempts.fold()
+        return self._served
+
+    @property
+    def outcomes(self) -> Counter[tuple[str, str]]:
+        """Numbers of ended requests by (outcome, finish reason or error code)."""
+        finished = zip(_FINISHED, self.served.finished, strict=True)
+        return self._lost + Counter({reason: count for reason, count in finished if count})
+
+    def total(self, outcome: str) -> int:
+        """Return the number of requests with this outcome."""
+        return sum(count for (found, _), count in self.outcomes.items() if found == outcome)
+
+
+class TransportMetrics:
+    """Handoffs over one transport."""
+
+    def __init__(self) -> None:
+        self.count = self.bytes = self.bytes_received = 0
+        self.seconds = Histogram(HANDOFF_S)
+        self.sizes = Histogram(BYTES)
+        self.bytes_per_s = Histogram(BYTES_PER_S)
+        self.new = Rows(3, self._count)
+        """Bytes sent and received, and seconds, of committed handoffs that are not counted yet."""
+
+    def _count(self, columns: Column) -> None:
+        sizes, received, seconds = columns
+        self.count += len(sizes)
+        self.bytes += int(sizes.sum())
+        self.bytes_received += int(received.sum())
+        self.seconds.observe_all(seconds)
+        self.sizes.observe_all(sizes)
+        known = seconds > 0
+        self.bytes_per_s.observe_all(sizes[known] / seconds[known])
+
+
+class Transferred:
+    """What one worker has sent or received in handoffs."""
+
+    __slots__ = ("bytes", "seconds")
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.seconds = 0.0
+
+
+class HandoffMetrics:
+    """All handoffs by transport, and by worker. Old worker names are dropped above a limit.
+
+    ``known``: whether a worker with this name is registered. A report could name any worker, so
+    other names are not counted by worker.
+    """
+
+    def __init__(self, known: Callable[[str], bool]) -> None:
+        self._known = known
+        self._transports: dict[str, TransportMetrics] = {}
+        self._limited = Limited(MAX_TRANSPORTS)
+        self.by_worker: dict[str, Transferred] = {}
+
+    @property
+    def by_transport(self) -> dict[str, TransportMetrics]:
+        """Handoffs so far by transport."""
+        for one in self._transports.values():
+            one.new.fold()
+        return self._transports
+
+    def add(self, report: HandoffReport) -> None:
+        """Count a committed handoff."""
+        size, seconds = report.bytes_sent, report.seconds
+        transport = self._transports.get(report.transport)
+        if transport is None:
+            transport = self._transport(report.transport)
+        transport.new.add((size, report.bytes_received, seconds))
+        by_worker = self.by_worker
+        prefill = by_worker.get(report.prefill) or self._worker(report.prefill)
+        if prefill is not None:
+            prefill.bytes += size
+            prefill.seconds += seconds
+        decode = by_worker.get(report.decode) or self._worker(report.decode)
+        if decode is not None:
+            decode.bytes += size
+            decode.seconds += seconds
+
+    def _transport(self, name: str) -> TransportMetrics:
+        name = self._limited(name or "unknown")
+        return self._transports.setdefault(name, TransportMetrics())
+
+    def _worker(self, name: str) -> Transferred | None:
+        if not self._known(name):
+            return None
+        if len(self.by_worker) >= MAX_WORKERS:
+            self.by_worker.pop(next(iter(self.by_worker)))
+        done = self.by_worker[name] = Transferred()
+        return done

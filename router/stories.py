@@ -1,0 +1,410 @@
+"""What happened to each request: a bounded record of the last requests, for operators.
+
+While an ended request has a record, its :class:`Story` is made of the record. After that the story
+is kept as msgpack bytes, without prompt, tokens and embedding, and decoded when it is asked for.
+As objects it would take three times the memory, and it takes 2 µs to free so many small objects
+that are in no cache any more.
+
+Workers report durations, because the clocks of processes differ. The times of this router are
+monotonic seconds.
+
+Invariant: at most ``keep`` ended and ``keep`` refused requests are kept, with at most
+:data:`STORY_BYTES` bytes each. Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from ..proto.errors import BatonError
+from ..proto.limits import MAX_REQUEST_ID_CHARS
+from ..proto.wire.messages import HandoffReport, Resume, Submit, Terminal, WorkerTimes
+from ..proto.wire.wire_context import WireContext, WireTokens
+from .authorization import ANYBODY, Caller
+from .placement import Route
+from .requests import NEVER, Attempt, Request, State
+from .workers import Worker
+
+MAX_PAST = 8
+"""Earlier attempts kept per request; the oldest is dropped first."""
+STORY_BYTES = (12 + MAX_PAST * 5) << 10
+"""Upper bound of the memory of one kept request, whatever its workers report: 52 KB.
+
+A request without replays takes 0.4 KB, one with eight replays 1 KB. The rest is room for the
+longest names and texts that the decoder admits, of characters with 4 bytes each."""
+MAX_FRESH = 16_384
+"""Stories that wait for :meth:`Stories.take_fresh`; above this the oldest is dropped."""
+MAX_UNENCODED = 128
+"""Ended requests that wait to be encoded: enough to profit, and few enough for the cache."""
+MAX_LATE = 4096
+"""Latest ended requests among which the request of a late report is searched."""
+MAX_MESSAGE_CHARS = 512
+MAX_CAUSE_CHARS = 256
+"""Longest kept cause of a replay, and longest kept name of another router."""
+MAX_ORIGIN_CHARS = 64
+"""Longest kept name of a gateway, and longest kept traceparent."""
+MIN_PART_CHARS = 8
+"""Shortest part of a request id, or of a key in hexadecimal, that finds a request."""
+
+
+class StoryHandoff(msgspec.Struct, array_like=True, gc=False):
+    """The report of a handoff; the fields of :class:`HandoffReport`."""
+
+    transport: str
+    bytes_sent: int
+    bytes_received: int
+    blocks: int
+    cached_tokens: int
+    frames: int
+    resent_frames: int
+    seconds: float
+    times: WorkerTimes | None
+
+
+class StoryAttempt(msgspec.Struct, array_like=True, gc=False):
+    """One attempt: its workers' names (empty: none), why they were chosen, and its handoff.
+
+    ``incarnation``: of the prefill worker, 0 without one. ``assigned_at``: when the first Assign
+    was sent; ``reported_at``: when the handoff's report arrived; ``ended_at`` and ``cause``: of an
+    attempt that was replaced. NEVER for a time that was not reached.
+    """
+
+    number: int
+    prefill: str
+    incarnation: int
+    decode: str
+    assigned_at: float
+    route: Route | None
+    report: StoryHandoff | None
+    reported_at: float
+    ended_at: float
+    cause: str
+
+
+class Story(msgspec.Struct, array_like=True, gc=False):
+    """What happened to one request; times are monotonic seconds, NEVER if not reached.
+
+    ``state``: finished, failed, cancelled, refused or moved (to another router), or the state of
+    an unfinished request. ``attempts``: the earlier attempts and the last one. ``times``: of the
+    last attempt, from the terminal of its worker; ``decoded``: that is a decode worker.
+    ``resumed``: it began at another router, or before this router's start.
+    """
+
+    key: bytes
+    request_id: str
+    identity: bytes
+    owner: bytes
+    gateway: str
+    traceparent: str
+    state: str
+    began: float
+    first_token: float
+    last_token: float
+    ended: float
+    prompt_tokens: int
+    new_tokens: int
+    cached_tokens: int
+    embeds: bool
+    resumed: bool
+    attempts: list[StoryAttempt]
+    status: str | None = None
+    code: str | None = None
+    message: str = ""
+    times: WorkerTimes | None = None
+    decoded: bool = False
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token, or None for a resumed request or no token."""
+        if self.resumed or self.first_token == NEVER:
+            return None
+        return self.first_token - self.began
+
+    @property
+    def itl(self) -> float | None:
+        """Mean seconds between tokens, or None with fewer than two tokens or after a resume."""
+        if self.resumed or self.new_tokens < 2 or self.first_token == NEVER:
+            return None
+        return (self.last_token - self.first_token) / (self.new_tokens - 1)
+
+    @property
+    def queued(self) -> float | None:
+        """Seconds from arrival until the first attempt with known times was computed."""
+        for attempt in self.attempts:
+            times = self.prefill_times(attempt)
+            if times is not None and times.computing is not None and attempt.assigned_at != NEVER:
+                return max(0.0, attempt.assigned_at - self.began) + times.computing
+        return None
+
+    def prefill_times(self, attempt: StoryAttempt) -> WorkerTimes | None:
+        """Return the times of one of the attempts at its prefill worker, or None."""
+        if attempt.report is not None:
+            return attempt.report.times
+        return self.times if attempt is self.attempts[-1] and not self.decoded else None
+
+    @property
+    def decode_times(self) -> WorkerTimes | None:
+        """Times of the last attempt at its decode worker, or None."""
+        return self.times if self.decoded else None
+
+
+Handoff = tuple[Any, ...]
+T = TypeVar("T", Request, Story)
+_HEXADECIMAL = frozenset("0123456789abcdef")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Story).decode
+_ATTEMPTS = Story.__struct_fields__.index("attempts")
+_NO_CONTEXT = WireContext(tokens=WireTokens(np.empty(0, np.int32)), max_length=1)
+_NO_TOKENS: array[int] = array("i")
+
+
+class Stories:
+    """The stories of the last ended and the last refused requests of one router.
+
+    ``keep``: number of requests of each kind; 0 keeps none. ``fresh``: whether
+    :meth:`take_fresh` is called, for logs and metrics.
+    """
+
+    def __init__(self, keep: int, *, fresh: bool = False) -> None:
+        self._ended: list[Request] = []  # not encoded yet; with a record or without
+        self._recorded: dict[bytes, Request] = {}  # ended earlier, and still have a record
+        self._kept: deque[bytes] = deque(maxlen=keep)
+        self._refused: deque[Story] = deque(maxlen=keep)
+        self._fresh: deque[Story] | None = deque(maxlen=MAX_FRESH) if fresh else None
+        self._on = bool(keep or fresh)
+
+    # ------------------------------------------------------------------ what happens
+
+    def ended(self, request: Request, terminal: Terminal, now: float) -> None:
+        """Record the end of a request. Encoding is left for later: many at once take less time."""
+        if not self._on:
+            return
+        request.ended_at = now
+        request.times, request.decoded = terminal.times, terminal.decode != ""
+        self._ended.append(request)
+        if len(self._ended) >= MAX_UNENCODED:
+            self._encode_ended()
+
+    def moved(self, request: Request, router: str, now: float) -> None:
+        """Record that another router serves the request."""
+        request.moved_to = router[:MAX_CAUSE_CHARS]
+        self.ended(request, Terminal(request=request.key), now)
+
+    def forgotten(self, request: Request) -> None:
+        """Free the prompt, the tokens and the embedding of a request whose record is dropped."""
+        if not self._on:
+            return
+        request.context = _NO_CONTEXT
+        request.emitted = _NO_TOKENS
+        request.logprobs = request.hashes = None
+        terminal = request.terminal
+        if terminal is not None and (terminal.embedding is not None or terminal.message):
+            text = terminal.message[:MAX_MESSAGE_CHARS]
+            request.terminal = replace(terminal, embedding=None, message=text)
+        if self._recorded and self._recorded.pop(request.key, None) is not None:
+            self._kept.append(_encode(_fields(request, NEVER)))
+
+    def _encode_ended(self) -> None:
+        """Encode the requests that ended since the last call and have no record any more."""
+        kept, fresh = self._kept, self._fresh
+        for request in self._ended:
+            story = _fields(request, NEVER)
+            if fresh is not None:
+                fresh.append(_story(story))
+            if request.state is State.FORGOTTEN:
+                kept.append(_encode(story))
+            else:
+                self._recorded[request.key] = request
+        self._ended.clear()
+
+    def refused(
+        self, key: bytes, asked: Submit | Resume, identity: bytes, owner: bytes,
+        error: BatonError, now: float,
+    ) -> None:  # fmt: skip
+        """Record a request that was not admitted."""
+        if not self._on:
+            return
+        context = asked.context
+        story = Story(
+            key, asked.request_id[:MAX_REQUEST_ID_CHARS], identity, owner,
+            asked.gateway[:MAX_ORIGIN_CHARS], asked.traceparent[:MAX_ORIGIN_CHARS], "refused",
+            now, NEVER, NEVER, now, len(context.tokens.array), 0, 0, context.task == "embed",
+            type(asked) is Resume, [], None, error.code, str(error)[:MAX_MESSAGE_CHARS],
+        )  # fmt: skip
+        self._refused.append(story)
+        if self._fresh is not None:
+            self._encode_ended()  # they ended before
+            self._fresh.append(story)
+
+    def handed_over(self, report: HandoffReport, worker: Worker, now: float) -> None:
+        """Add the report of a handoff that arrived after its request's end.
+
+        ``worker``: its sender. A report of a worker that did not run the attempt is ignored.
+        """
+        self._encode_ended()
+        recorded = self._recorded.get(report.request)
+        if recorded is not None:
+            for past in recorded.past or ():
+                runs = past.number == report.attempt and past.prefill is worker
+                if runs and past.report is None:
+                    past.report, past.reported_at = report, now
+        for story in islice(reversed(self._fresh or ()), MAX_LATE):
+            if story.key == report.request:
+                _add_report(story, report, worker, now)
+                break
+        for index, encoded in enumerate(islice(reversed(self._kept), MAX_LATE)):
+            if report.request in encoded and (story := _decode(encoded)).key == report.request:
+                _add_report(story, report, worker, now)
+                self._kept[-1 - index] = _encode(story)
+                break
+
+    # ------------------------------------------------------------------ look up
+
+    def take_fresh(self) -> list[Story]:
+        """Return the requests that ended or were refused since the last call, oldest first."""
+        self._encode_ended()
+        if not self._fresh:
+            return []
+        found = list(self._fresh)
+        self._fresh.clear()
+        return found
+
+    def last(self, most: int, caller: Caller = ANYBODY) -> list[Story]:
+        """Return up to ``most`` stories of the latest ended and refused requests, latest last.
+
+        They are the latest stories that the caller may see.
+        """
+        return self._latest(most, caller, (b"",), lambda _: True)
+
+    def find(self, name: str, most: int, caller: Caller = ANYBODY) -> list[Story]:
+        """Return the latest ``most`` stories that ``name`` names (:func:`names`), latest last."""
+        parts = [name.encode("utf-8", "surrogatepass")]
+        if len(name) >= MIN_PART_CHARS and set(name) <= _HEXADECIMAL:
+            parts.append(bytes.fromhex(name[: len(name) // 2 * 2]))
+        return self._latest(most, caller, parts, lambda one: names(name, one.key, one.request_id))
+
+    def _latest(
+        self,
+        most: int,
+        caller: Caller,
+        parts: Iterable[bytes],
+        wanted: Callable[[Request | Story], bool],
+    ) -> list[Story]:
+        """Return the latest stories that are wanted; ``parts``: their bytes have one of these."""
+
+        def chosen(some: Iterable[T]) -> Iterator[T]:
+            seen = (one for one in some if caller.operator or one.owner == caller.key)
+            return filter(wanted, seen)
+
+        most = max(0, most)
+        self._encode_ended()
+        # Only the chosen stories are decoded, and those whose bytes look as if they were chosen.
+        kept = (
+            _decode(story)
+            for story in reversed(self._kept)
+            if (caller.operator or caller.key in story) and any(part in story for part in parts)
+        )
+        found = [*islice(chosen(kept), most), *islice(chosen(reversed(self._refused)), most)]
+        if self._kept.maxlen:
+            recorded = islice(chosen(reversed(self._recorded.values())), most)
+            found += map(story_of, recorded)
+        found.sort(key=_ended_at)
+        return found[len(found) - most :] if len(found) > most else found
+
+    def __len__(self) -> int:
+        self._encode_ended()
+        return len(self._kept) + len(self._recorded) + len(self._refused)
+
+
+def _add_report(story: Story, report: HandoffReport, worker: Worker, now: float) -> None:
+    """Add a report to the attempt that it is about, if ``worker`` ran that attempt."""
+    for attempt in story.attempts:
+        runs = (attempt.number, attempt.prefill, attempt.incarnation)
+        if runs == (report.attempt, worker.id, worker.incarnation) and attempt.report is None:
+            attempt.report, attempt.reported_at = StoryHandoff(*_handoff(report)), now
+
+
+def names(name: str, key: bytes, request_id: str) -> bool:
+    """True if ``name`` names the request: its id, a part of its id, or the start of its key.
+
+    A gateway puts the HTTP client's X-Request-Id into the request id. Parts have at least
+    :data:`MIN_PART_CHARS` characters.
+    """
+    if name == request_id:
+        return True
+    return len(name) >= MIN_PART_CHARS and (name in request_id or key.hex().startswith(name))
+
+
+def story_of(request: Request, now: float = NEVER) -> Story:
+    """Return the story of an ended request, or until ``now`` of an unfinished one."""
+    return _story(_fields(request, now))
+
+
+def _story(fields: tuple[Any, ...]) -> Story:
+    story = Story(*fields)
+    story.attempts = [StoryAttempt(*attempt) for attempt in fields[_ATTEMPTS]]
+    for attempt in story.attempts:
+        if attempt.report is not None:
+            attempt.report = StoryHandoff(*cast(Handoff, attempt.report))
+    return story
+
+
+def _fields(request: Request, now: float) -> tuple[Any, ...]:
+    """Return the fields of a request's :class:`Story`, in their order."""
+    terminal, last, past = request.terminal, request.attempt, request.past
+    status = code = None
+    message, cached = "", 0
+    if request.moved_to:
+        state, message = "moved", f"served by {request.moved_to} since"
+    elif terminal is None:
+        state = request.state.value
+    else:
+        status, code, cached = terminal.status, terminal.code, terminal.cached_tokens
+        message = terminal.message[:MAX_MESSAGE_CHARS]
+        if status == "cancelled" or code == "cancelled":
+            state = "cancelled"
+        else:
+            state = "failed" if code else "finished"
+    ended = request.ended_at
+    attempts = [_attempt(last)]
+    if past is not None:
+        attempts[:0] = map(_attempt, past)
+    return (
+        request.key, request.request_id, request.identity, request.owner, request.gateway,
+        request.traceparent, state, request.began, request.first_at, request.token_at,
+        now if ended == NEVER else ended, request.base, request.next - request.base, cached,
+        request.embeds, request.submitted_at == NEVER, attempts, status, code, message,
+        request.times, request.decoded,
+    )  # fmt: skip
+
+
+def _attempt(attempt: Attempt) -> tuple[Any, ...]:
+    """Return the fields of a :class:`StoryAttempt`, in their order."""
+    prefill, decode, report = attempt.prefill, attempt.decode, attempt.report
+    return (
+        attempt.number, "" if prefill is None else prefill.id,
+        0 if prefill is None else prefill.incarnation, "" if decode is None else decode.id,
+        attempt.assigned_at, attempt.route,
+        None if report is None else _handoff(report), attempt.reported_at,
+        attempt.ended_at, attempt.cause,
+    )  # fmt: skip
+
+
+def _handoff(report: HandoffReport) -> Handoff:
+    """Return the fields of a :class:`StoryHandoff`, in their order."""
+    return (
+        report.transport, report.bytes_sent, report.bytes_received, report.blocks,
+        report.cached_tokens, report.frames, report.resent_frames, report.seconds, report.times,
+    )  # fmt: skip
+
+
+def _ended_at(story: Story) -> float:
+    return story.ended

@@ -1,0 +1,124 @@
+"""API keys of HTTP sockets: kept as digests, compared in constant time.
+
+HTTP has no CURVE. An address that other machines reach requires an API key instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...proto.errors import ConfigError
+
+KEY_VARIABLE = "BATON_API_KEY"
+"""Environment variable with one API key."""
+
+_HOST = rb"(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?"
+_LOCAL = {
+    b"host": re.compile(_HOST, re.IGNORECASE),
+    b"origin": re.compile(rb"https?://" + _HOST, re.IGNORECASE),
+}
+"""Values of the headers by which a browser names where a request goes to and comes from."""
+FOREIGN = "without an API key, Host and Origin must be localhost or a loopback address"
+"""The message for a request that is refused for its Host or Origin."""
+
+
+def digest_of(key: str) -> str:
+    """Return the SHA-256 digest of an API key in hexadecimal."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def api_key_digests(file: str, keys: Iterable[str | None]) -> tuple[str, ...]:
+    """Return the hexadecimal SHA-256 digests of the API keys of a file (one per line) and ``keys``.
+
+    Keys themselves are not kept. Raises ConfigError for an unreadable file or a wrong key.
+    """
+    found = list(keys)
+    if file:
+        try:
+            found += Path(file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {file}: {error}") from None
+    stripped = [key.strip() for key in found if key and key.strip()]
+    for key in stripped:
+        if not key.isascii() or not key.isprintable():
+            raise ConfigError("API keys must be printable ASCII")
+    if file and not stripped:
+        raise ConfigError(f"--api-key-file {file} has no key")
+    return tuple(dict.fromkeys(map(digest_of, stripped)))
+
+
+def check_http_access(host: str, digests: Iterable[str], what: str) -> None:
+    """Raise ConfigError for malformed digests, or if other machines reach ``host`` without a key.
+
+    ``what``: name of the option with the host, for the message.
+    """
+    known = tuple(digests)
+    for digest in known:
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise ConfigError("api_keys must be SHA-256 digests of 64 hexadecimal digits")
+    if not known and not is_loopback(host):
+        raise ConfigError(
+            f"{what} {host} is reachable from other machines: give an API key "
+            f"(--api-key-file or {KEY_VARIABLE})"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local_request(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return False if a Host or Origin is not a loopback address or ``localhost``.
+
+    Without a key, any web page that is open on this machine could send a request otherwise.
+    Programs other than browsers may leave out both. ``headers``: names in lower case, and values.
+    """
+    return all(
+        _LOCAL[name].fullmatch(value) is not None for name, value in headers if name in _LOCAL
+    )
+
+
+class ApiKeys:
+    """The keys that requests must have one of; without keys every request may pass."""
+
+    def __init__(self, digests: Iterable[str]) -> None:
+        self._digests = tuple(bytes.fromhex(digest) for digest in digests)
+
+    def __bool__(self) -> bool:
+        """True if a key is required."""
+        return bool(self._digests)
+
+    def admit(self, authorization: bytes, *, basic: bool = False) -> bool:
+        """True if the value of an Authorization header has a known key, or none is required.
+
+        ``basic``: the key may also be the password of Basic, which browsers can send.
+        """
+        if not self._digests:
+            return True
+        kind, _, key = authorization.partition(b" ")
+        key = key.strip()
+        if basic and kind.lower() == b"basic":
+            try:
+                key = base64.b64decode(key, validate=True).partition(b":")[2]
+            except ValueError:
+                return False
+            return self.knows(key)
+        return kind.lower() == b"bearer" and self.knows(key)
+
+    def knows(self, key: bytes) -> bool:
+        """True for a known key. The time does not depend on which key it is."""
+        digest = hashlib.sha256(key).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)

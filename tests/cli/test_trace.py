@@ -1,0 +1,169 @@
+"""``baton trace``: the text of a story, the list, and the file for Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any, Self
+
+import pytest
+
+from baton.cli.command import main
+from baton.cli.trace import describe, listed, trace_file
+from baton.proto.errors import ConnectionLost
+
+
+def story(**fields: Any) -> dict[str, Any]:
+    route = {
+        "policy": "prefix_aware", "pinned": "decode",
+        "prefill": {
+            "load_tokens": 320, "cached_blocks": 7, "cost": -368.0, "next_best": "prefill-1",
+            "next_cost": 80.0, "candidates": 2,
+        },
+        "decode": {"load_tokens": 0, "cached_blocks": 0},
+    }  # fmt: skip
+    attempt = {
+        "number": 1, "prefill": "prefill-0", "decode": "decode-0", "cause": "", "assigned_s": 0.001,
+        "ended_s": 0.5, "route": route,
+        "prefill_times": {
+            "received_s": 0.002, "started_s": 0.003, "granted_s": 0.004, "computing_s": 0.005,
+            "sending_s": 0.006, "computed_s": 0.1, "ended_s": 0.11, "refusals": 0,
+        },
+        "decode_times": {
+            "taken_over_s": 0.105, "computing_s": 0.106, "computed_s": 0.12, "ended_s": 0.499,
+            "preemptions": 0,
+        },
+        "handoff": {
+            "transport": "shm", "bytes_sent": 3 << 20, "bytes_received": 3 << 20, "blocks": 24,
+            "frames": 2, "resent_frames": 0, "cached_tokens": 64, "seconds": 0.107,
+            "reported_s": 0.111,
+        },
+    }  # fmt: skip
+    return {
+        "router": "router-0", "request_id": "chatcmpl-mine", "request": "ab" * 16,
+        "client": "00ff", "gateway": "gateway-0", "traceparent": "", "state": "finished",
+        "task": "generate", "resumed": False, "finish_reason": "maximum_length", "code": None,
+        "message": "", "age_s": 12.5, "seconds": 0.5, "queue_s": 0.005, "ttft_s": 0.101,
+        "itl_s": 0.0123, "first_token_s": 0.101, "last_token_s": 0.5, "prompt_tokens": 512,
+        "cached_tokens": 448, "new_tokens": 33, "attempts": [attempt], **fields,
+    }  # fmt: skip
+
+
+def test_a_story_tells_route_waits_bytes_and_transport():
+    text = "\n".join(describe(story()))
+    for part in (
+        "request chatcmpl-mine (key abab",
+        "finished: maximum_length",
+        "client 00ff through gateway-0 at router-0, 12.5 s ago",
+        "512 prompt tokens (448 cached), 33 new tokens",
+        "TTFT 101.0 ms, mean ITL 12.3 ms, queue 5.0 ms, all 500.0 ms",
+        "prefill-0: prefix_aware cost -368, next best prefill-1 80, 2 candidates",
+        "(7 prompt blocks cached, load 320 tokens)",
+        "decode-0: target_endpoint of the request",
+        "3.0 MiB in 24 blocks and 2 frames over shm, 64 tokens already there",
+        "wait for grant",
+        "generate",
+    ):
+        assert part in text
+
+
+def test_a_replay_and_a_refusal_tell_their_cause():
+    lost = story()["attempts"][0] | {"cause": "worker prefill-0 was lost", "handoff": None}
+    text = "\n".join(describe(story(attempts=[lost, story()["attempts"][0] | {"number": 2}])))
+    assert "attempt 1: worker prefill-0 was lost" in text
+    assert "attempt 2\n" in text
+    refused = story(
+        state="refused", code="capacity", message="overloaded", finish_reason=None, attempts=[],
+        ttft_s=None, itl_s=None, queue_s=None,
+    )  # fmt: skip
+    assert "refused: capacity: overloaded" in "\n".join(describe(refused))
+    assert "refused" in listed([refused])[1]
+
+
+def test_the_list_has_one_line_per_request():
+    head, line = listed([story()])
+    assert head.split()[:3] == ["age", "state", "prompt"]
+    assert line.split() == [
+        "12.5s", "finished", "512", "448", "33", "101.0", "ms", "12.3", "ms", "500.0", "ms",
+        "prefill-0", ">", "decode-0", "chatcmpl-mine",
+    ]  # fmt: skip
+
+
+def test_a_perfetto_file_has_a_process_per_worker_and_nested_slices():
+    content = trace_file([story(), story(request_id="other", age_s=12.4)], now=1_800_000_000.0)
+    content = json.loads(json.dumps(content))
+    assert content.keys() == {"traceEvents", "displayTimeUnit"}
+    names: dict[int, str] = {}
+    threads: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for event in content["traceEvents"]:
+        assert {"name", "ph", "pid", "tid", "args"} <= event.keys()
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            if event["name"] == "process_name":
+                names[event["pid"]] = event["args"]["name"]
+            continue
+        assert event["ph"] == "X"
+        assert event["dur"] >= 0
+        threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert sorted(names.values()) == ["decode-0", "prefill-0", "router-0"]
+    assert {pid for pid, _ in threads} == names.keys()
+    for slices in threads.values():
+        check_stack(slices)
+    first = min(start for slices in threads.values() for start, _ in slices)
+    assert first == pytest.approx((1_800_000_000.0 - 12.5) * 1e6, abs=1.0)
+
+
+def check_stack(slices: list[tuple[float, float]]) -> None:
+    """Slices of one thread nest: each lies inside all that are open when it starts."""
+    open_ends: list[float] = []
+    for start, end in sorted(slices, key=lambda one: (one[0], -one[1])):
+        while open_ends and open_ends[-1] <= start + 1e-3:
+            open_ends.pop()
+        assert not open_ends or end <= open_ends[-1] + 1e-3
+        open_ends.append(end)
+
+
+class Router:
+    """A client of one router with a story; the router named ``dead`` does not answer."""
+
+    def __init__(self, address: str, **_: object) -> None:
+        self.name = address.rpartition("/")[2]
+
+    def __enter__(self) -> Self:
+        if self.name == "dead":
+            raise ConnectionLost("no answer")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def status(self, *, handoffs: int, requests: int, request: str) -> dict[str, Any]:
+        assert (handoffs, requests, request) == (0, 20, "")
+        one = story(request_id=f"of-{self.name}", age_s={"a": 1.0, "b": 2.0}[self.name])
+        del one["router"]
+        return {"router": {"name": self.name}, "requests": [one]}
+
+
+def test_the_stories_of_all_routers_that_answer_are_one_list(monkeypatch, capsys):
+    monkeypatch.setattr("baton.cli.trace.Client", Router)
+    assert main(["trace", "--json", "--address", "ipc:///a,ipc:///dead,ipc:///b"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["router"], one["request_id"]) for one in found] == [("b", "of-b"), ("a", "of-a")]
+    assert main(["trace", "--address", "ipc:///dead"]) == 1
+    assert "no answer" in capsys.readouterr().err
+
+
+def test_ids_of_clients_cannot_control_the_terminal(capsys, monkeypatch):
+    hostile = story(request_id="r\x1b[2J\rgone\u202e", message="\x1b]0;x\x07")
+    monkeypatch.setattr("baton.cli.trace._ask_all", lambda _: [hostile])
+    for words in (["r-unknown"], []):
+        assert main(["trace", *words]) == 0
+        printed = capsys.readouterr().out
+        assert "r?[2J?gone?" in printed
+        assert printed.replace("\n", "").isprintable()
+
+
+def test_a_request_and_last_exclude_each_other(capsys):
+    assert main(["trace", "some-id", "--last", "3"]) == 2
+    assert "either a request id or --last" in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""LiteLLM against a gateway: ``python litellm_client.py URL MODEL``."""
+
+import sys
+from importlib.metadata import version
+
+import litellm
+
+URL, MODEL = sys.argv[1:]
+MESSAGES = [{"role": "user", "content": "Who are you?"}]
+
+
+def main() -> None:
+    litellm.telemetry = False
+    fixed = {
+        "model": f"openai/{MODEL}", "api_base": URL, "api_key": "k", "messages": MESSAGES,
+        "temperature": 0, "max_tokens": 24, "num_retries": 0,
+    }  # fmt: skip
+    whole = litellm.completion(**fixed)
+    text = whole.choices[0].message.content
+    assert text
+    events = list(litellm.completion(**fixed, stream=True, stream_options={"include_usage": True}))
+    assert "".join(event.choices[0].delta.content or "" for event in events) == text
+    hosted = litellm.completion(**{**fixed, "model": f"hosted_vllm/{MODEL}"})
+    assert hosted.choices[0].message.content == text
+    old = litellm.text_completion(
+        model=f"text-completion-openai/{MODEL}", api_base=URL, api_key="k", prompt="Once",
+        max_tokens=4,
+    )  # fmt: skip
+    assert old.choices[0].text
+    try:
+        litellm.completion(**{**fixed, "model": "openai/other"})
+    except litellm.NotFoundError:
+        pass
+    else:
+        raise AssertionError("another model was accepted")
+    try:
+        litellm.completion(**fixed, top_p=2)
+    except litellm.BadRequestError as error:
+        assert "top_p" in str(error)
+    else:
+        raise AssertionError("top_p=2 was accepted")
+    print(f"LiteLLM {version('litellm')}: ok")
+
+
+main()

@@ -1,0 +1,231 @@
+"""Speech through both pools: a killed worker changes no sample."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import wave
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.client import AsyncClient
+from baton.client.speech import speech_context
+from baton.deploy.config import demo_model_folder
+from baton.engine.audio.chunks import load_audio
+from baton.engine.audio.pcm import pcm16, wav_header
+from baton.proto.errors import DeadlineExceeded, InputError
+from baton.proto.sampling import SamplingParams
+
+from .conftest import command_environment
+from .driver import lost_requests
+
+pytestmark = pytest.mark.cluster
+
+CODEC = Path(__file__).parents[1] / "data" / "codecs" / "snac"
+FIRST = 260
+TEXTS = [f"Once upon a time there was a {name}." for name in ("fox", "hen", "cat", "dog")]
+
+
+def speech(index: int, new: int = 300) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new, ignore_eos=True, temperature=1.0, seed=index)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The demo model, with some of its tokens taken for audio tokens of the tiny codec."""
+    folder = tmp_path_factory.mktemp("speech") / "speaker"
+    shutil.copytree(demo_model_folder(), folder)
+    shutil.copytree(CODEC, folder / "snac")
+    about = {"first_token": FIRST, "voices": ["ada", "bob"], "end_tokens": [5], "stop_tokens": [7]}
+    (folder / "speech.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pools(shared_cluster, folder):
+    return shared_cluster(model=folder, prefill=2, decode=2, worker_timeout=1.0)
+
+
+@pytest.fixture(scope="module")
+def audio(folder):
+    return load_audio(folder)[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pools, audio):
+    """The samples of each text: those of all of its tokens, decoded at once."""
+    expected = []
+    with pools.client() as client:
+        for index, text in enumerate(TEXTS):
+            context = speech_context(client.model(), text, "bob", speech(index))
+            tokens = np.array([t for output in client.generate(context) for t in output.tokens])
+            assert len(tokens) == 300
+            entries = audio.layout.entries(tokens)
+            frames = len(entries) // audio.layout.frame_tokens
+            assert frames > 10
+            used = entries[: frames * audio.layout.frame_tokens]
+            expected.append(audio.codec.decode(audio.layout.by_codebook(used)))
+    return expected
+
+
+def run(address, audio, strike=None):
+    """Speak all texts at once; ``strike`` is called when ``begun`` texts have samples."""
+    chunks: list[list[np.ndarray]] = [[] for _ in TEXTS]
+
+    async def follow(client, index):
+        async for chunk in client.speak(TEXTS[index], speech(index), audio=audio, voice="bob"):
+            chunks[index].append(chunk)
+            if strike is not None:
+                strike(chunks)
+
+    async def body():
+        async with AsyncClient(address, connect_timeout=20.0) as client:
+            await asyncio.gather(*(follow(client, index) for index in range(len(TEXTS))))
+
+    asyncio.run(body())
+    return [np.concatenate(found) for found in chunks]
+
+
+def same(found, expected, audio):
+    for ours, theirs in zip(found, expected, strict=True):
+        if audio.codec.backend.row_independent:
+            assert np.array_equal(ours, theirs)
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_the_samples_are_those_of_the_tokens(pools, audio, undisturbed):
+    same(run(pools.address, audio), undisturbed, audio)
+
+
+@pytest.mark.parametrize(("name", "begun"), [("prefill-0", 1), ("decode-0", 4)])
+def test_a_killed_worker_changes_no_sample(pools, audio, undisturbed, name, begun):
+    before = lost_requests(pools)
+    for _ in range(5):  # the request may be at another worker, or have ended
+        pools.wait_ready()
+        pid, killed = pools.pids()[name], []
+
+        def strike(chunks, pid=pid, killed=killed):
+            if not killed and sum(map(bool, chunks)) >= begun:
+                killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+
+        found = run(pools.address, audio, strike)
+        same(found, undisturbed, audio)
+        pools.wait_replaced(name, pid)
+        if lost_requests(pools) > before or name.startswith("prefill"):
+            return
+    pytest.fail("nothing ran on the killed worker")
+
+
+def test_speech_that_is_not_wanted_any_more_frees_its_blocks(pools, audio):
+    with pools.client() as client:
+        with closing(client.speak(TEXTS[0], speech(0, 1500), audio=audio)) as chunks:
+            assert len(next(chunks)) > 0
+        pools.wait_idle()
+        with pytest.raises(DeadlineExceeded):
+            list(client.speak(TEXTS[0], speech(0, 1500), audio=audio, deadline=0.001))
+
+
+def test_what_cannot_be_spoken_is_refused(pools, audio):
+    with pools.client() as client:
+        with pytest.raises(InputError, match="voices are ada, bob"):
+            next(client.speak("Hello.", audio=audio, voice="eve"))
+        with pytest.raises(InputError, match="empty"):
+            next(client.speak(" ", audio=audio))
+        context = speech_context(client.model(), "Hello.", None, None)
+        context.audio_prompt_tokens = np.ones(3, np.int32)
+        with pytest.raises(InputError, match="audio_prompt_tokens"):
+            next(client.generate(context))
+
+
+def test_the_command_writes_a_wav_file(pools, audio, tmp_path):
+    environment = command_environment(tmp_path) | {"BATON_ADDRESS": pools.address}
+    options = ["--voice=bob", "--seed=0", "--temperature=1.0", "--max-new-tokens=300"]
+    command = [sys.executable, "-P", "-m", "baton.cli", "speak", TEXTS[0], *options]
+    target = tmp_path / "out.wav"
+    done = subprocess.run(
+        [*command, "-o", str(target)], env=environment, capture_output=True, check=True
+    )
+    assert target.name.encode() in done.stdout
+    with wave.open(str(target)) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, 8000)
+        written = file.readframes(file.getnframes())
+    params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=0)
+    with pools.client() as client:
+        chunks = list(client.speak(TEXTS[0], params, audio=audio, voice="bob"))
+    assert written == pcm16(np.concatenate(chunks))
+    piped = subprocess.run([*command, "-o", "-"], env=environment, capture_output=True, check=True)
+    assert piped.stdout == written
+
+
+# --------------------------------------------------------------------------- over HTTP
+
+ROUTE = "/v1/audio/speech"
+ASKED = {"input": TEXTS[0], "voice": "bob", "temperature": 1.0, "seed": 0, "ignore_eos": True}
+
+
+def begun(gateway, **fields):
+    """Ask for speech; return the connection and the response, whose body may still be generated."""
+    connection = gateway.connection()
+    body = {"model": "speaker", "max_tokens": 300, **ASKED, **fields}
+    connection.request("POST", ROUTE, json.dumps(body).encode())
+    return connection, connection.getresponse()
+
+
+def test_http_gives_the_same_samples(gateway, undisturbed):
+    connection, response = begun(gateway)
+    with closing(connection):
+        assert (response.status, response.headers["content-type"]) == (200, "audio/wav")
+        assert response.read() == wav_header(8000) + pcm16(undisturbed[0])
+
+
+def test_http_streams_on_after_a_kill(gateway, pools, undisturbed):
+    pools.wait_ready()
+    pids = [pools.pids()[name] for name in ("decode-0", "decode-1")]
+    connection, response = begun(gateway, response_format="pcm")
+    with closing(connection):
+        assert (response.status, response.headers["content-type"]) == (200, "audio/pcm")
+        first = response.read(192)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert first + response.read() == pcm16(undisturbed[0])
+    for name, pid in zip(("decode-0", "decode-1"), pids, strict=True):
+        pools.wait_replaced(name, pid)
+
+
+def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
+    connection, response = begun(gateway, max_tokens=1500)
+    response.read(192)
+    response.close()
+    connection.close()
+    pools.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"response_format": "mp3"}, "response_format"),
+        ({"response_format": "flac"}, "response_format"),
+        ({"response_format": "midi"}, "response_format"),
+        ({"voice": "eve"}, None),
+        ({"input": " "}, None),
+        ({"input": "a" * 4097}, "input"),
+        ({"speed": 2}, "speed"),
+        ({"stream_format": "sse"}, "stream_format"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"pitch": 1}, "pitch"),
+    ],
+    ids=str,
+)
+def test_what_http_cannot_speak_is_refused(gateway, fields, parameter):
+    status, content, _ = gateway.ask("POST", ROUTE, {**ASKED, **fields})
+    assert (status, content["error"]["param"]) == (400, parameter), content

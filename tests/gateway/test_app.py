@@ -1,0 +1,125 @@
+"""Requests to the application, in this process, whose cluster is a stub."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.gateway.app import make_app
+from baton.gateway.served import Served
+from baton.proto.errors import InputError
+from baton.runtime.metrics.families import counter
+
+LENGTH = 100
+
+
+class Cluster:
+    """A client that starts no request. ``metrics``: what the router reports."""
+
+    def __init__(self, metrics: Any = ()) -> None:
+        self.decoded: list[threading.Thread] = []
+        self.started: list[dict[str, Any]] = []
+        self._metrics = metrics
+
+    async def model(self) -> Any:
+        return SimpleNamespace(
+            description=SimpleNamespace(folder="/models/demo"),
+            card=SimpleNamespace(name="demo", max_length=LENGTH),
+            tokenizer=SimpleNamespace(decode=self._decode),
+        )
+
+    def _decode(self, ids: list[int]) -> str:
+        self.decoded.append(threading.current_thread())
+        return "text"
+
+    def generate(self, prompt: Any, _params: Any, **options: Any) -> Any:
+        self.started.append(options)
+        raise InputError("the stub starts no request")
+
+    async def status(self, **_: Any) -> Any:
+        return json.loads(msgspec.json.encode({"metrics": self._metrics}))
+
+
+def ask(
+    cluster: Cluster, method: str, path: str, body: Any = None, headers: Any = (), **more: Any
+) -> tuple[int, bytes]:
+    """Return the status and the body of an answer."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": b"/",
+        "query_string": b"", "headers": list(headers), "scheme": "http", "server": None,
+        "client": None, "root_path": "",
+    }  # fmt: skip
+    app = make_app(Served(cluster, **more))  # type: ignore[arg-type]
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], b"".join(part.get("body", b"") for part in sent)
+
+
+def complete(cluster: Cluster, headers: Any = (), **body: Any) -> dict[str, Any]:
+    """Return the error of a completion."""
+    status, content = ask(cluster, "POST", "/v1/completions", body, headers)
+    assert status == 400
+    error: dict[str, Any] = json.loads(content)["error"]
+    return error
+
+
+def test_an_echo_is_decoded_beside_the_event_loop():
+    cluster = Cluster()
+    said = complete(cluster, prompt=[7] * (LENGTH - 1), echo=True)["message"]
+    assert said == "the stub starts no request"
+    assert len(cluster.decoded) == 1
+    assert threading.main_thread() not in cluster.decoded
+
+
+def test_a_prompt_that_is_too_long_is_not_decoded():
+    cluster = Cluster()
+    for prompt in ([7] * LENGTH, [[7], [7] * LENGTH]):
+        error = complete(cluster, prompt=prompt, echo=True)
+        assert error["message"] == f"prompt too long: {LENGTH} tokens, limit {LENGTH - 1}"
+        assert error["param"] == "prompt"
+    assert not cluster.decoded
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_request_id_given_twice_is_replaced(order):
+    headers = [(b"x-request-id", b"\x9b31mEVIL"), (b"x-request-id", b"good")][::order]
+    cluster = Cluster()
+    complete(cluster, headers, prompt="x")
+    (options,) = cluster.started
+    assert options["request_id"].isascii()
+    assert "good" not in options["request_id"]
+    complete(cluster, [(b"x-request-id", b"good")], prompt="x")
+    assert "-good-" in cluster.started[-1]["request_id"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_trace_given_twice_is_ignored(order):
+    traces = [f"00-{digit * 32}-{digit * 16}-01".encode() for digit in "12"][::order]
+    cluster = Cluster()
+    complete(cluster, [(b"traceparent", one) for one in traces], prompt="x")
+    complete(cluster, [(b"traceparent", traces[0])], prompt="x")
+    assert [options.get("traceparent", "").encode() for options in cluster.started] == [
+        b"", traces[0],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
+def test_a_number_that_json_lacks_does_not_fail_the_metrics(value):
+    families = [counter("baton_x_total", "x", {("w",): value}, ("worker",))]
+    status, text = ask(Cluster(families), "GET", "/metrics", vllm_metrics=True)
+    assert status == 200
+    assert b"baton_gateway" in text

@@ -1,0 +1,240 @@
+"""Limits of a connection after a request's head, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+import uvloop
+from uvicorn.server import ServerState
+
+from baton.gateway.server import MAX_HEAD_BYTES, LimitedHttp, Server
+
+HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+TRAILERS = b"".join(b"a%d: %s\r\n" % (at, b"v" * 1000) for at in range(60))
+
+
+class Peer(asyncio.Transport):
+    """A transport that keeps the written bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.closed = b"", False
+
+    def write(self, data: Any) -> None:
+        self.out += bytes(data)
+
+    def writelines(self, parts: Any) -> None:
+        self.out += b"".join(parts)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def talk(
+    *parts: bytes,
+    answer_first: bool = True,
+    then: Callable[[LimitedHttp, Peer], Awaitable[None]] | None = None,
+) -> tuple[LimitedHttp, Peer, list[bytes]]:
+    """Send parts to an application that answers before or after it has read the body."""
+    bodies: list[bytes] = []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        more = not answer_first
+        while more:
+            message = await receive()
+            bodies.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def run() -> tuple[LimitedHttp, Peer]:
+        config = uvicorn.Config(
+            app, http=LimitedHttp, ws="none", lifespan="off", log_config=None, access_log=False
+        )
+        config.load()
+        protocol, peer = LimitedHttp(config, ServerState(), {}), Peer()
+        protocol.connection_made(peer)
+        for part in parts:
+            if not peer.closed:
+                protocol.data_received(part)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        if then is not None:
+            await then(protocol, peer)
+        headers = list(protocol.headers or ())
+        protocol.connection_lost(None)
+        protocol.headers = headers
+        return protocol, peer
+
+    protocol, peer = asyncio.run(run())
+    return protocol, peer, bodies
+
+
+@pytest.mark.parametrize("answer_first", [True, False])
+@pytest.mark.parametrize("trailer", [TRAILERS, b"v" * 65536], ids=["many", "one-endless"])
+def test_endless_trailers_end_the_connection(trailer, answer_first):
+    parts = [HEAD, b"0\r\nx: ", *[trailer] * 20]
+    protocol, peer, _ = talk(*parts, answer_first=answer_first)
+    assert b"431 Request Header Fields Too Large" in peer.out
+    assert [name for name, _ in protocol.headers] == [b"host", b"transfer-encoding"]
+
+
+@pytest.mark.parametrize(
+    "rest", [b"1\r\nx\r\n", b"x", b""], ids=["of-a-body", "of-a-chunk", "nothing-more"]
+)
+def test_a_request_that_goes_on_after_its_answer_ends_with_the_connection(monkeypatch, rest):
+    """A client that keeps a connection open by sending its body byte by byte."""
+    monkeypatch.setattr(LimitedHttp, "head_timeout_s", 0.2)
+    trickle = [b"ff\r\n" if rest == b"x" else b""]
+
+    async def until_closed(protocol: LimitedHttp, peer: Peer) -> None:
+        assert b"200 OK" in peer.out
+        protocol.data_received(trickle[0])
+        for _ in range(200):
+            if peer.closed:
+                return
+            if rest:
+                protocol.data_received(rest)
+            await asyncio.sleep(0.1)
+        raise AssertionError("the connection stays open")
+
+    _, peer, _ = talk(HEAD, then=until_closed)
+    assert peer.out.count(b"HTTP/1.1") == 1
+
+
+def test_a_body_that_arrives_soon_after_the_answer_keeps_the_connection(monkeypatch):
+    monkeypatch.setattr(LimitedHttp, "head_timeout_s", 0.2)
+
+    async def wait(protocol: LimitedHttp, peer: Peer) -> None:
+        await asyncio.sleep(0.4)  # longer than the limit, which ended with the body
+        assert not peer.closed
+        protocol.data_received(HEAD + b"0\r\n\r\n")
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    _, peer, _ = talk(HEAD, b"4\r\nbody\r\n0\r\n\r\n", then=wait)
+    assert peer.out.count(b"200 OK") == 2
+
+
+def test_short_trailers_are_ignored_and_the_next_request_is_answered():
+    end = b"0\r\nx-request-id: late\r\n\r\n"
+    request = HEAD + b"4\r\nbody\r\n" + end
+    protocol, peer, bodies = talk(request, request, answer_first=False)
+    assert b"".join(bodies) == b"bodybody"
+    assert peer.out.count(b"200 OK") == 2
+    assert b"x-request-id" not in dict(protocol.headers)
+
+
+def test_the_frames_of_small_chunks_are_not_trailers():
+    count = MAX_HEAD_BYTES
+    parts = [HEAD, *[b"1\r\nx\r\n" * (count // 8)] * 8, b"0\r\n\r\n"]
+    _, peer, bodies = talk(*parts, answer_first=False)
+    assert b"".join(bodies) == b"x" * count
+    assert b"200 OK" in peer.out
+
+
+def test_a_chunk_extension_is_limited():
+    _, peer, _ = talk(HEAD, b"1;", *[b"e" * 4096] * 8)
+    assert b"431" in peer.out
+
+
+def test_a_further_head_that_stays_unfinished_ends_the_connection(monkeypatch):
+    monkeypatch.setattr(LimitedHttp, "head_timeout_s", 0.0)
+    request = HEAD + b"0\r\n\r\n"
+    _, peer, _ = talk(request, b"POST /x HTTP/1.1\r\nhost: local", b"host\r\n", answer_first=False)
+    assert peer.out.count(b"200 OK") == 1
+    assert b"408 Request Timeout" in peer.out
+    assert peer.closed
+
+
+def test_a_client_that_does_not_read_its_answer_loses_the_connection(monkeypatch):
+    monkeypatch.setattr("baton.gateway.server._UNREAD_S", 0.0)
+
+    async def block(protocol: LimitedHttp, peer: Peer) -> None:
+        protocol.pause_writing()
+        await asyncio.sleep(0.05)
+        assert peer.closed
+
+    talk(GET, then=block)
+
+
+def test_a_client_that_reads_again_keeps_the_connection(monkeypatch):
+    monkeypatch.setattr("baton.gateway.server._UNREAD_S", 0.02)
+
+    async def block(protocol: LimitedHttp, peer: Peer) -> None:
+        protocol.pause_writing()
+        protocol.resume_writing()
+        await asyncio.sleep(0.05)
+        assert not peer.closed
+
+    talk(GET, then=block)
+
+
+class TestStop:
+    """A server that stops answers the requests of connections that it has accepted."""
+
+    def stopped(self, before: bytes, after: bytes) -> Peer:
+        async def stop(protocol: LimitedHttp, peer: Peer) -> None:
+            protocol.shutdown()
+            if after and not peer.closed:
+                protocol.data_received(after)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        return talk(*([before] if before else []), then=stop)[1]
+
+    def test_a_new_connection_may_send_one_request(self):
+        peer = self.stopped(b"", b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert peer.out.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close\r\n" in peer.out
+        assert peer.closed
+
+    def test_a_new_connection_without_a_request_ends_soon(self, monkeypatch):
+        monkeypatch.setattr("baton.gateway.server._FIRST_REQUEST_S", 0.0)
+        assert self.stopped(b"", b"").closed
+
+    def test_a_used_connection_ends_at_once(self):
+        assert self.stopped(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n", b"").closed
+
+
+def test_a_stopping_server_answers_whoever_is_in_its_queue():
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def run() -> list[bytes]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(app, http=LimitedHttp, ws="none", lifespan="off", log_config=None)
+        server = Server(config)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(20)]
+        for client in clients:  # the loop has not run since: all of them wait in the kernel
+            client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        server.should_exit = True
+        await server.shutdown([listener])
+        await serving
+        return [client.recv(1 << 12) for client in clients]
+
+    answers = uvloop.run(run())
+    assert [answer[:13] for answer in answers] == [b"HTTP/1.1 204 "] * 20

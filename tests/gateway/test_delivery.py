@@ -1,0 +1,275 @@
+"""Answers written by callbacks, to a connection without a socket, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+from tests.gateway.test_connections import Peer
+from uvicorn.server import ServerState
+
+from baton.client.output import Output
+from baton.gateway.answers import Answer, CompletionForm
+from baton.gateway.bodies import CompletionBody
+from baton.gateway.delivery import StreamDelivery, WholeDelivery
+from baton.gateway.exchange import Exchange
+from baton.gateway.server import LimitedHttp
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.errors import InputError, RequestCancelled, WorkerLost
+
+REQUEST = b"POST /x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+
+
+class Generation:
+    """A native request whose outputs the test gives."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    def deliver(self, on_output: Any, on_error: Any) -> None:
+        self.give, self.fail = on_output, on_error
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def say(self, text: str, *, last: bool = False) -> None:
+        status = GenerationStatus.MAXIMUM_LENGTH if last else None
+        tokens = [] if last else [7]
+        self.give(Output(request_id="r", tokens=tokens, text=text, position=3, final_status=status))
+
+
+class Server:
+    """One connection to an application that streams the outputs of ``generations``."""
+
+    def __init__(self, count: int = 1, **fields: Any) -> None:
+        self.generations: list[list[Generation]] = []
+        self.failures: list[Exception] = []
+        body = msgspec.convert({"prompt": "x", "stream": True, **fields}, CompletionBody)
+
+        async def app(scope: Any, _receive: Any, send: Any) -> None:
+            generations = [Generation() for _ in range(count)]
+            self.generations.append(generations)
+            kind = StreamDelivery if body.stream else WholeDelivery
+            answer = Answer(CompletionForm(None), "cmpl-1", "demo")
+            exchange = Exchange.of(scope)
+            try:
+                await kind(exchange, answer, generations, 1, body).run()  # type: ignore[arg-type]
+            except Exception as error:
+                self.failures.append(error)
+                if not exchange.status:
+                    head = {"type": "http.response.start", "status": 500, "headers": []}
+                    await send(head)
+                    await send({"type": "http.response.body", "body": b"failed"})
+
+        config = uvicorn.Config(
+            app, http=LimitedHttp, ws="none", lifespan="off", log_config=None, access_log=False
+        )
+        config.load()
+        self.peer = Peer()
+        self.protocol = LimitedHttp(config, ServerState(), {})
+        self.protocol.connection_made(self.peer)
+
+    async def ask(self, request: bytes = REQUEST) -> list[Generation]:
+        """Send a request; return its native requests."""
+        known = len(self.generations)
+        self.protocol.data_received(request)
+        while len(self.generations) == known:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return self.generations[-1]
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def events(out: bytes) -> list[Any]:
+    """Return the events of one streamed answer, and check its frame."""
+    head, _, rest = out.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"transfer-encoding: chunked" in head
+    content = b""
+    while not rest.startswith(b"0\r\n\r\n"):
+        size, _, rest = rest.partition(b"\r\n")
+        content += rest[: int(size, 16)]
+        assert rest[int(size, 16) :][:2] == b"\r\n"
+        rest = rest[int(size, 16) + 2 :]
+    assert rest == b"0\r\n\r\n"
+    found = [event.removeprefix(b"data: ") for event in content.split(b"\n\n")[:-1]]
+    return [one.decode() if one == b"[DONE]" else json.loads(one) for one in found]
+
+
+def texts(found: list[Any]) -> list[tuple[int, str]]:
+    choices = [one["choices"][0] for one in found if one != "[DONE]" and one.get("choices")]
+    return [(choice["index"], choice["text"]) for choice in choices]
+
+
+def test_each_output_is_written_when_it_arrives():
+    async def run() -> bytes:
+        server = Server(stream_options={"include_usage": True})
+        (generation,) = await server.ask()
+        for text in ("a", 'q"\\\n\u2028é', "c"):
+            before = len(server.peer.out)
+            generation.say(text)
+            assert len(server.peer.out) > before  # no turn of the loop later
+        generation.say("", last=True)
+        await server.settle()
+        assert generation.cancelled
+        return server.peer.out
+
+    found = events(asyncio.run(run()))
+    assert texts(found) == [(0, "a"), (0, 'q"\\\n\u2028é'), (0, "c"), (0, "")]
+    assert found[-3]["choices"][0]["finish_reason"] == "length"
+    assert found[-2]["usage"]["completion_tokens"] == 3
+    assert found[-2]["usage"]["prompt_tokens"] == 3
+    assert found[-1] == "[DONE]"
+    assert {one["id"] for one in found[:-1]} == {"cmpl-1"}
+
+
+def test_choices_take_turns_and_the_last_end_ends_the_answer():
+    async def run() -> bytes:
+        server = Server(count=2)
+        one, other = await server.ask()
+        one.say("a")
+        other.say("b")
+        one.say("", last=True)
+        other.say("c")
+        assert b"[DONE]" not in server.peer.out
+        other.say("d", last=True)
+        return server.peer.out
+
+    assert texts(events(asyncio.run(run()))) == [(0, "a"), (1, "b"), (0, ""), (1, "c"), (1, "d")]
+
+
+def test_outputs_for_a_slow_reader_are_held_and_keep_their_order():
+    async def run() -> bytes:
+        server = Server()
+        (generation,) = await server.ask()
+        generation.say("a")
+        server.protocol.pause_writing()
+        size = len(server.peer.out)
+        generation.say("b")
+        generation.say("c")
+        assert len(server.peer.out) == size
+        server.protocol.resume_writing()
+        assert len(server.peer.out) > size
+        server.protocol.pause_writing()
+        generation.say("d")
+        generation.fail(WorkerLost("no worker is left"))
+        await server.settle()
+        assert b"no worker" not in server.peer.out
+        server.protocol.resume_writing()
+        await server.settle()
+        assert server.failures == []
+        return server.peer.out
+
+    *found, error = events(asyncio.run(run()))
+    assert texts(found) == [(0, "a"), (0, "b"), (0, "c"), (0, "d")]
+    assert error["error"]["message"] == "no worker is left"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_error_before_the_answer_is_raised(stream):
+    async def run() -> Server:
+        server = Server(stream=stream)
+        (generation,) = await server.ask()
+        generation.fail(InputError("too long"))
+        await server.settle()
+        return server
+
+    server = asyncio.run(run())
+    assert [str(one) for one in server.failures] == ["too long"]
+    assert server.peer.out.startswith(b"HTTP/1.1 500")
+
+
+def test_nothing_follows_the_error_of_one_choice():
+    async def run() -> bytes:
+        server = Server(count=2)
+        one, other = await server.ask()
+        one.say("a")
+        one.fail(WorkerLost("gone"))
+        other.say("b")
+        other.say("", last=True)
+        await server.settle()
+        assert other.cancelled
+        return server.peer.out
+
+    found = events(asyncio.run(run()))
+    assert texts(found[:1]) == [(0, "a")]
+    assert found[1:] == [found[-1]]
+    assert found[-1]["error"]["message"] == "gone"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_closed_connection_cancels_the_native_requests(stream, begun):
+    async def run() -> Server:
+        server = Server(count=2, stream=stream)
+        generations = await server.ask()
+        if begun:
+            generations[0].say("a")
+        written = len(server.peer.out)
+        server.protocol.connection_lost(None)
+        generations[1].say("late")
+        await server.settle()
+        assert all(one.cancelled for one in generations)
+        assert len(server.peer.out) == written
+        return server
+
+    failures = asyncio.run(run()).failures
+    expected = [] if stream and begun else [RequestCancelled]
+    assert [type(error) for error in failures] == expected
+
+
+def test_a_connection_that_closes_during_the_first_of_two_requests_cancels_it():
+    async def run() -> None:
+        server = Server()
+        (generation,) = await server.ask()
+        generation.say("a")
+        server.protocol.data_received(REQUEST)  # waits for the first answer
+        await server.settle()
+        assert len(server.generations) == 1
+        server.protocol.connection_lost(None)
+        await server.settle()
+        assert generation.cancelled
+        assert len(server.generations) == 1
+
+    asyncio.run(run())
+
+
+def test_a_kept_connection_serves_pipelined_requests_in_order():
+    async def run() -> tuple[bytes, list[str]]:
+        server = Server(stream=False)
+        server.protocol.data_received(REQUEST * 2)
+        for answer in ("one", "two"):
+            while not server.generations or not hasattr(server.generations[-1][0], "give"):
+                await asyncio.sleep(0)
+            server.generations[-1][0].say(answer)
+            server.generations[-1][0].say("", last=True)
+            await server.settle()
+        assert not server.peer.closed
+        return server.peer.out
+
+    out = asyncio.run(run())
+    assert out.count(b"HTTP/1.1 200 OK") == 2
+    bodies = [json.loads(part.partition(b"\r\n\r\n")[2]) for part in out.split(b"HTTP/1.1")[1:]]
+    assert [one["choices"][0]["text"] for one in bodies] == ["one", "two"]
+
+
+def test_a_connection_is_closed_after_the_answer_if_the_client_wants_it():
+    async def run() -> Peer:
+        server = Server()
+        request = REQUEST.replace(b"host:", b"connection: close\r\nhost:")
+        (generation,) = await server.ask(request)
+        generation.say("a")
+        assert not server.peer.closed
+        generation.say("", last=True)
+        return server.peer
+
+    peer = asyncio.run(run())
+    assert b"connection: close\r\n" in peer.out
+    assert peer.closed

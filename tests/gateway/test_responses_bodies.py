@@ -1,0 +1,178 @@
+"""Bodies of ``/v1/responses``: each field is used, or refused with its name."""
+
+import json
+
+import pytest
+
+from baton.gateway.bodies import REFUSED, BodyReader
+from baton.gateway.errors import ParameterError
+from baton.gateway.grammars import Content
+from baton.gateway.parameters import content_of, options_of, sampling_of
+from baton.gateway.responses_bodies import (
+    RESPONSES_REFUSED,
+    ResponsesBody,
+    messages_of_input,
+    tools_of_body,
+)
+
+NOW = {"type": "function", "name": "now"}
+CALL = {"type": "function_call", "call_id": "1", "name": "now", "arguments": '{"a": 1}'}
+READER = BodyReader(ResponsesBody, RESPONSES_REFUSED)
+
+
+def body(**fields) -> ResponsesBody:
+    found = READER.read(json.dumps({"input": "hello", **fields}).encode())
+    found.check()
+    return found
+
+
+def test_every_field_is_used_or_refused():
+    used = {
+        "model", "user", "metadata", "stream", "stream_options", "temperature", "top_p", "top_k",
+        "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens",
+        "stop", "stop_token_ids", "ignore_eos", "seed", "cache_salt", "structured_outputs",
+        "logit_bias", "input", "instructions",
+        "max_output_tokens", "text", "include", "top_logprobs", "prompt_cache_key",
+        "safety_identifier", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls",
+    }  # fmt: skip
+    assert set(ResponsesBody.__struct_fields__) <= used | set(REFUSED) | set(RESPONSES_REFUSED)
+
+
+@pytest.mark.parametrize("name", sorted(RESPONSES_REFUSED))
+def test_a_field_without_effect_is_refused_unless_it_is_neutral(name):
+    neutral, _ = RESPONSES_REFUSED[name]
+    for value in (None, *neutral):
+        body(**{name: value})
+    with pytest.raises(ParameterError, match=f"{name} is not supported: ") as raised:
+        body(**{name: "something"})
+    assert raised.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"foo": 1}, "foo"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": ["message"]}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{**CALL, "namespace": "n"}]}, "input[0].namespace"),
+        ({"input": [{**CALL, "name": 5}]}, "input[0].name"),
+        ({"input": [{**CALL, "arguments": "[]"}]}, "input[0].arguments"),
+        ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments"),
+        (
+            {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
+            "input[0].encrypted_content",
+        ),
+        ({"input": [{"type": "reasoning", "content": [{"type": "text"}]}]}, "input[0].content"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [NOW, {"name": "f"}]}, "tools[1].type"),
+        ({"tools": [{**NOW, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{"type": "function", "function": {"name": "now"}}]}, "tools[0].function"),
+        ({"tools": [{**NOW, "parameters": []}]}, "tools[0]"),
+        ({"tools": [{**NOW, "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [NOW, NOW]}, "tools"),
+        ({"tools": [NOW], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"role": "user", "content": "x", "name": "y"}]}, "input[0].name"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"stream_options": {}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        ({"temperature": -1}, "temperature"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+    ids=str,
+)
+def test_what_is_not_offered_is_named(fields, parameter):
+    with pytest.raises(ParameterError) as raised:
+        found = body(**fields)
+        sampling_of(found, 0), options_of(found, {}), messages_of_input(found)
+        tools_of_body(found)
+    assert raised.value.parameter == parameter
+
+
+def test_input_becomes_messages():
+    assert messages_of_input(body()) == [{"role": "user", "content": "hello"}]
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    answer = [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}]
+    given = [
+        {"role": "developer", "content": "x"},
+        {"type": "message", "role": "user", "content": parts},
+        {"id": "msg-1", "status": "completed", "role": "assistant", "content": answer},
+    ]
+    assert messages_of_input(body(input=given, instructions="i")) == [
+        {"role": "system", "content": "i"},
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+def test_parameters_and_options():
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    found = body(
+        max_output_tokens=9, seed=5, top_p=0.5, text={"format": form},
+        include=["message.output_text.logprobs"], top_logprobs=4,
+    )  # fmt: skip
+    params = sampling_of(found, 0)
+    assert (params.max_new_tokens, params.seed, params.top_p) == (9, 5, 0.5)
+    assert options_of(found, {}) == {"log_probabilities": 4}
+    assert content_of(found) == Content({"type": "object"})
+
+
+def test_the_items_of_a_turn_become_one_message():
+    """As a client sends them again: the items of an answer, the results of its calls."""
+    told = {"type": "message", "id": "msg-1", "role": "assistant", "content": "I look."}
+    given = [
+        {"role": "user", "content": "When?"},
+        {"type": "reasoning", "id": "rs-1", "summary": [], "status": "completed",
+         "content": [{"type": "reasoning_text", "text": "Hm."}], "encrypted_content": None},
+        told, {**CALL, "id": "fc-1", "status": "completed"}, {**CALL, "call_id": "2"},
+        {"type": "function_call_output", "call_id": "1", "output": "noon"},
+        {"type": "function_call_output", "call_id": "2",
+         "output": [{"type": "input_text", "text": "night"}]},
+        {**CALL, "arguments": ""},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]},
+        told, told,
+    ]  # fmt: skip
+
+    def call(name: str, **arguments) -> dict:
+        function = {"name": "now", "arguments": arguments}
+        return {"id": name, "type": "function", "function": function}
+
+    assert messages_of_input(body(input=given)) == [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "reasoning_content": "Hm.", "content": "I look.",
+         "tool_calls": [call("1", a=1), call("2", a=1)]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+        {"role": "tool", "tool_call_id": "2", "content": "night"},
+        {"role": "assistant", "tool_calls": [call("1")], "content": ""},
+        {"role": "assistant", "reasoning_content": "So.", "content": "I look."},
+        {"role": "assistant", "content": "I look."},
+    ]  # fmt: skip
+
+
+def test_tools_become_those_of_chats():
+    strict = {**NOW, "parameters": {"type": "object"}, "strict": True, "output_schema": None}
+    named = {"type": "function", "name": "now"}
+    found = tools_of_body(body(tools=[strict], tool_choice=named, parallel_tool_calls=False))
+    shown = {"name": "now", "parameters": {"type": "object"}, "strict": True}
+    assert found.definitions == [{"type": "function", "function": shown}]
+    assert (found.forced, found.allowed, found.parallel) == (True, ("now",), False)
+    assert not tools_of_body(body(tools=[NOW])).strict
+    assert tools_of_body(body(tools=[NOW], tool_choice="none")) is None
+    assert tools_of_body(body(tools=[], tool_choice="auto", parallel_tool_calls=True)) is None

@@ -1,0 +1,92 @@
+"""The checks of picture requests, for both forms of a request."""
+
+import numpy as np
+import pytest
+
+from baton.proto.contexts.pixels import PixelContext
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.errors import InputError
+from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS
+from baton.proto.picture_requests import check_picture, picture_seed
+from baton.proto.wire.context_maps import to_map
+
+
+def tokens(count=3):
+    return TokenBuffer(np.arange(1, count + 1))
+
+
+def public(**fields):
+    return PixelContext(tokens=tokens(), tokens_2=tokens(5), **fields)
+
+
+def wire(**fields):
+    return to_map(public(**fields))
+
+
+@pytest.fixture(params=[public, wire])
+def make(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"height": 16, "width": 4096},
+        {"num_inference_steps": 1, "guidance_scale": 0.0, "true_cfg_scale": 0.0},
+        {"num_inference_steps": 250, "guidance_scale": 1000.0},
+        {"extra_params": {"seed": np.array([7])}, "guidance": np.array([2.5], np.float32)},
+        {"negative_tokens": tokens(), "negative_tokens_2": tokens(), "true_cfg_scale": 4.0},
+        {"latents": np.zeros((4096, 64), np.float32)},
+    ],
+)
+def test_good_requests_pass(make, fields):
+    check_picture(make(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"height": 0}, r"height must be a whole number in 16..4096, not 0"),
+        ({"height": 8}, r"height must be a whole number in 16..4096, not 8"),
+        ({"width": 1000}, r"width must be a multiple of 16, not 1000"),
+        ({"width": 4112}, r"width must be a whole number in 16..4096, not 4112"),
+        ({"width": 1 << 50}, r"width must be a whole number in 16..4096"),
+        ({"width": 4096, "height": 2048}, r"2048 x 4096 are 8388608 pixels, limit 4194304"),
+        ({"num_inference_steps": 0}, r"num_inference_steps must be a whole number in 1..250"),
+        ({"num_inference_steps": 251}, r"num_inference_steps must be .* not 251"),
+        ({"guidance_scale": -0.1}, r"guidance_scale must be a number in 0..1000.0, not -0.1"),
+        ({"guidance_scale": float("nan")}, r"guidance_scale must be a number"),
+        ({"guidance_scale": float("inf")}, r"guidance_scale must be a number"),
+        ({"true_cfg_scale": -1.0}, r"true_cfg_scale must be a number"),
+        ({"true_cfg_scale": float("inf")}, r"true_cfg_scale must be a number"),
+        ({"num_images_per_prompt": 2}, r"num_images_per_prompt is 2, limit 1"),
+        ({"num_images_per_prompt": 0}, r"num_images_per_prompt is 0, limit 1"),
+        ({"sigmas": np.ones(3, np.float32)}, r"sigmas are computed by the model"),
+        ({"timesteps": np.ones(3, np.float32)}, r"timesteps are computed by the model"),
+        ({"guidance": np.ones(2, np.float32)}, r"guidance must be an array of one number"),
+        ({"guidance": np.array([np.nan], np.float32)}, r"guidance must be a number"),
+        ({"latents": np.ones(8, np.float32)}, r"latents must be floats \[tokens, channels\]"),
+        ({"latents": np.full((4, 4), np.nan, np.float32)}, r"latents contain numbers"),
+        ({"latents": np.ones((4, 4), np.int32)}, r"latents must be floats"),
+        ({"extra_params": {"seed": np.array([1.0])}}, r"seed must be an integer array"),
+        ({"extra_params": {"seed": np.array([1, 2])}}, r"seed must be an integer array"),
+        ({"negative_tokens_2": tokens(MAX_PICTURE_PROMPT_TOKENS + 1)}, r"1025 tokens, limit 1024"),
+    ],
+)
+def test_each_fault_has_its_message(make, fields, message):
+    with pytest.raises(InputError, match=message):
+        check_picture(make(**fields))
+
+
+@pytest.mark.parametrize("value", [1024.0, "1024", True, None])
+def test_sizes_are_integers(value):
+    with pytest.raises(InputError, match="height must be a whole number"):
+        check_picture(public(height=value))
+
+
+def test_a_seed_is_taken_modulo_two_to_the_64():
+    assert picture_seed(public()) is None
+    assert picture_seed(public(extra_params={"seed": np.array([-1])})) == (1 << 64) - 1
+    seed = np.array([1 << 63], np.uint64)
+    assert picture_seed(public(extra_params={"seed": seed})) == 1 << 63
