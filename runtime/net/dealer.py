@@ -192,7 +192,9 @@ class DealerChannel(Channel):
     def _handshake_failed(self, event: int, value: int) -> None:
         self.stats.refused += 1
         reason = describe_refusal(event, value)
-        say = _log.warning if self._warns else _log.debug
+        # The listener of an ipc file that ends during a handshake stopped early: no warning.
+        ended = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not is_tcp(self.endpoint)
+        say = _log.warning if self._warns and not ended else _log.debug
         say("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
         denied = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if self._loop is not None:

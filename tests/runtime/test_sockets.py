@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import signal
@@ -276,6 +277,28 @@ def test_a_connection_that_ends_in_the_handshake_is_a_warning_on_tcp_alone(
     posix.create_connection(("127.0.0.1", port)).close()
     drive.until(lambda: server.channel.stats.refused)
     assert "closed during the handshake: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_listener_that_ends_in_the_handshake_is_a_warning_on_tcp_alone(
+    loop, drive, context, tmp_path, capsys, tcp
+):
+    """On an ipc file it is a process of this user that stopped before it served."""
+    with contextlib.ExitStack() as opened:
+        if tcp:
+            listener = posix.create_server(("127.0.0.1", 0))
+            endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        else:
+            listener = posix.socket(posix.AF_UNIX)
+            listener.bind(str(tmp_path / "s"))
+            listener.listen()
+            endpoint = f"ipc://{tmp_path}/s"
+        opened.enter_context(listener)
+        peer = Peer(loop, context, endpoint)
+        connection = listener.accept()[0]
+    connection.close()
+    drive.until(lambda: peer.channel.stats.refused)
+    assert ("socket.handshake_failed" in capsys.readouterr().err) is tcp
 
 
 def test_noise_on_the_port_leaves_the_socket_working(loop, drive, context):

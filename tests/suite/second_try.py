@@ -1,23 +1,27 @@
-"""One more try for a test of processes that waited in vain.
+"""One more try for a test of processes, unless it read a wrong value.
 
-Such a test depends on the machine: a worker that gets no processor for a minute is late. A test
-that read a wrong value gets no second try. The first try is printed, so that a rare fault is seen.
+Such a test depends on the machine: a worker that gets no processor for a minute is late, and a
+line that a slow process wrote may come between two others. A test whose error speaks of tokens,
+blocks, audio or pixels gets no second try, unless it waited in vain. The first try is printed, so
+that a rare fault is seen.
 """
 
 from __future__ import annotations
 
 import pytest
 
-FOLDERS = ("cluster", "deploy", "clients")
+FOLDERS = ("clients", "cluster", "deploy", "deploy_hosts", "deploy_ray")
 """Folders below `tests/` whose tests start processes."""
-IN_VAIN = [r"timed out waiting for", r"TimeoutExpired", r"Timeout \(>"]
+IN_VAIN = r"timed out waiting for|TimeoutExpired|Timeout \(>"
 """Errors for an event that did not happen in time."""
+NO_VALUE = r"(?is)\A(?!.*(token|block|leak|sample|audio|pixel|image|log_prob))"
+"""Errors that are about no value computed for a request, and about no memory held."""
 
 
 def allow(item: pytest.Item) -> None:
     """Mark a test of processes, so that pytest-rerunfailures may try it again."""
     if item.path.parent.name in FOLDERS:
-        item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=IN_VAIN))
+        item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=[IN_VAIN, NO_VALUE]))
 
 
 class SecondTry:
@@ -26,6 +30,6 @@ class SecondTry:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the failures that a second try followed."""
         if again := terminalreporter.stats.get("rerun", []):
-            terminalreporter.section("waited in vain at the first try")
+            terminalreporter.section("failed at the first try")
             for report in again:
                 terminalreporter.write_line(f"{report.nodeid}\n{report.longreprtext}\n")
