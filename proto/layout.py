@@ -55,6 +55,22 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return -(-tokens // self.block_size)
 
 
+class AudioCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The audio of a speech model: 16-bit samples, one channel.
+
+    ``sample_rate``: samples per second. ``frame_samples``: samples that ``frame_tokens`` audio
+    tokens give.
+    """
+
+    sample_rate: Size
+    frame_samples: Size
+    frame_tokens: Size
+
+    def nbytes(self, tokens: int) -> int:
+        """Return the bytes of the samples of ``tokens`` tokens, rounded up."""
+        return -(-2 * tokens * self.frame_samples // self.frame_tokens)
+
+
 FEATURES = ("logit_bias",)
 """Parameters of requests that this process reads, but not every process of its version."""
 
@@ -67,7 +83,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     "embed"; an embedding model has no decode workers. ``embedding_size``: dimension of its
     embeddings. ``kinds``: classes of the contexts that the model takes, by name. ``features``:
     parameters of requests that the process reads, but not every process of its protocol version;
-    they never prevent a handoff.
+    they never prevent a handoff. ``audio``: of a speech model, whose decode workers have its codec.
     """
 
     name: str
@@ -85,6 +101,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         default_factory=lambda: ["TextContext"]
     )
     features: Annotated[list[Name], Meta(max_length=MAX_FEATURES)] = []
+    audio: AudioCard | None = None
 
     def mismatch(self, other: ModelCard) -> tuple[str, str, str] | None:
         """Return the first field that prevents a handoff, ``(field, mine, theirs)``, or None."""

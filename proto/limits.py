@@ -56,6 +56,10 @@ MAX_PICTURE_STEPS = 250
 MAX_PICTURE_PROMPT_TOKENS = 1024
 """Maximum tokens of each prompt for a picture."""
 MAX_GUIDANCE = 1000.0
+MAX_CHUNK_BYTES = 1 << 20
+"""Largest media of one token run."""
+MAX_RESULT_BYTES = 14 << 20
+"""Largest media of a terminal: the pixels of the largest picture, 3 bytes each, and some more."""
 MAX_ENDPOINT_BYTES = 512
 DEFAULT_DEADLINE_S = 600.0
 MAX_DEADLINE_S = 86_400.0

@@ -21,7 +21,7 @@ from ...text.model_files import SPEECH_FILE
 from ...text.speech_format import SpeechFormat, parse_speech_format
 from ..kernels import load_backend
 from .snac import Rows, SnacDecoder
-from .snac_weights import load_snac_config
+from .snac_weights import SnacConfig, load_snac_config
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -206,8 +206,10 @@ class TokenStream:
             yield samples
 
 
-def read_layout(folder: Path) -> AudioLayout | None:
-    """Return the audio tokens of a model's folder; None if it has no ``speech.json``.
+def read_layout(folder: Path) -> tuple[AudioLayout, SnacConfig] | None:
+    """Return the audio tokens and the codec's config of a model's folder.
+
+    None if it has no ``speech.json``.
 
     Raises CheckpointError if ``speech.json`` or the codec's config is missing or invalid.
     """
@@ -215,7 +217,7 @@ def read_layout(folder: Path) -> AudioLayout | None:
         return None
     speech = _read_speech(folder)
     config = load_snac_config(folder / speech.codec)
-    return AudioLayout(speech.first_token, config.codebook_size, config.vq_strides)
+    return AudioLayout(speech.first_token, config.codebook_size, config.vq_strides), config
 
 
 def _read_speech(folder: Path) -> SpeechFormat:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...proto.contexts.speech import TTSContext
 from ...proto.errors import CheckpointError, ConfigError
-from ...proto.layout import FEATURES, KVLayout, ModelCard, model_name
+from ...proto.layout import FEATURES, AudioCard, KVLayout, ModelCard, model_name
 from ...proto.sampling import SamplingParamsGenerationConfigDefaults
 from ..audio.chunks import read_layout
 from ..kernels import load_backend
@@ -258,6 +258,7 @@ def _card(
     length: int,
     weights_bytes: int,
 ) -> ModelCard:
+    speech = _speech(checkpoint)
     name = config.name or model_name(str(Path(config.model).resolve()))
     if not name:
         raise CheckpointError(f"{config.model}: no model name can be taken from this path; set one")
@@ -271,22 +272,35 @@ def _card(
         eos_token_ids=sorted(checkpoint.generation.eos_token_ids),
         layout=layout,
         weights_bytes=weights_bytes,
-        kinds=_kinds(checkpoint),
+        kinds=_kinds(checkpoint, speech),
         features=list(FEATURES),
+        audio=speech,
     )
 
 
-def _kinds(checkpoint: Checkpoint) -> list[str]:
-    """Return the kinds of contexts that the folder's model takes.
+def _kinds(checkpoint: Checkpoint, speech: AudioCard | None) -> list[str]:
+    """Return the kinds of contexts that the folder's model takes."""
+    kinds = architecture_of(checkpoint.config, checkpoint.folder).kinds
+    return [*kinds, TTSContext.__name__] if speech is not None else list(kinds)
+
+
+def _speech(checkpoint: Checkpoint) -> AudioCard | None:
+    """Return the audio of a speech model's folder, None for another model.
 
     Raises CheckpointError if its speech.json, or the codec that it names, does not fit the model.
     """
-    entry = architecture_of(checkpoint.config, checkpoint.folder)
-    layout = read_layout(checkpoint.folder) if entry.speaks else None
-    if layout is None:
-        return list(entry.kinds)
+    if not architecture_of(checkpoint.config, checkpoint.folder).speaks:
+        return None
+    found = read_layout(checkpoint.folder)
+    if found is None:
+        return None
+    layout, codec = found
     layout.check(checkpoint.config.vocab_size)
-    return [*entry.kinds, TTSContext.__name__]
+    return AudioCard(
+        sample_rate=codec.sampling_rate,
+        frame_samples=codec.frame_samples,
+        frame_tokens=layout.frame_tokens,
+    )
 
 
 def _numerics(checkpoint: Checkpoint, backend: Backend, length: int) -> str:

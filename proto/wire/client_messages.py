@@ -17,12 +17,14 @@ from .message_types import (
     Attempt,
     Binaries,
     Binary,
+    Chunk,
     Code,
     Count,
     LogProbs,
     Message,
     Name,
     Names,
+    Result,
     Seconds,
     Text,
     TokenIds,
@@ -43,6 +45,7 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     position: Count  # of tokens[0]; router and client pass only position == next
     tokens: TokenIds
     logprobs: LogProbs | None = None
+    media: Chunk | None = None  # result that is complete with the run's last token
 
 
 class Tokens(Message, frozen=True, kw_only=True):
@@ -71,6 +74,7 @@ class Terminal(Message, frozen=True, kw_only=True, eq=False):
     decode: WorkerName = ""
     embedding: CarriedArray = None  # float32 [dim], of a request for embeddings
     times: WorkerTimes | None = None  # from a worker to the router alone
+    media: Result | None = None  # result that is no text and not streamed, such as a picture
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
     def __eq__(self, other: object) -> bool:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from ..contexts.outputs import TokenLogProbs
 from ..limits import (
     MAX_ATTEMPT,
+    MAX_CHUNK_BYTES,
     MAX_CODE_CHARS,
     MAX_CONTEXT_TOKENS,
     MAX_COUNT,
@@ -17,6 +18,7 @@ from ..limits import (
     MAX_KEY_BYTES,
     MAX_LIST_ITEMS,
     MAX_NAME_CHARS,
+    MAX_RESULT_BYTES,
     MAX_TEXT_CHARS,
     MAX_WORKER_NAME_CHARS,
 )
@@ -43,6 +45,10 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 """Text for users, such as an error message."""
 Binary = Annotated[bytes, Meta(max_length=MAX_KEY_BYTES)]
 """A key, a secret or a hash."""
+Chunk = Annotated[bytes, Meta(max_length=MAX_CHUNK_BYTES)]
+"""Samples that a token run completes."""
+Result = Annotated[bytes, Meta(max_length=MAX_RESULT_BYTES)]
+"""A result that is no text."""
 Binaries = Annotated[list[Binary], Meta(max_length=MAX_LIST_ITEMS)]
 Names = Annotated[list[Name], Meta(max_length=MAX_LIST_ITEMS)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_CONTEXT_TOKENS)]

@@ -166,8 +166,9 @@ def test_a_layout_is_read_without_weights(tmp_path):
     with pytest.raises(CheckpointError, match=r"snac/config\.json"):
         read_layout(tmp_path)
     (tmp_path / "snac" / "config.json").write_bytes((FOLDER / "config.json").read_bytes())
-    layout = read_layout(tmp_path)
+    layout, config = read_layout(tmp_path)
     assert layout == LAYOUT
+    assert (config.sampling_rate, config.frame_samples) == (8000, 96)
     layout.check(240)
     with pytest.raises(CheckpointError, match="240, after the model's vocabulary of 239"):
         layout.check(239)
