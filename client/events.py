@@ -134,7 +134,8 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
 class Ended:
     """The end of a request, with a status if the request finished, or an error if it failed.
 
-    ``embedding``: float32 ``[dim]``, only for an embedding request.
+    ``embedding``: float32 ``[dim]``, only for an embedding request. ``media``: the PNG, only for a
+    picture request.
     """
 
     request_id: str
@@ -145,6 +146,7 @@ class Ended:
     decode: str = ""
     cached_tokens: int = 0
     embedding: npt.NDArray[np.float32] | None = None
+    media: bytes | None = None
 
 
 @dataclass(slots=True, frozen=True)

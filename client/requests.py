@@ -466,6 +466,7 @@ class Requests:
             decode=terminal.decode,
             cached_tokens=terminal.cached_tokens,
             embedding=terminal.embedding,
+            media=terminal.media,
         )
         return [*self._remove(request), ended]
 

@@ -1,33 +1,54 @@
 """Checks of picture requests that clients, routers and workers share.
 
 They read no model: what depends on a model (vocabulary, prompt length) its encoders check.
+
+A worker runs a picture as a row of positions, like the tokens of a text (:func:`state_tokens`). The
+row stands for the state of the picture, which is computed by the text encoders: each position holds
+one vector, as a token holds keys and values. First come the vectors of the prompt, then those of a
+negative prompt, each part padded to whole blocks, then one position that holds nothing. Generated
+tokens follow, one per step.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .contexts.pixels import PixelContext
+from .contexts.tokens import TokenBuffer
 from .errors import InputError
+from .layout import ModelCard
 from .limits import (
+    MAX_CONTROL_BYTES,
     MAX_GUIDANCE,
     MAX_PICTURE_PIXELS,
     MAX_PICTURE_PROMPT_TOKENS,
     MAX_PICTURE_SIDE,
     MAX_PICTURE_STEPS,
 )
-from .wire.wire_context import WirePixelContext, WireTokens
+from .wire.wire_context import WireContext, WirePixelContext, WireTokens
+
+Int32 = npt.NDArray[np.int32]
 
 PICTURE_MULTIPLE = 16
 """Width and height are multiples of so many pixels."""
+STATE_KEY_TOKENS = 8
+"""Tokens at the start of a part of the state that identify its prompt; a worker's blocks have at
+least as many positions, so the first block of a part names the whole prompt."""
+STATE_VOCABULARY = 1 << 16
+"""Values of a token in the row of a picture: 16 bits of the key each."""
 
 
-def check_picture(request: PixelContext | WirePixelContext) -> None:
-    """Raise InputError for the first fault of a picture request."""
+def check_picture(request: PixelContext | WirePixelContext, *, committed: bool = False) -> None:
+    """Raise InputError for the first fault of a picture request.
+
+    ``committed``: ``tokens`` are no prompt any more, but stand for the state of the picture.
+    """
     _check_size(request.height, request.width)
     steps = request.num_inference_steps
     _check_whole("num_inference_steps", steps, 1, MAX_PICTURE_STEPS)
@@ -38,9 +59,36 @@ def check_picture(request: PixelContext | WirePixelContext) -> None:
             f"num_images_per_prompt is {request.num_images_per_prompt}, limit 1; "
             "send one request per picture, each with its own seed"
         )
-    _check_prompts(request)
+    _check_prompts(request, _PROMPTS[1:] if committed else _PROMPTS)
     _check_arrays(request)
     picture_seed(request)
+
+
+def check_picture_shape(wire: WirePixelContext, *, committed: bool = False) -> None:
+    """Raise InputError for the first fault of a picture request on the wire.
+
+    ``committed``: a request with its state, as a decode worker gets it. Its ``tokens`` are the row
+    of the picture, and ``base`` is set.
+    """
+    check_picture(wire, committed=committed)
+    if wire.task != "draw":
+        raise InputError(f"a request for a picture cannot have the task {wire.task[:80]!r}")
+    for name in _TEXT_FIELDS:
+        if getattr(wire, name) != getattr(_PLAIN, name):
+            raise InputError(f"{name} has no meaning in a request for a picture")
+    if (wire.base > 0) != committed:
+        raise InputError(f"base is {wire.base}, which only workers set")
+
+
+def check_picture_room(wire: WirePixelContext, card: ModelCard) -> None:
+    """Raise InputError if the state and the steps need more positions than the model serves."""
+    length = state_length(state_parts(wire, card.layout.block_size))
+    needed = length + wire.num_inference_steps + 1
+    if needed > card.max_length:
+        raise InputError(
+            f"the prompts and the steps of the picture need {needed} positions of KV memory, "
+            f"limit {card.max_length}"
+        )
 
 
 def picture_seed(request: PixelContext | WirePixelContext) -> int | None:
@@ -84,12 +132,27 @@ def _check_scale(name: str, value: object) -> None:
         raise InputError(f"{name} must be a number in 0..{MAX_GUIDANCE}, not {value!r:.40}")
 
 
-def _check_prompts(request: PixelContext | WirePixelContext) -> None:
-    for name in ("tokens", "tokens_2", "negative_tokens", "negative_tokens_2"):
+_PROMPTS = ("tokens", "tokens_2", "negative_tokens", "negative_tokens_2")
+_PLAIN = WireContext(tokens=WireTokens(np.empty(0, np.int32)), max_length=1)
+_TEXT_FIELDS = (
+    "sampling",
+    "eos_token_ids",
+    "eos_sequences",
+    "log_probabilities",
+    "log_probabilities_echo",
+    "ignore_eos",
+    "json_schema",
+    "lora_name",
+)
+"""Fields of a text request that a picture request leaves alone."""
+
+
+def _check_prompts(request: PixelContext | WirePixelContext, names: tuple[str, ...]) -> None:
+    for name in names:
         buffer = getattr(request, name)
         if buffer is None:
             continue
-        ids: npt.NDArray[Any] = buffer.array if isinstance(buffer, WireTokens) else buffer.all
+        ids = _ids(buffer)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise InputError(f"{name} must be one-dimensional integers, at least one")
         if len(ids) > MAX_PICTURE_PROMPT_TOKENS:
@@ -109,7 +172,86 @@ def _check_arrays(request: PixelContext | WirePixelContext) -> None:
     latents = request.latents
     if latents is not None and latents.size:
         pixels = request.height * request.width
-        if latents.dtype.kind != "f" or latents.ndim != 2 or latents.size > pixels:
+        few = latents.size <= pixels and latents.nbytes <= MAX_CONTROL_BYTES
+        if latents.dtype.kind != "f" or latents.ndim != 2 or not few:
             raise InputError("latents must be floats [tokens, channels]")
         if not np.isfinite(latents).all():
             raise InputError("latents contain numbers that are not finite")
+
+
+def _ids(buffer: TokenBuffer | WireTokens) -> npt.NDArray[Any]:
+    return buffer.array if isinstance(buffer, WireTokens) else buffer.all
+
+
+# --------------------------------------------------------------------------- the row of a picture
+
+
+@dataclass(slots=True, frozen=True)
+class StatePart:
+    """The vectors of one prompt in the row: positions ``[start, end)``, whole blocks.
+
+    ``prefix``: "" or "negative_". ``texts``: vectors of the second text encoder, one per token; the
+    pooled vector of the first one follows, then padding.
+    """
+
+    prefix: str
+    start: int
+    texts: int
+    end: int
+
+
+def uses_negative(request: PixelContext | WirePixelContext) -> bool:
+    """Whether a negative prompt takes effect: true CFG is on and the request has one."""
+    given = request.negative_tokens is not None or request.negative_tokens_2 is not None
+    return request.true_cfg_scale > 1 and given
+
+
+def state_parts(request: PixelContext | WirePixelContext, block_size: int) -> tuple[StatePart, ...]:
+    """Return the parts of a picture's row. Raises InputError if a prompt is missing."""
+    parts: list[StatePart] = []
+    start = 0
+    for prefix in ("", "negative_") if uses_negative(request) else ("",):
+        texts = len(_prompt(request, f"{prefix}tokens_2"))
+        end = start + -(-max(texts + 1, STATE_KEY_TOKENS) // block_size) * block_size
+        parts.append(StatePart(prefix, start, texts, end))
+        start = end
+    return tuple(parts)
+
+
+def state_length(parts: tuple[StatePart, ...]) -> int:
+    """Return the positions of a picture's row.
+
+    The last one holds nothing: a prefix found in the cache never includes the last position, so it
+    can include all blocks of the state.
+    """
+    return parts[-1].end + 1
+
+
+def state_tokens(request: PixelContext | WirePixelContext, block_size: int) -> Int32:
+    """Return a picture's row as tokens, int32 ``[state_length]``.
+
+    Each part begins with a key of its prompt: the first blocks of two rows are equal if, and only
+    if, the prompts are. Keys of later blocks depend on it, because hashes of blocks are chained.
+    Raises InputError if a prompt is missing.
+    """
+    parts = state_parts(request, block_size)
+    row = np.zeros(state_length(parts), np.int32)
+    for part in parts:
+        row[part.start : part.start + STATE_KEY_TOKENS] = _prompt_key(request, part.prefix)
+    return row
+
+
+def _prompt_key(request: PixelContext | WirePixelContext, prefix: str) -> npt.NDArray[np.uint16]:
+    digest = blake2b(digest_size=2 * STATE_KEY_TOKENS, person=b"baton-picture")
+    for name in (f"{prefix}tokens", f"{prefix}tokens_2"):
+        ids = _prompt(request, name).astype("<i8")
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(ids.tobytes())
+    return np.frombuffer(digest.digest(), "<u2")
+
+
+def _prompt(request: PixelContext | WirePixelContext, name: str) -> npt.NDArray[Any]:
+    buffer = getattr(request, name)
+    if buffer is None:
+        raise InputError(f"{name} are missing; this model reads a prompt with two text encoders")
+    return _ids(buffer)

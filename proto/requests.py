@@ -24,10 +24,17 @@ from .limits import (
     MAX_JSON_SCHEMA_CHARS,
     MAX_LOG_PROBABILITIES,
 )
+from .picture_requests import check_picture_room, check_picture_shape
 from .sampling import SamplingParams
 from .vision_requests import check_images
 from .wire.endpoints import check_target_endpoint
-from .wire.wire_context import WireContext, WireSpeechContext, WireTokens, WireVisionContext
+from .wire.wire_context import (
+    WireContext,
+    WirePixelContext,
+    WireSpeechContext,
+    WireTokens,
+    WireVisionContext,
+)
 
 Int32 = npt.NDArray[np.int32]
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
@@ -115,11 +122,11 @@ def check_wire_shape(wire: WireContext) -> None:
     _check_array(wire.tokens.array)
     _check_kind_fields(wire)
     _check_fresh(wire)
-    if wire.task not in ("generate", "embed"):
-        raise InputError(f"task is {wire.task[:80]!r}; known are generate and embed")
-    if not 0 < len(wire.tokens) <= wire.max_length - _least_new(wire) < MAX_CONTEXT_TOKENS:
+    if wire.task not in ("generate", "embed", "draw"):
+        raise InputError(f"task is {wire.task[:80]!r}; known are generate, embed and draw")
+    if not 0 < len(wire.tokens) <= wire.end_length - _least_new(wire) < MAX_CONTEXT_TOKENS:
         raise InputError(
-            f"{len(wire.tokens)} prompt tokens do not fit a max_length of {wire.max_length}"
+            f"{len(wire.tokens)} prompt tokens do not fit a max_length of {wire.end_length}"
         )
     _check_numbers(wire)
     SamplingParams.check_wire(wire.sampling)
@@ -145,7 +152,7 @@ def check_continued(wire: WireContext, card: ModelCard) -> None:
 
 
 def _check_room(wire: WireContext, generated: int) -> None:
-    room = wire.max_length - wire.prompt_length
+    room = wire.end_length - wire.prompt_length
     asked = wire.sampling.max_new_tokens
     room = room if asked is None else min(room, asked)
     if generated > room:
@@ -224,7 +231,7 @@ def _int32_tokens(tokens: npt.ArrayLike) -> Int32:
     return result
 
 
-_SERVED = ("TextContext", "TextAndVisionContext", "TTSContext")
+_SERVED = ("TextContext", "TextAndVisionContext", "TTSContext", "PixelContext")
 _ADDED = {
     "TextAndVisionContext": "images",
     "TTSContext": "requests for speech",
@@ -254,6 +261,8 @@ def _check_kind_fields(wire: WireContext, *, committed: bool = False) -> None:
         check_images(wire, committed=committed)
     elif isinstance(wire, WireSpeechContext):
         _check_speech(wire)
+    elif isinstance(wire, WirePixelContext):
+        check_picture_shape(wire, committed=committed)
 
 
 def _check_fresh(wire: WireContext) -> None:
@@ -283,6 +292,8 @@ def _check_array(tokens: Int32) -> None:
 
 
 def _refuse_task(card: ModelCard) -> NoReturn:
+    if card.task == "draw":
+        raise TaskMismatch(f"{card.name!r} is a picture model and generates no text")
     if card.task == "embed":
         raise TaskMismatch(f"{card.name!r} is an embedding model and generates no text; use embed")
     text = f"{card.name!r} is a generation model; to embed with it, serve it with --task embed"
@@ -324,13 +335,15 @@ def _check_vocabulary(tokens: Int32, card: ModelCard) -> None:
 
 def _check_lengths(wire: WireContext, card: ModelCard) -> None:
     count = len(wire.tokens.array)
+    if isinstance(wire, WirePixelContext):
+        check_picture_room(wire, card)
     if wire.max_length > card.max_length or wire.max_length > MAX_CONTEXT_TOKENS:
         raise InputError(f"max_length {wire.max_length} is over the served {card.max_length}")
-    if wire.max_length < count + _least_new(wire):
+    if wire.end_length < count + _least_new(wire):
         raise InputError(
             f"max_length {wire.max_length} leaves no room after the prompt of {count} tokens"
         )
-    if count + wire.sampling.min_new_tokens > wire.max_length:
+    if count + wire.sampling.min_new_tokens > wire.end_length:
         raise InputError(
             f"min_new_tokens {wire.sampling.min_new_tokens} + prompt length {count} is more than "
             f"max_length {wire.max_length}"

@@ -313,6 +313,7 @@ class Lifecycle:
             prefill=terminal.prefill or (prefill.id if prefill else ""),
             decode=terminal.decode or (decode.id if decode and state is _DECODING else ""),
             embedding=terminal.embedding if request.embeds else None,
+            media=terminal.media if request.draws else None,
         )
         attempt.leave(request.key)
         if request.deadline < now + ENDED_KEEP_S:

@@ -17,8 +17,10 @@ from ..proto.errors import (
     WorkerLost,
 )
 from ..proto.hashing import block_hashes
+from ..proto.picture_requests import state_tokens
 from ..proto.requests import needed_features
 from ..proto.vision_requests import spans_of
+from ..proto.wire.wire_context import WirePixelContext
 from .config import RouterConfig
 from .pairs import FailedPairs
 from .policy import NO_HASHES, Margin, make_policy
@@ -218,9 +220,17 @@ class Placement:
         if not self._policy.wants_hashes or request.embeds:
             return NO_HASHES  # embeddings leave no prefix cache
         if request.hashes is None:
-            tokens = request.context.tokens.array[: size * self._config.match_blocks]
+            context = request.context
+            tokens = (
+                state_tokens(context, size)
+                if isinstance(context, WirePixelContext)
+                else context.tokens.array
+            )
             request.hashes = block_hashes(
-                tokens, size, request.context.cache_salt.encode(), images=spans_of(request.context)
+                tokens[: size * self._config.match_blocks],
+                size,
+                context.cache_salt.encode(),
+                images=spans_of(context),
             )
         return request.hashes
 

@@ -35,10 +35,11 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..proto.contexts.outputs import TokenLogProbs
+from ..proto.contexts.pixels import png_bytes
 from ..proto.errors import InternalError
 from ..proto.limits import MAX_EMBEDDING_SIZE
 from ..proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
-from ..proto.wire.wire_context import WireContext
+from ..proto.wire.wire_context import WireContext, WirePixelContext
 from .workers import roles_for
 
 if TYPE_CHECKING:
@@ -258,6 +259,7 @@ class Request:
     next: int = field(init=False)
     max_new: int = field(init=False)
     embeds: bool = field(init=False)  # its result is an embedding, without tokens
+    draws: bool = field(init=False)  # its result is a picture; its tokens count the steps
     emitted: array[int] = field(init=False)
     logprobs: list[TokenLogProbs | None] | None = field(init=False)
     sent: int = -1  # position of the first token not sent to a slow client, or -1
@@ -307,6 +309,7 @@ class Request:
         self.base = self.next = len(context.tokens.array)
         self.max_new = new_tokens(context)
         self.embeds = context.task == "embed"
+        self.draws = context.task == "draw"
         self.emitted = array("i")
         self.logprobs = [] if context.log_probabilities else None
 
@@ -403,7 +406,7 @@ class Request:
 
 def new_tokens(context: WireContext) -> int:
     """Return the maximum number of tokens that a context may generate."""
-    room = context.max_length - len(context.tokens.array)
+    room = context.end_length - len(context.tokens.array)
     asked = context.sampling.max_new_tokens
     if asked is not None and asked < room:
         room = asked
@@ -422,6 +425,8 @@ def context_bytes(context: WireContext, new: int | None = None) -> int:
     total += 40 * len(context.eos_token_ids)
     if context.task == "embed":
         total += 4 * MAX_EMBEDDING_SIZE
+    if isinstance(context, WirePixelContext):
+        total += png_bytes(context.height, context.width)
     for sequence in context.eos_sequences:
         total += 96 + 40 * len(sequence)
     if context.json_schema is not None:

@@ -199,16 +199,18 @@ class Stories:
         self.ended(request, Terminal(request=request.key), now)
 
     def forgotten(self, request: Request) -> None:
-        """Free the prompt, the tokens and the embedding of a request whose record is dropped."""
+        """Free the prompt, the tokens and the result of a request whose record is dropped."""
         if not self._on:
             return
         request.context = _NO_CONTEXT
         request.emitted = _NO_TOKENS
         request.logprobs = request.hashes = None
         terminal = request.terminal
-        if terminal is not None and (terminal.embedding is not None or terminal.message):
+        if terminal is None:
+            pass
+        elif terminal.message or terminal.media is not None or terminal.embedding is not None:
             text = terminal.message[:MAX_MESSAGE_CHARS]
-            request.terminal = replace(terminal, embedding=None, message=text)
+            request.terminal = replace(terminal, embedding=None, media=None, message=text)
         if self._recorded and self._recorded.pop(request.key, None) is not None:
             self._kept.append(_encode(_fields(request, NEVER)))
 

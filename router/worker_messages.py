@@ -354,13 +354,13 @@ class WorkerMessages:
         if message.code == HandoffFailed.code:
             self._recovery.lost(request, message.message or "the handoff failed", now)
             return
-        if request.embeds and message.code is None:
-            if message.embedding is None:
-                error = InternalError("the worker ended the request without an embedding")
-                self._lifecycle.fail(request, error, now)
-                return
-            if not request.started:
-                self._started(request, now)
+        if message.code is None and not _has_result(request, message):
+            kind = "an embedding" if request.embeds else "a picture"
+            error = InternalError(f"the worker ended the request without {kind}")
+            self._lifecycle.fail(request, error, now)
+            return
+        if request.embeds and message.code is None and not request.started:
+            self._started(request, now)
         self._lifecycle.end(request, message, now)
 
     def _acknowledge(self, worker: Worker, message: Terminal) -> None:
@@ -528,3 +528,10 @@ class WorkerMessages:
 
     def _send(self, identity: bytes, message: Message) -> None:
         self._out.append(ToWorker(identity, message))
+
+
+def _has_result(request: Request, terminal: Terminal) -> bool:
+    """Whether a terminal without an error carries what its kind of request asked for."""
+    if request.embeds:
+        return terminal.embedding is not None
+    return terminal.media is not None if request.draws else True

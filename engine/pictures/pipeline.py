@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...proto.contexts.pixels import PixelContext
 from ...proto.contexts.tokens import TokenBuffer
 from ...proto.errors import InputError
-from ...proto.picture_requests import check_picture, picture_seed
+from ...proto.picture_requests import check_picture, picture_seed, uses_negative
 from ..kernels.backend import F32
 from ..kernels.host_backend import HostBackend
 from ..models.weights import Progress
@@ -66,12 +66,6 @@ class PromptEncoder:
         first = _ids(getattr(context, f"{prefix}tokens"), f"{prefix}tokens")
         second = _ids(getattr(context, f"{prefix}tokens_2"), f"{prefix}tokens_2")
         return self.t5.encode(second), self.clip.pooled([first])[0]
-
-
-def uses_negative(context: PixelContext) -> bool:
-    """Whether a negative prompt takes effect: true CFG is on and the request has one."""
-    given = context.negative_tokens is not None or context.negative_tokens_2 is not None
-    return context.true_cfg_scale > 1 and given
 
 
 def _ids(buffer: TokenBuffer | None, name: str) -> npt.NDArray[np.int32]:

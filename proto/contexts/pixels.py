@@ -180,6 +180,12 @@ def _converted(png: bytes, wanted: str) -> bytes:
     return out.getvalue()
 
 
+def png_bytes(height: int, width: int, channels: int = 3) -> int:
+    """Return the largest size of an encoded image, in bytes: that of incompressible pixels."""
+    raw = height * (1 + width * channels)
+    return raw + (raw >> 8) + 1024  # stored blocks of zlib add less than a 256th
+
+
 _COLOURS = {1: 0, 3: 2, 4: 6}  # channels: grey, RGB, RGB and alpha
 
 

@@ -177,7 +177,7 @@ class WireContext(
 
     ``eos_sequences``: token sequences that end the request (stop strings, the user's stop ids).
     ``json_schema``: JSON schema, as text, that the generated text must match. ``task``:
-    "generate", or "embed"; then the request's Terminal carries its embedding.
+    "generate", or "embed" or "draw"; then the request's Terminal carries its embedding or picture.
     """
 
     packed: ClassVar[tuple[Frame, Sequence[Frame]] | None] = None
@@ -224,6 +224,11 @@ class WireContext(
     def generated_length(self) -> int:
         """Number of tokens after the original prompt."""
         return len(self.tokens.array) - self.prompt_length
+
+    @property
+    def end_length(self) -> int:
+        """Number of tokens at which the request ends at the latest."""
+        return self.max_length
 
     @property
     def is_fresh(self) -> bool:
@@ -299,9 +304,16 @@ class WireSpeechContext(
 class WirePixelContext(
     WireContext, frozen=True, kw_only=True, omit_defaults=True, tag="PixelContext", eq=False
 ):
-    """A request for an image and its progress; ``max_length`` and sampling have no effect."""
+    """A request for an image and its progress; ``max_length`` and sampling have no effect.
+
+    Its generated tokens count steps: 0 after the prompt was encoded, 1 after the first step, and so
+    on. ``base``: set in a Commit, whose ``tokens`` stand for the state of the picture. It is the
+    length of the request's own ``tokens``; clients and routers count positions from there.
+    """
 
     max_length: Number = 0
+    task: Name = "draw"
+    base: Count = 0
     mask: AnyArray | None = None
     tokens_2: WireTokens | None = None
     negative_tokens: WireTokens | None = None
@@ -319,6 +331,11 @@ class WirePixelContext(
     true_cfg_scale: float = 1.0
     num_warmup_steps: Count = 0
     num_images_per_prompt: Count = 1
+
+    @property
+    def end_length(self) -> int:
+        """Number of tokens at which the request ends: its prompt, and one more than its steps."""
+        return self.prompt_length + self.num_inference_steps + 1
 
 
 AnyWireContext = WireContext | WireVisionContext | WireSpeechContext | WirePixelContext

@@ -3,11 +3,19 @@
 import numpy as np
 import pytest
 
-from baton.proto.contexts.pixels import PixelContext
+from baton.proto.contexts.pixels import PixelContext, encode_png, png_bytes
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.errors import InputError
-from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS
-from baton.proto.picture_requests import check_picture, picture_seed
+from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_RESULT_BYTES
+from baton.proto.picture_requests import (
+    STATE_VOCABULARY,
+    check_picture,
+    picture_seed,
+    state_length,
+    state_parts,
+    state_tokens,
+    uses_negative,
+)
 from baton.proto.wire.context_maps import to_map
 
 
@@ -90,3 +98,48 @@ def test_a_seed_is_taken_modulo_two_to_the_64():
     assert picture_seed(public(extra_params={"seed": np.array([-1])})) == (1 << 64) - 1
     seed = np.array([1 << 63], np.uint64)
     assert picture_seed(public(extra_params={"seed": seed})) == 1 << 63
+
+
+# --------------------------------------------------------------------------- the row of a picture
+
+GUIDED = {"negative_tokens": tokens(2), "negative_tokens_2": tokens(4), "true_cfg_scale": 3.0}
+
+
+def test_a_row_has_whole_blocks_and_one_position(make):
+    parts = state_parts(make(), 8)
+    assert [(part.prefix, part.start, part.texts, part.end) for part in parts] == [("", 0, 5, 8)]
+    assert state_length(parts) == 9 == len(state_tokens(make(), 8))
+    guided = state_parts(make(**GUIDED), 8)
+    assert [(part.prefix, part.start, part.end) for part in guided] == [
+        ("", 0, 8), ("negative_", 8, 16),
+    ]  # fmt: skip
+    assert not uses_negative(make(**{**GUIDED, "true_cfg_scale": 1.0}))
+
+
+def test_rows_of_one_prompt_are_equal_whatever_else_differs(make):
+    other = make(height=64, num_inference_steps=3, extra_params={"seed": np.array([9])})
+    assert state_tokens(make(), 8).tolist() == state_tokens(other, 8).tolist()
+    guided = state_tokens(make(**GUIDED), 8)
+    assert guided[:8].tolist() == state_tokens(make(), 8)[:8].tolist()
+    assert 0 <= guided.min() <= guided.max() < STATE_VOCABULARY
+
+
+@pytest.mark.parametrize("name", ["tokens", "tokens_2", "negative_tokens", "negative_tokens_2"])
+def test_each_prompt_changes_the_row(name):
+    first, second = public(**GUIDED), public(**GUIDED)
+    setattr(second, name, TokenBuffer(getattr(first, name).all[::-1].copy()))
+    rows = [state_tokens(one, 8) for one in (first, second)]
+    at = 8 if name.startswith("negative") else 0
+    assert rows[0][at : at + 8].tolist() != rows[1][at : at + 8].tolist()
+    assert rows[0][:at].tolist() == rows[1][:at].tolist()
+
+
+def test_a_missing_prompt_has_no_row(make):
+    with pytest.raises(InputError, match="negative_tokens_2 are missing"):
+        state_tokens(make(negative_tokens=tokens(), true_cfg_scale=2.0), 8)
+
+
+def test_incompressible_pixels_fit_the_bound():
+    noise = np.random.default_rng(1).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    assert 64 * 96 * 3 < len(encode_png(noise)) <= png_bytes(64, 96)
+    assert png_bytes(2048, 2048) <= MAX_RESULT_BYTES

@@ -217,7 +217,7 @@ class TestEmbed:
             build_embed_context([1, 2], CARD)
         with pytest.raises(TaskMismatch, match="embedding model"):
             check_wire_context(build(), self.card)
-        with pytest.raises(InputError, match="known are generate and embed"):
+        with pytest.raises(InputError, match="known are generate, embed and draw"):
             check_wire_shape(self.embed(task="sing"))
         with pytest.raises(TaskMismatch):
             check_wire_context(self.embed(task="sing"), self.card)
