@@ -27,6 +27,8 @@ class StepTime:
     smaller size, in proportion (real durations grow more slowly), but it is never longer than the
     longer of its two neighbours. Without a smaller size it is that of the nearest larger size.
     Predictions are used for timeouts, so they follow a slow step at once and a fast step slowly.
+    The first step of a size is an exception: it may include the capture of a GPU's launches, so it
+    is learned as no slower than smaller sizes predict.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,9 @@ class StepTime:
         """Learn that a step of ``tokens`` tokens took ``seconds``."""
         group = tokens.bit_length()
         known = self._seconds.get(group)
-        if known is not None and seconds < known[1]:
+        if known is None and any(smaller < group for smaller in self._seconds):
+            seconds = min(seconds, self.predict(tokens))
+        elif known is not None and seconds < known[1]:
             seconds = known[1] + FORGET * (seconds - known[1])
         self._seconds[group] = (tokens, seconds)
 

@@ -41,3 +41,13 @@ def test_one_stall_in_a_small_step_does_not_multiply():
     times.learn(1, 2.5)
     assert times.predict(1) == times.predict(20) == 2.5
     assert times.predict(64) == 0.02
+
+
+def test_the_first_step_of_a_size_may_take_long_without_meaning_much():
+    times = StepTime()
+    times.learn(1, 0.005)
+    times.learn(8, 22.0)  # a graph was captured
+    assert times.predict(8) == 8 * 0.005
+    assert times.predict(512) == 512 * 0.005
+    times.learn(8, 1.0)  # no step is the first of its size twice
+    assert times.predict(8) == 1.0
