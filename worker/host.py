@@ -181,7 +181,7 @@ class TextHost(WorkerHost):
         keys: KeyRing | None,
         identity: bytes,
     ) -> None:
-        self._pipeline = runner.pipeline
+        self._pipeline, self._backend = runner.pipeline, runner.backend
         self._unwanted: set[int] = set()  # aborted steps; the compute thread only reads this set
         card = runner.card
         compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
@@ -220,10 +220,25 @@ class TextHost(WorkerHost):
 
     def _computed(self, plan: StepPlan, result: StepResult | Exception, /) -> None:
         self._unwanted.discard(plan.step)
+        if self._backend.lost:
+            # Not reported as a failed step: the routers then continue the requests elsewhere.
+            self._leave_device()
+            return
         if isinstance(result, Exception):
             _log.error("engine.step_failed", error=repr(result))
             result = failed_step(plan, result)
         self.feed(StepDone(result))
+
+    def _tick(self) -> None:
+        # The first failed call may be one of the thread that moves blocks.
+        if self._backend.lost:
+            self._leave_device()
+        else:
+            super()._tick()
+
+    def _leave_device(self) -> None:
+        """End the process, because only a new process gets a working context of the device."""
+        self._exit(f"device lost: {self._backend.lost}", EXIT_RESTART)
 
     def _drop_grammar(self, key: tuple[bytes, int]) -> None:
         self._grammars.drop(lambda wanted: wanted.key == key)
@@ -232,13 +247,16 @@ class TextHost(WorkerHost):
         self.feed(GrammarDone(wanted.key, as_result(answer)))
 
     def close(self) -> bool:
-        """Stop all threads, then close the sockets. Return False if a step still runs."""
+        """Stop all threads, then close the sockets.
+
+        Return False if a step still runs or the device is lost: the model cannot be used again.
+        """
         ended = super().close()
         if self._moves is not None:
             self._moves.stop()
         self._grammars.stop()
         self._compiler.close()
-        return ended
+        return ended and not self._backend.lost
 
 
 class MoveThread:

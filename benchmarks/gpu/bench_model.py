@@ -131,7 +131,8 @@ def _graph(stage: Stage, runner: Runner) -> Timing | None:
     computer = runner.pipeline._computer
     if not isinstance(computer, DeviceSteps) or not computer._graphs:
         return None
-    captured = [*computer._graphs.values()][-1]._graph
+    graph = [*computer._graphs.values()][-1]
+    captured = None if graph is None else graph._graph
     return None if captured is None else stage.time([captured.replay], 20)
 
 

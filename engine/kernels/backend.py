@@ -75,6 +75,11 @@ class Backend(Protocol):
     on_host: bool
     """True if arrays are NumPy arrays, so that other code may read them without a copy."""
 
+    @property
+    def lost(self) -> str:
+        """Error after which only a new process can compute; "" while the kernels work."""
+        ...
+
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
         """Return activations ``[rows, columns]``, content undefined; float32 for ``logits``."""
         ...

@@ -19,6 +19,7 @@ class HostArrays:
 
     kv_dtype = "float32"
     on_host = True
+    lost = ""
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
         """Return float32 ``[rows, columns]``, content undefined."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...proto.errors import InternalError
 from ...proto.sampling import SamplingParams
 from ..pipeline.text_generation import TextGenerationPipeline
 from ..scheduling.plan import Chunk, SampleSpec, StepPlan
@@ -11,15 +12,21 @@ from ..scheduling.step_time import StepTime
 
 
 def warm_up(pipeline: TextGenerationPipeline, times: StepTime) -> None:
-    """Run one token through the model before the first request, to learn step times.
+    """Run a prompt and a token through the model before the first request, to learn step times.
 
-    This also loads the weights, proves that the engine works, and uses block 0 of an unused pool,
-    which is cleared afterwards.
+    This also loads the weights and compiles a GPU's kernels, proves that the engine works, and uses
+    block 0 of an unused pool, which is cleared afterwards. Only the last step is learned: the ones
+    before it touch memory, compile and capture, which no later step of their size does. Raises
+    InternalError if a step fails, so that a worker which cannot compute ends instead of reporting
+    that it is ready.
     """
     empty = np.empty(0, np.int32)
     spec = SampleSpec(SamplingParams(temperature=0), 1, empty, 1)
-    chunk = Chunk(b"warm-up", 0, np.zeros(1, np.int32), np.zeros(1, np.int32), spec)
-    for _ in range(2):  # the first run touches the memory, the second has a typical duration
+    prompt = min(2, pipeline.model.max_length, pipeline.kv.layout.block_size)
+    for count in (prompt, 1, 1):
+        chunk = Chunk(b"warm-up", 0, np.zeros(count, np.int32), np.zeros(1, np.int32), spec)
         result = pipeline.execute(StepPlan(0, (chunk,)))
-        times.learn(1, result.seconds)
+        if result.failed:
+            raise InternalError(f"the first step failed: {result.failed[chunk.request]}")
+    times.learn(1, result.seconds)
     pipeline.clear(0)

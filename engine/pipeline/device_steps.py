@@ -3,7 +3,8 @@
 A graph is captured per bucket of rows. It has separate buffers, which are filled before each
 replay; unused rows of a bucket have no keys and write nothing. A step that needs more than a
 graph's rows can express (a grammar, penalties, log-probabilities, prompt chunks) is launched
-kernel by kernel. Its results are the same except for the split of attention's sums.
+kernel by kernel. Its results are the same except for the split of attention's sums. So is a step
+whose launches the driver refuses to capture.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from typing import Any
 import numpy as np
 
 from ...proto.errors import BatonError, InternalError
+from ...runtime.process.log import get_logger
 from ..kernels.cuda.backend import CudaBackend
+from ..kernels.cuda.device import CaptureFailed
 from ..scheduling.plan import Chunk, Sampled
 from .decode_graph import DecodeGraph, GraphModel, GraphSizes
-from .device_sampler import DeviceSampler
+from .device_sampler import DeviceSampler, SampleRows
 from .model import LayerDone, ModelInputs
 
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 """Row counts for which graphs are captured; larger steps are launched kernel by kernel."""
+
+
+_log = get_logger()
 
 
 class DeviceSteps:
@@ -44,23 +50,28 @@ class DeviceSteps:
         self._sizes = sizes
         self._buckets = tuple(buckets)
         self._sampler = DeviceSampler(backend.device, model.vocab_size)
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: dict[int, DecodeGraph | None] = {}  # None: this bucket cannot be captured
         self.replays = 0
 
     def run(
         self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
     ) -> list[Sampled]:
         """Run the rows and sample."""
+        try:
+            return self._run(chunks, inputs, failed)
+        except Exception:
+            # Kernels queued before the error still write to blocks that the caller frees now.
+            self._backend.device.synchronize()
+            raise
+
+    def _run(
+        self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
+    ) -> list[Sampled]:
         drawn = [chunk for chunk in chunks if chunk.sample is not None]
         asked = self._sampler.rows_of(drawn, failed)
         if asked.plain and not failed and len(drawn) == len(inputs.tokens) == len(chunks):
-            graph = self._graph(len(chunks))
-            if graph is not None and graph.fits(inputs):
-                self.replays += 1
-                sampled = graph.run(chunks, inputs, asked, failed)
-                if inputs.layer_done is not None:
-                    for layer in range(len(inputs.pool)):
-                        inputs.layer_done(layer + 1)
+            sampled = self._replayed(chunks, inputs, asked, failed)
+            if sampled is not None:
                 return sampled
         inputs.layer_done = self._marking(inputs.layer_done)
         logits = self._model.execute(inputs).next_token_logits
@@ -70,6 +81,30 @@ class DeviceSteps:
             self._backend.device.synchronize()
             return []
         return self._sampler.draw(logits, drawn, asked, failed)
+
+    def _replayed(
+        self,
+        chunks: Sequence[Chunk],
+        inputs: ModelInputs,
+        asked: SampleRows,
+        failed: dict[bytes, BatonError],
+    ) -> list[Sampled] | None:
+        """Run a decode step as a graph; None if no graph holds it."""
+        bucket = next((b for b in self._buckets if b >= len(chunks)), None)
+        graph = None if bucket is None else self._graph(bucket)
+        if bucket is None or graph is None or not graph.fits(inputs):
+            return None
+        try:
+            sampled = graph.run(chunks, inputs, asked, failed)
+        except CaptureFailed as error:
+            self._graphs[bucket] = None
+            _log.warning("graph.not_captured", rows=bucket, error=str(error))
+            return None
+        self.replays += 1
+        if inputs.layer_done is not None:
+            for layer in range(len(inputs.pool)):
+                inputs.layer_done(layer + 1)
+        return sampled
 
     def _marking(self, told: LayerDone | None) -> LayerDone:
         """Record an event before reporting a layer: the layer is queued but computed later."""
@@ -87,13 +122,10 @@ class DeviceSteps:
             target = layer[block]
             self._backend.device.write(target, np.zeros(target.shape, target.dtype))
 
-    def _graph(self, rows: int) -> DecodeGraph | None:
-        """Return the smallest graph that holds ``rows``; it is created on first use."""
-        bucket = next((b for b in self._buckets if b >= rows), None)
-        if bucket is None:
-            return None
-        graph = self._graphs.get(bucket)
-        if graph is None:
-            graph = DecodeGraph(self._model, self._backend, self._sampler, self._sizes, bucket)
-            self._graphs[bucket] = graph
-        return graph
+    def _graph(self, bucket: int) -> DecodeGraph | None:
+        """Return the graph of ``bucket`` rows, created on first use; None if it has none."""
+        if bucket not in self._graphs:
+            self._graphs[bucket] = DecodeGraph(
+                self._model, self._backend, self._sampler, self._sizes, bucket
+            )
+        return self._graphs[bucket]

@@ -114,7 +114,10 @@ class Shell(Protocol):
         ...
 
     def close(self) -> bool:
-        """Close the sockets; return whether the compute thread ended and the model is unused."""
+        """Close the sockets; return whether another incarnation can use the loaded model.
+
+        It cannot while a step still runs, or after its device failed.
+        """
         ...
 
 
@@ -125,7 +128,7 @@ def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
     """Run a worker until it is drained, stopped or refused; return the exit code.
 
     ``make`` creates a shell with a new incarnation on the loaded model. It is called again after
-    the routers declared an incarnation dead, unless a step still runs.
+    the routers declared an incarnation dead, unless the model cannot be used again.
     """
     while True:
         settle()  # also frees descriptors, maps and buffers of the last incarnation
@@ -136,7 +139,7 @@ def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
 
 
 def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool]:
-    """Run one incarnation; return its exit code, and whether the model is unused now."""
+    """Run one incarnation; return its exit code, and whether its model can be used again."""
     loop, context = Loop(), zmq.Context[zmq.Socket[bytes]]()
     doors = None if keys is None else Doorkeeper(context, keys)
     shell = make(loop, context, doors)

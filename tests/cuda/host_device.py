@@ -164,6 +164,7 @@ class HostDevice:
     """
 
     name = "host"
+    lost = ""
 
     def __init__(
         self,

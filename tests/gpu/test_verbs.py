@@ -14,33 +14,6 @@ import pytest
 from baton.benchmarks.gpu import bench, check
 from baton.benchmarks.gpu.lines import HELD
 
-from ..cuda.host.builder import COMPILER, why_not
-
-HERE = Path(__file__).parent
-
-
-@pytest.fixture
-def environment(pytestconfig: pytest.Config, tmp_path: Path) -> dict[str, str]:
-    if reason := why_not():
-        pytest.skip(reason)
-    cache = getattr(pytestconfig, "cache", None)
-    builds = cache.mkdir("baton-cuda") if cache else tmp_path / "builds"
-    path = os.pathsep.join([str(HERE), *sys.path])
-    return {**os.environ, "BATON_HOST_BUILDS": str(builds), "PYTHONPATH": path}
-
-
-@pytest.fixture
-def with_cupy(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """CuPy's calls, and the driver's, on host memory in every process: see ``without_gpu``."""
-    here, libraries = HERE / "without_gpu", tmp_path / "lib"
-    libraries.mkdir()
-    command = [COMPILER, "-O2", "-shared", "-fPIC", "-o", str(libraries / "libcuda.so.1")]
-    subprocess.run([*command, str(here / "driver.cc")], check=True)
-    found = {"PYTHONPATH": str(here), "LD_LIBRARY_PATH": str(libraries)}
-    for name, before in ((name, environment.get(name)) for name in list(found)):
-        found[name] += f"{os.pathsep}{before}" if before else ""
-    return {**environment, **found}
-
 
 def run(
     verb: str, names: list[str], out: Path, environment: dict[str, str], stage: str

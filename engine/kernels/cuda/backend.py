@@ -74,6 +74,11 @@ class CudaBackend:
         # Threads other than the compute thread move blocks; each needs separate buffers.
         self._local = _PerThread(device)
 
+    @property
+    def lost(self) -> str:
+        """Error after which only a new process can compute; "" while the GPU works."""
+        return self.device.lost
+
     # ------------------------------------------------------------------ arrays
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> Any:

@@ -262,6 +262,11 @@ class BlockStream:
         self._pool, self._marks = pool, marks
         self._workspace = self._device.zeros((WORKSPACE_WORDS,), np.uint64)
         self._free = [_Slot(self._device, nbytes) for _ in range(slots)]
+        # Without working kernels for blocks, a worker must not get ready.
+        proof = self.sum(0, 1, np.zeros(1, np.int32))
+        if proof is not None:
+            proof.wait()
+            proof.release()
 
     def release(self, slot: _Slot) -> None:
         """Return a slot to the ring."""

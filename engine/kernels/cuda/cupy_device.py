@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ....proto.errors import ConfigError
-from .cublas import WORKSPACE_BYTES, Cublas, find_library
-from .device import Argument, Array, DeviceArray, Event, Kernel
+from .cublas import WORKSPACE_BYTES, Cublas, CublasFailed, find_library
+from .device import Argument, Array, CaptureFailed, DeviceArray, DeviceLost, Event, Kernel
 
 _PLAIN_SHARED_BYTES = 48 * 1024
 _PIECE = 2 << 20
@@ -70,6 +70,25 @@ def _inline(name: str, seen: set[str]) -> str:
     return "".join(parts).replace(_ONCE, "\n")
 
 
+class Fate:
+    """Whether the CUDA context of this process still works; shared by all its streams.
+
+    As a context manager it turns an error of ``fatal`` into DeviceLost and keeps the first one.
+    """
+
+    def __init__(self, fatal: tuple[type[Exception], ...]) -> None:
+        self.fatal = fatal
+        self.lost = ""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if isinstance(error, self.fatal):
+            self.lost = self.lost or f"{type(error).__name__}: {error}"
+            raise DeviceLost(f"the GPU failed: {self.lost}") from error
+
+
 class CupyGraph:
     """A captured graph with the arrays of its kernels."""
 
@@ -95,17 +114,19 @@ class CupyMapping:
 class CupyEvent:
     """A position in a stream; see :class:`~baton.engine.kernels.cuda.device.Event`."""
 
-    def __init__(self, event: Any) -> None:
-        self.event = event
+    def __init__(self, event: Any, fate: Fate) -> None:
+        self.event, self._fate = event, fate
 
     @property
     def done(self) -> bool:
         """True if the GPU has reached the event."""
-        return bool(self.event.done)
+        with self._fate:
+            return bool(self.event.done)
 
     def wait(self) -> None:
         """Sleep until the GPU has reached the event; other Python threads keep running."""
-        self.event.synchronize()
+        with self._fate:
+            self.event.synchronize()
 
 
 class CupyDevice:
@@ -129,6 +150,10 @@ class CupyDevice:
             raise ConfigError(f"there is no CUDA device {ordinal}: this machine has {count}")
         self._cupy = cupy
         self._device = cupy.cuda.Device(ordinal)
+        cuda = cupy.cuda
+        self._fate = Fate(
+            (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError, CublasFailed)
+        )
         self._modules: dict[str, Any] = {}
         self._functions: dict[Kernel, Any] = {}
         with self._device:
@@ -154,9 +179,14 @@ class CupyDevice:
         """The CuPy stream on which everything is queued."""
         return self._stream
 
+    @property
+    def lost(self) -> str:
+        """Error after which the device can do no more work in this process; "" while it works."""
+        return self._fate.lost
+
     def compile(self, source: str) -> None:
         """Compile the kernels of a file now, or load them from CuPy's cache."""
-        with self._lock, self._device, self._stream:
+        with self._fate, self._lock, self._device, self._stream:
             self._module(source).compile()
 
     def another_stream(self) -> CupyDevice:
@@ -171,27 +201,27 @@ class CupyDevice:
 
     def record(self) -> CupyEvent:
         """Record an event after the queued work; waiting threads sleep instead of spinning."""
-        with self._lock, self._device:
+        with self._fate, self._lock, self._device:
             event = self._cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
-        return CupyEvent(event)
+        return CupyEvent(event, self._fate)
 
     def wait_for(self, event: Event) -> None:
         """Make later work on this stream wait for ``event``."""
         theirs: Any = event
-        with self._lock, self._device:
+        with self._fate, self._lock, self._device:
             self._stream.wait_event(theirs.event)
 
     def read(self, array: DeviceArray, out: Array) -> None:
         """Queue a copy to the host; a copy to unpinned memory blocks."""
         _check_copy(out, array)
         source: Any = array
-        with self._lock, self._device:
+        with self._fate, self._lock, self._device:
             source.data.copy_to_host_async(out.ctypes.data, out.nbytes, self._stream)
 
     def local_bytes(self) -> dict[str, int]:
         """Return the local memory per thread of each launched kernel (spilled registers)."""
-        with self._lock, self._device:
+        with self._fate, self._lock, self._device:
             return {k.name: int(f.local_size_bytes) for k, f in self._functions.items()}
 
     def memory_bytes(self) -> int:
@@ -201,25 +231,29 @@ class CupyDevice:
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
         """Make an array with undefined content."""
-        with self._lock, self._device, self._stream:
+        with self._fate, self._lock, self._device, self._stream:
             array: DeviceArray = self._cupy.empty(tuple(shape), np.dtype(dtype))
         return array
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
         """Make an array of zeros."""
-        with self._lock, self._device, self._stream:
+        with self._fate, self._lock, self._device, self._stream:
             array: DeviceArray = self._cupy.zeros(tuple(shape), np.dtype(dtype))
         return array
 
     def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
         """Allocate a zeroed array outside the memory pool, with a separate IPC handle.
 
+        Raises MemoryError if the GPU has no room for it.
         For allocations below 2 MiB, the driver may export several together with one handle.
         """
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        with self._lock, self._device, self._stream:
-            memory = self._cupy.cuda.Memory(-(-nbytes // _PIECE) * _PIECE)
+        with self._fate, self._lock, self._device, self._stream:
+            try:
+                memory = self._cupy.cuda.Memory(-(-nbytes // _PIECE) * _PIECE)
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                raise MemoryError(f"the GPU cannot allocate {nbytes} bytes: {error}") from None
             pointer = self._cupy.cuda.MemoryPointer(memory, 0)
             array: Any = self._cupy.ndarray(tuple(shape), dtype, pointer)
             array.data.memset_async(0, nbytes, self._stream)
@@ -260,7 +294,7 @@ class CupyDevice:
 
     def unmap(self, pointer: int) -> None:
         """Unmap memory mapped by :meth:`open`, after the queued work of all streams."""
-        with self._device:
+        with self._fate, self._device:
             for lock, stream in self._streams:
                 with lock:  # waiting would end another thread's capture
                     stream.synchronize()
@@ -268,13 +302,13 @@ class CupyDevice:
 
     def upload(self, array: Array) -> DeviceArray:
         """Copy a NumPy array to the device, in row-major order."""
-        with self._lock, self._device, self._stream:
+        with self._fate, self._lock, self._device, self._stream:
             copy: DeviceArray = self._cupy.array(array, order="C")
         return copy
 
     def download(self, array: DeviceArray) -> Array:
         """Copy an array to the host; waits for the queued work."""
-        with self._lock, self._device, self._stream:
+        with self._fate, self._lock, self._device, self._stream:
             copy: Array = self._cupy.asnumpy(array)
         return copy
 
@@ -282,7 +316,7 @@ class CupyDevice:
         """Allocate a zeroed pinned array, freed with its last reference."""
         dtype = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
-        with self._device:
+        with self._fate, self._device:
             memory = self._cupy.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
         array: Array = np.frombuffer(memory, dtype, count).reshape(tuple(shape))
         array[...] = 0
@@ -292,30 +326,39 @@ class CupyDevice:
         """Queue a copy from the host; unpinned ``values`` are read before this returns."""
         _check_copy(array, values)
         target: Any = array
-        with self._lock, self._device:
+        with self._fate, self._lock, self._device:
             target.data.copy_from_host_async(values.ctypes.data, values.nbytes, self._stream)
 
     def capture(self, work: Callable[[], None]) -> CupyGraph:
-        """Run ``work`` once, which compiles and allocates, then capture it."""
-        with self._lock, self._device, self._stream:
+        """Run ``work`` once, which compiles and allocates, then capture it.
+
+        Raises CaptureFailed if the second run cannot be captured.
+        """
+        with self._fate, self._lock, self._device, self._stream:
             work()
             self._stream.synchronize()
             kept: list[Any] = []
             self._kept = kept
             try:
-                self._stream.begin_capture()
-                try:
-                    work()
-                finally:
-                    graph = self._stream.end_capture()
+                graph = self._captured(work)
+            except self._fate.fatal as error:
+                raise CaptureFailed(f"{type(error).__name__}: {error}") from error
             finally:
                 self._kept = None
-            graph.upload(self._stream)
         return CupyGraph(self, graph, kept)
+
+    def _captured(self, work: Callable[[], None]) -> Any:
+        self._stream.begin_capture()
+        try:
+            work()
+        finally:
+            graph = self._stream.end_capture()
+        graph.upload(self._stream)
+        return graph
 
     def replay(self, graph: Any) -> None:
         """Queue a CuPy graph."""
-        with self._lock, self._device:
+        with self._fate, self._lock, self._device:
             graph.launch(self._stream)
 
     def launch(
@@ -328,7 +371,7 @@ class CupyDevice:
     ) -> None:
         """Queue a kernel."""
         values = tuple(_as_passed(a) for a in args)
-        with self._lock, self._device, self._stream:
+        with self._fate, self._lock, self._device, self._stream:
             if self._kept is not None:
                 self._kept.extend(args)
             with self._load_lock:
@@ -342,7 +385,7 @@ class CupyDevice:
         sizes = (x.shape[0], weight.shape[0], x.shape[1])
         arrays: list[Any] = [x, weight, out]
         at = [array.data.ptr for array in arrays]
-        with self._lock, self._device, self._stream:
+        with self._fate, self._lock, self._device, self._stream:
             if self._kept is not None:
                 self._kept.extend(arrays)
             cublas = self._cublas = self._cublas or self._new_cublas()
@@ -356,7 +399,7 @@ class CupyDevice:
 
     def synchronize(self) -> None:
         """Wait for all queued work."""
-        with self._lock, self._device:  # waiting would end another thread's capture
+        with self._fate, self._lock, self._device:  # waiting would end another thread's capture
             self._stream.synchronize()
 
     def _function(self, kernel: Kernel, shared_bytes: int) -> Any:

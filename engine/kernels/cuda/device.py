@@ -13,9 +13,22 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ....proto.errors import InternalError
 from ..backend import Mapping
 
 Array = npt.NDArray[Any]
+
+
+class DeviceLost(InternalError):
+    """A call to the driver or to cuBLAS failed, so no later result of this process can be trusted.
+
+    After most of these errors CUDA rejects every further call of the process. Only a new process
+    gets a new context.
+    """
+
+
+class CaptureFailed(RuntimeError):
+    """Launches could not be captured as a graph; they can still be launched one by one."""
 
 
 class Flags(Protocol):
@@ -96,6 +109,14 @@ class Device(Protocol):
 
     name: str
 
+    @property
+    def lost(self) -> str:
+        """Error after which the device can do no more work in this process; "" while it works.
+
+        The call that fails raises :class:`DeviceLost`, in whatever thread it was.
+        """
+        ...
+
     def another_stream(self) -> Device:
         """Return a device with the same memory and kernels and a new stream.
 
@@ -132,7 +153,10 @@ class Device(Protocol):
         ...
 
     def shareable(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
-        """Make a zeroed array in a separate allocation, which can be exported."""
+        """Make a zeroed array in a separate allocation, which can be exported.
+
+        Raises MemoryError if the device has no room for it.
+        """
         ...
 
     def export(self, array: DeviceArray) -> tuple[bytes, int]:
@@ -175,6 +199,7 @@ class Device(Protocol):
         """Run ``work`` once, then capture its launches; its arrays live as long as the graph.
 
         ``work`` may launch kernels, and allocate in its first run only; it must not download.
+        Raises CaptureFailed if the launches of the second run cannot become a graph.
         """
         ...
 

@@ -104,7 +104,12 @@ class RawKernel:
             if isinstance(value, np.ndarray) and not isinstance(value, ndarray):
                 assert value.size == 1, "only arrays of size one are passed by value"
         kept = tuple(_seen(value) for value in args)
-        cuda.do(lambda: cuda.host().launch(self._kernel, grid, block, kept, shared_mem))
+
+        def run() -> None:
+            cuda.check_alive(self.name)
+            cuda.host().launch(self._kernel, grid, block, kept, shared_mem)
+
+        cuda.do(run)
 
     @property
     def _kernel(self) -> Any:

@@ -26,8 +26,30 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
+class CUDADriverError(RuntimeError):
+    pass
+
+
 def driver_error(text: str) -> Exception:
-    return CUDARuntimeError(text)
+    return CUDADriverError(text)
+
+
+_FAILS = os.environ.get("BATON_FAKE_GPU_FAILS", "")
+_dead = False
+
+
+def check_alive(kernel: str = "") -> None:
+    """Fail from the launch of a kernel on, as a GPU does after a wild access.
+
+    ``BATON_FAKE_GPU_FAILS`` names the kernel and a file; the process that removes the file fails.
+    """
+    global _dead
+    name, _, order = _FAILS.partition(":")
+    if name and kernel.startswith(name) and Path(order).exists():
+        Path(order).unlink()
+        _dead = True
+    if _dead:
+        raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
 
 
 def is_available() -> bool:
@@ -139,6 +161,7 @@ class Graph:
         self._work = work
 
     def launch(self, stream: Any = None) -> None:
+        check_alive()
         assert not capturing(stream)
         for each in self._work:
             each()
@@ -148,7 +171,13 @@ class Graph:
 
 
 class Stream:
-    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+    def __init__(
+        self,
+        null: bool = False,
+        non_blocking: bool = False,
+        ptds: bool = False,
+        priority: int | None = None,
+    ) -> None:
         self.ptr = id(self)
         self.captured: list[Callable[[], object]] | None = None
 
@@ -170,6 +199,7 @@ class Stream:
         return Graph(work)
 
     def synchronize(self) -> None:
+        check_alive()
         if self.captured is not None:
             raise CUDARuntimeError("operation not permitted when stream is capturing")
 
@@ -210,7 +240,7 @@ class Event:
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
-        pass
+        check_alive()
 
 
 def get_elapsed_time(begin: Event, end: Event) -> float:
@@ -273,6 +303,7 @@ def _open(handle: bytes, flags: int = 1) -> int:
     return ptr
 
 
+driver = SimpleNamespace(CUDADriverError=CUDADriverError)
 runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
     getDeviceCount=lambda: 1,
