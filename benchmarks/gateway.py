@@ -10,7 +10,11 @@ server of events that computes nothing. The load comes from the same client. The
 the server's events without tokenizing or making JSON, so their CPU time per chunk is the cost of
 passing on.
 
+With ``--beside FOLDER`` the gateway and router of another checkout take turns with these, round by
+round, since the load of a shared machine changes faster than a whole measurement takes.
+
     python -m baton.benchmarks.gateway [--seconds 4] [--peer-python PATH]
+        [--beside FOLDER [--only 'token, 64']]
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +40,7 @@ from ..client import Client
 from ..deploy.config import demo_model_folder
 from ..proto.sampling import SamplingParams
 from .scratch import scratch_folder
-from .synthetic import child, router_in
+from .synthetic import child, environment_of, router_in
 
 BARS = {"request": 250.0, "token": 12.0, "first": 600.0, "memory": 129.0}
 """µs of CPU per short request, per streamed token, µs added to the first token, MB resident."""
@@ -184,15 +188,20 @@ def children_of(pid: int) -> list[int]:
 
 
 @contextmanager
-def gateway_of(address: str, scratch: Path, *, own: bool) -> Iterator[tuple[int, int]]:
-    """Run a gateway; yields its pid and port. ``own``: it trusts the model's folder."""
+def gateway_of(
+    address: str, scratch: Path, *, own: bool, source: Path | None = None
+) -> Iterator[tuple[int, int]]:
+    """Run a gateway; yields its pid and port.
+
+    ``own``: it trusts the model's folder. ``source``: folder of the packages, if not this one's.
+    """
     port, settings = free_port(), scratch / "gateway.json"
     folder = str(demo_model_folder())
     settings.write_text(
         json.dumps({"routers": [address], "port": port, "model_folder": folder if own else ""})
     )
     command = [sys.executable, "-P", "-m", "baton.gateway", "--config", str(settings)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment_of(source))
     try:
         assert process.stderr is not None
         process.stderr.readline()  # it listens
@@ -203,15 +212,36 @@ def gateway_of(address: str, scratch: Path, *, own: bool) -> Iterator[tuple[int,
 
 
 @contextmanager
-def mocked(scratch: Path) -> Iterator[tuple[str, int]]:
+def mocked(scratch: Path, source: Path | None = None) -> Iterator[tuple[str, int]]:
     """Run a router with workers that compute nothing; yields its address and pid."""
     config, command = router_in(scratch, str(demo_model_folder()))
     workers = ["baton.benchmarks.mock_workers", "--address", config.worker_address]
-    with child(command) as router, child(workers):
+    with child(command, source) as router, child(workers):
         with Client(config.client_address, connect_timeout=60.0) as client:
             while len(client.status()["workers"]) < 2:
                 time.sleep(0.05)
         yield config.client_address, router
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The gateway and the router that are measured."""
+
+    name: str
+    gateway: int
+    port: int
+    router: int
+
+
+@contextmanager
+def setup_of(name: str, source: Path | None) -> Iterator[Setup]:
+    """Run a router with its workers and a gateway, from the packages in ``source``."""
+    with (
+        scratch_folder() as scratch,
+        mocked(scratch, source) as (address, router),
+        gateway_of(address, scratch, own=True, source=source) as (pid, port),
+    ):
+        yield Setup(name, pid, port, router)
 
 
 class Costs:
@@ -239,7 +269,7 @@ def show(name: str, costs: dict[str, float], load: Load, per: int, bar: float | 
     aim = "" if bar is None else f"{bar:>8.0f}"
     parts = "".join(f"{each[part]:>10.1f}" for part in ("gateway", "router", "helpers"))
     print(
-        f"{name:<34}{parts}{both:>10.1f}{aim:>8}{load.requests / load.seconds:>12.0f}"
+        f"{name:<42}{parts}{both:>10.1f}{aim:>8}{load.requests / load.seconds:>12.0f}"
         f"{load.events / load.seconds:>12.0f}",
         flush=True,
     )
@@ -252,43 +282,59 @@ def chat_request() -> bytes:
 
 
 def measure(
-    pid: int, port: int, router: int, request: bytes, at_once: int, seconds: float
-) -> tuple[dict[str, float], Load]:
-    """Return CPU seconds by process and the answered load of the cheapest round.
+    setups: Sequence[Setup], request: bytes, at_once: int, seconds: float
+) -> list[tuple[dict[str, float], Load]]:
+    """Return CPU seconds by process and the answered load of each setup's cheapest round.
 
-    Other processes make rounds dearer, never cheaper.
+    Other processes make rounds dearer, never cheaper. The setups take turns.
     """
-    run_load(port, request, at_once, 0.5)
-    costs = Costs(pid, router)
-    found = []
+    found: list[list[tuple[dict[str, float], Load]]] = [[] for _ in setups]
+    for setup in setups:
+        run_load(setup.port, request, at_once, 0.5)
     for _ in range(COST_ROUNDS):
-        load = run_load(port, request, at_once, seconds / COST_ROUNDS)
-        found.append((costs.since(), load))
-    return min(found, key=lambda one: sum(one[0].values()) / max(one[1].requests, one[1].events))
+        for setup, rounds in zip(setups, found, strict=True):
+            costs = Costs(setup.gateway, setup.router)
+            load = run_load(setup.port, request, at_once, seconds / COST_ROUNDS)
+            rounds.append((costs.since(), load))
+    return [min(rounds, key=_cost) for rounds in found]
 
 
-def measure_costs(pid: int, port: int, router: int, seconds: float) -> None:
-    """Print the CPU time of short requests and of long streams."""
+def _cost(measured: tuple[dict[str, float], Load]) -> float:
+    costs, load = measured
+    return sum(costs.values()) / max(load.requests, load.events)
+
+
+def kinds_of_load() -> Iterator[tuple[str, bytes, int, bool]]:
+    """Yield a name, a request, the number at once, and whether to count tokens."""
     ids = {"prompt": PROMPT, **GREEDY}
-    short = {"max_tokens": 4}
-    kinds: list[tuple[str, dict[str, Any], int, bool]] = [
-        ("request of ids, 1 at a time", {**ids, **short}, 1, False),
-        ("request of ids, 16 at a time", {**ids, **short}, 16, False),
-        ("request of ids, 64 at a time", {**ids, **short}, 64, False),
-        ("stream of ids, 16 at a time", {**ids, **short, "stream": True}, 16, False),
-    ]
+    short = {**ids, "max_tokens": 4}
+    for at_once in (1, 16, 64):
+        yield f"request of ids, {at_once} at a time", _completion(short), at_once, False
+    streamed = {**short, "stream": True}
+    yield "stream of ids, 16 at a time", _completion(streamed), 16, False
     for streams in (1, 16, 64):
         body = {**ids, "max_tokens": 1000, "stream": True}
-        kinds.append((f"streamed token, {streams} streams", body, streams, True))
-    print(f"{'µs of CPU':<34}{'gateway':>10}{'router':>10}{'helpers':>10}{'sum':>10}"
+        yield f"streamed token, {streams} streams", _completion(body), streams, True
+    yield "chat, 16 at a time", chat_request(), 16, False
+
+
+def _completion(body: dict[str, Any]) -> bytes:
+    return request_bytes("/v1/completions", body)
+
+
+def measure_costs(setups: Sequence[Setup], seconds: float, only: str = "") -> None:
+    """Print the CPU time of short requests and of long streams, of kinds with ``only`` in them."""
+    print(f"{'µs of CPU':<42}{'gateway':>10}{'router':>10}{'helpers':>10}{'sum':>10}"
           f"{'bar':>8}{'requests/s':>12}{'events/s':>12}")  # fmt: skip
-    for name, body, at_once, tokens in kinds:
-        request = request_bytes("/v1/completions", body)
-        costs, load = measure(pid, port, router, request, at_once, seconds)
-        bar = BARS["token"] if tokens else BARS["request"]
-        show(name, costs, load, load.events if tokens else load.requests, bar)
-    costs, load = measure(pid, port, router, chat_request(), 16, seconds)
-    show("chat, 16 at a time", costs, load, load.requests, None)
+    for name, request, at_once, tokens in kinds_of_load():
+        if only not in name:
+            continue
+        measured = measure(setups, request, at_once, seconds)
+        for setup, (costs, load) in zip(setups, measured, strict=True):
+            bar = BARS["token"] if tokens else BARS["request"]
+            shown = f"{name} ({setup.name})" if len(setups) > 1 else name
+            show(shown, costs, load, load.events if tokens else load.requests,
+                 None if name.startswith("chat") else bar)  # fmt: skip
 
 
 def first_tokens(address: str, port: int) -> dict[str, list[float]]:
@@ -449,24 +495,36 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--peer-python", default="", help="a Python with a router of a peer")
+    parser.add_argument("--beside", type=Path, help="another checkout of the project")
+    parser.add_argument("--only", default="", help="with --beside: kinds with this in their name")
     parser.add_argument("--serve-events", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve_events:
         uvloop.run(_serve_events(options.serve_events))
+        return
+    if options.beside:
+        with (
+            setup_of("this", None) as this,
+            setup_of("beside", options.beside.resolve() / "src") as other,
+        ):
+            measure_costs([this, other], options.seconds, options.only)
+            for setup in (this, other):
+                print(f"resident ({setup.name}): {resident_mb(setup.gateway):.0f} MB")
         return
     with (
         scratch_folder() as scratch,
         mocked(scratch) as (address, router),
         gateway_of(address, scratch, own=True) as (pid, port),
     ):
-        measure_costs(pid, port, router, options.seconds)
+        measure_costs([Setup("this", pid, port, router)], options.seconds)
         took = {way: statistics.median(one) for way, one in first_tokens(address, port).items()}
         added = (took["gateway"] - took["client"]) * 1e6
         print(f"first token of a lone request, p50: client {took['client'] * 1e6:.0f} µs, "
               f"gateway {added:+.0f} µs (bar +{BARS['first']:.0f})")  # fmt: skip
         print(f"resident: {resident_mb(pid):.0f} MB (bar {BARS['memory']:.0f})")
-        with gateway_of(address, scratch, own=False) as (other, its_port):
-            costs, load = measure(other, its_port, router, chat_request(), 16, options.seconds)
+        with gateway_of(address, scratch, own=False) as (second, its_port):
+            setup = Setup("helper", second, its_port, router)
+            costs, load = measure([setup], chat_request(), 16, options.seconds)[0]
             show("chat, template in a helper", costs, load, load.requests, None)
     if options.peer_python:
         for name, cpu, load, per in measured_peers(Path(options.peer_python), options.seconds):

@@ -101,10 +101,17 @@ def new_submit(number: int, new: int) -> Submit:
     return Submit(request_id=str(number), context=context)
 
 
+def environment_of(source: Path | None) -> dict[str, str]:
+    """Return the environment of a process that takes its packages from ``source``, if given."""
+    return {**os.environ} if source is None else {**os.environ, "PYTHONPATH": str(source)}
+
+
 @contextmanager
-def child(arguments: list[str]) -> Iterator[int]:
+def child(arguments: list[str], source: Path | None = None) -> Iterator[int]:
     """A process of this interpreter; yields its pid, ends it."""
-    process = subprocess.Popen([sys.executable, "-m", *arguments], stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", *arguments]
+    environment = environment_of(source)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
     try:
         yield process.pid
     finally:
