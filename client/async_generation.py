@@ -48,9 +48,13 @@ class _Mailbox:
 
     def pass_on(self, taker: Sink) -> None:
         """Call ``taker`` with all events, first with the events that have arrived."""
+        self._taker = taker
         while self._news:
             taker(self._news.popleft())
-        self._taker = taker
+
+    def end(self) -> None:
+        """Forget the reader, which holds this mailbox."""
+        self._taker = None
 
     async def get(self) -> NewTokens | Ended:
         """Wait for the next event."""
@@ -150,6 +154,7 @@ class AsyncGeneration:
         """Cancel the request if it still runs, as :meth:`aclose`."""
         if not self._done:
             self._done = True
+            self._mailbox.end()
             _end(self._starting, self._connection, self.request_id, self._sink)
 
     async def __aenter__(self) -> Self:
@@ -191,10 +196,11 @@ class AsyncGeneration:
 
     def _hand_over(self, news: NewTokens | Ended) -> None:
         """Take an event. An exception must not reach the connection, which serves all requests."""
-        if self._done or self._assembler is None:
+        assembler = self._assembler
+        if self._done or assembler is None:
             return
         try:
-            output = self._take(self._assembler, news)
+            output = self._take(assembler, news)
             if output is not None:
                 self._on_output(output)
         except Exception as error:
@@ -204,6 +210,7 @@ class AsyncGeneration:
     def _take(self, assembler: Assembler, news: NewTokens | Ended) -> Output | None:
         if isinstance(news, Ended):
             self._done = True
+            self._mailbox.end()
             return assembler.end(news)
         output = assembler.tokens(news)
         if output is not None and assembler.stopped:

@@ -193,7 +193,8 @@ class Connection:
         self._channel.close()
         self._stop_looking()
         self._context.destroy(linger=0)
-        sinks, self._sinks = self._sinks, {}
+        sinks = self._sinks.copy()
+        self._sinks.clear()  # not replaced: a sink may close the connection within :meth:`_hear`
         for window in {id(window): window for window in self._windows.values()}.values():
             sinks |= window.close()
         self._windows.clear()
@@ -266,9 +267,15 @@ class Connection:
         except ProtocolError as error:
             self._handle(Malformed(error))
             return
+        core, sinks, now = self._core, self._sinks, self._loop.now()
         for message in messages:
-            for action in self._core.handle(Received(message), self._loop.now()):
-                self._perform(action)
+            for action in core.handle(Received(message), now):
+                if type(action) is NewTokens:  # nearly all actions
+                    sink = sinks.get(action.request_id)
+                    if sink is not None:
+                        sink(action)
+                else:
+                    self._perform(action)
         self._arm()
         self._loop.turn_soon()
 

@@ -9,11 +9,11 @@ returns, and pass the ends of the requests to it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from ..proto.errors import DeadlineExceeded, InputError, InternalError, TaskMismatch
 from ..proto.requests import build_embed_context

@@ -6,7 +6,7 @@ contains a token after the token that completed a stop string.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from ..proto.contexts.outputs import LogProbabilities, TokenLogProbs
 from ..proto.contexts.status import GenerationStatus
@@ -23,8 +23,7 @@ _FINISH_REASONS = {
 }
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: that would triple the time to make one
-class Output:
+class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     """New tokens of one request.
 
     ``tokens``: new token ids. ``text``: their text, empty for a prompt of token ids unless
@@ -45,7 +44,7 @@ class Output:
     prefill: str = ""
     decode: str = ""
     cached_tokens: int = 0
-    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+    tokenizer: Tokenizer | None = None
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
@@ -80,6 +79,8 @@ class Assembler:
     ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer
+        # Most requests have no stop strings; text without them takes less time.
+        self._stops = detokenizer if detokenizer is not None and detokenizer.stops else None
         self._show_text = show_text
         self._position = 0
         self.stopped = False  # a stop string was found: ignore all further tokens
@@ -88,18 +89,22 @@ class Assembler:
         """Return the output for new tokens, or None after a stop string."""
         if self.stopped:
             return None
-        count = len(news.tokens)
+        tokens, position, logprobs = news.tokens, news.position, news.logprobs
         text = ""
-        if self._detokenizer is not None:
-            delta = self._detokenizer.push(news.tokens)
-            text, self.stopped, count = delta.text, delta.stopped, delta.num_tokens
-        self._position = news.position + count
+        if self._stops is not None:
+            delta = self._stops.push(tokens)
+            text, self.stopped = delta.text, delta.stopped
+            tokens = tokens[: delta.num_tokens]
+        elif self._detokenizer is not None:
+            text = self._detokenizer.push_all(tokens)
+        count = len(tokens)
+        self._position = position + count
         return Output(
             request_id=news.request_id,
-            tokens=news.tokens[:count],
+            tokens=tokens,
             text=text if self._show_text else "",
-            position=news.position,
-            log_probabilities=_entries(news.logprobs, count),
+            position=position,
+            log_probabilities=None if logprobs is None else _entries(logprobs, count),
             tokenizer=self._tokenizer,
         )
 
@@ -130,7 +135,5 @@ class Assembler:
             raise InternalError(f"the router ended a request with {ended.status!r}") from None
 
 
-def _entries(logprobs: list[TokenLogProbs] | None, count: int) -> list[LogProbabilities] | None:
-    if logprobs is None:
-        return None
+def _entries(logprobs: list[TokenLogProbs], count: int) -> list[LogProbabilities]:
     return [LogProbabilities.of_token(entry) for entry in logprobs[:count]]

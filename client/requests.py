@@ -71,6 +71,9 @@ class State(Enum):
     STOPPING = "stopping"  # cancelled by the user
 
 
+_STOPPING = State.STOPPING  # before Python 3.12, Enum member access is slow
+
+
 class Request:
     """One request: its tokens so far, its state, and its timers."""
 
@@ -109,14 +112,17 @@ class Request:
         Only the position counts, not the attempt number: a restarted router counts attempts from
         the start.
         """
-        skip = self.next - run.position
-        if not 0 <= skip < len(run.tokens):
+        tokens, logprobs, position = run.tokens, run.logprobs, self.next
+        skip = position - run.position
+        if not 0 <= skip < len(tokens):
             return None
-        self.attempt = max(self.attempt, run.attempt)
-        tokens = run.tokens[skip:] if skip else run.tokens
-        logprobs = run.logprobs[skip:] if run.logprobs is not None else None
-        fresh = NewTokens(self.spec.request_id, self.next, tokens, logprobs)
-        self.next += len(tokens)
+        if skip:
+            tokens = tokens[skip:]
+            logprobs = logprobs and logprobs[skip:]
+        if run.attempt > self.attempt:
+            self.attempt = run.attempt
+        fresh = NewTokens(self.spec.request_id, position, tokens, logprobs)
+        self.next = position + len(tokens)
         self.emitted += tokens
         self.asked_at = now
         self._doubt = FIRST_DOUBT_S
@@ -350,9 +356,10 @@ class Requests:
     def on_tokens(self, message: Tokens, now: float) -> list[Action]:
         """Return the new tokens, and resume requests whose tokens have a gap."""
         actions: list[Action] = []
+        find = self._by_key.get
         for run in message.runs:
-            request = self._by_key.get(run.request)
-            if request is None or request.state is State.STOPPING:
+            request = find(run.request)
+            if request is None or request.state is _STOPPING:
                 continue
             fresh = request.take(run, now)
             if fresh is not None:

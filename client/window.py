@@ -8,8 +8,9 @@ the size from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..proto.errors import DeadlineExceeded
 from .events import Ended, NewTokens, RequestSpec

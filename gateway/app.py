@@ -179,6 +179,7 @@ class Door:
             if exchange is not None and exchange.status:
                 answer = exchange.status
                 status = answer if exchange.is_complete else CLIENT_GONE
+            Exchange.end(scope)
             clock.ended(_route_of(scope["path"]), status)
             if tracing is not None and span is not None:
                 tracing.end(span, answer)

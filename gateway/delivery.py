@@ -61,6 +61,7 @@ class Delivery:
             self._exchange.unwatch()
             for generation in self._generations:
                 generation.cancel()
+            self._generations = ()  # they hold this delivery's methods: a cycle for the collector
 
     def _taker(self, choice: Choice) -> Take:
         """Return the function that takes the outputs of a choice."""
@@ -154,9 +155,10 @@ class StreamDelivery(Delivery):
     def _send(self, choice: Choice, halves: tuple[bytes, bytes] | None, output: Output) -> None:
         if self._over.done():
             return
-        if halves is not None and output.text and choice.prompt_tokens and not output.is_done:
+        text = output.text
+        if halves is not None and text and choice.prompt_tokens and output.final_status is None:
             choice.tokens += len(output.tokens)
-            self._exchange.event(b"%b%b%b" % (halves[0], _encode(output.text), halves[1]))
+            self._exchange.next_event(halves[0], _encode(text), halves[1])
             return
         events = self._events(choice, output)
         if output.is_done:

@@ -21,6 +21,7 @@ _EVENTS = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"cache-control: no-cache\r\nx-accel-buffering: no\r\ntransfer-encoding: chunked\r\n%b\r\n"
 )
+_EVENT_CHUNK = b"%x\r\n%b%b%b\r\n"
 _CHUNK = b"%x\r\n%b\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 
@@ -62,6 +63,11 @@ class Exchange:
         scope: Scope = cycle.scope  # type: ignore[assignment]  # a TypedDict without this key
         exchange = scope[_KEY] = cls(cycle)
         return exchange
+
+    @staticmethod
+    def end(scope: Scope) -> None:
+        """Take the exchange out of its request's scope: else the two keep each other in memory."""
+        scope.pop(_KEY, None)
 
     @property
     def is_complete(self) -> bool:
@@ -113,6 +119,14 @@ class Exchange:
         """Write events of a stream; the first ones begin the answer."""
         chunk = _CHUNK % (len(content), content)
         self._write(chunk if self.status else self._opening() + chunk)
+
+    def next_event(self, before: bytes, text: bytes, after: bytes) -> None:
+        """Write an event in three parts; it costs a third less than :meth:`event`."""
+        if not self.status:
+            self.event(before + text + after)
+        elif not self._cycle.disconnected and not self._transport.is_closing():
+            size = len(before) + len(text) + len(after)
+            self._transport.write(_EVENT_CHUNK % (size, before, text, after))
 
     def last_event(self, content: bytes) -> None:
         """Write the last events of a stream."""

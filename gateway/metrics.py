@@ -58,6 +58,7 @@ class Clock:
         metrics = self._metrics
         metrics.running -= 1
         metrics.requests[route, str(status)] += 1
+        self._outputs.clear()  # they hold this clock
         if self._first:
             metrics.durations.observe(_now() - self._began)
             if self.streams:
@@ -77,17 +78,17 @@ class OutputTimes:
 
     def took(self, output: Output) -> None:
         """Note an output, which has just arrived."""
-        metrics, now, count = self._metrics, _now(), len(output.tokens)
+        metrics, now, count, last = self._metrics, _now(), len(output.tokens), self._last
         metrics.generated_tokens += count
         self._tokens += count
-        if not self._last:
+        self._last = now
+        if not last:
             metrics.prompt_tokens += output.position
             metrics.prompts.observe(output.position)
             self._first = now
             self._clock.began(now)
         elif count and self._clock.streams:
-            metrics.gaps.observe(now - self._last)
-        self._last = now
+            metrics.gaps.observe(now - last)
         if output.final_status is not None:
             metrics.generated.observe(self._tokens)
             if self._tokens > 1:

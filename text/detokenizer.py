@@ -61,15 +61,27 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         decoder = _ByteDecoder if tokenizer.is_byte_level else _WindowDecoder
         self._decoder: _Decoder = decoder(tokenizer)
+        self._decode = self._decoder.push
         self._matcher = StopMatcher(stop, include=include_stop) if stop else None
+
+    @property
+    def stops(self) -> bool:
+        """Whether a stop string may end the text."""
+        return self._matcher is not None
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """As :meth:`push`, without stop strings: return the text of all tokens."""
+        skipped = self._skipped
+        if len(tokens) == 1:
+            (token,) = tokens
+            return "" if token in skipped else self._decode(token)
+        return "".join([self._decode(token) for token in tokens if token not in skipped])
 
     def push(self, tokens: Sequence[int]) -> TextDelta:
         """Add tokens and return the text that became certain."""
-        matcher, decode, skipped = self._matcher, self._decoder.push, self._skipped
+        matcher, decode, skipped = self._matcher, self._decode, self._skipped
         if matcher is None:
-            texts = [decode(token) for token in tokens if token not in skipped]
-            text = texts[0] if len(texts) == 1 else "".join(texts)
-            return TextDelta(text, num_tokens=len(tokens))
+            return TextDelta(self.push_all(tokens), num_tokens=len(tokens))
         parts, used = [], 0
         for token in tokens:
             if matcher.matched is not None:

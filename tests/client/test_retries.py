@@ -1,8 +1,7 @@
 """Requests that the cluster refuses for lack of room are submitted again, as often as asked."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from baton.client.events import Ended, Start, Stop
 from baton.proto.errors import CapacityError, EndpointDead

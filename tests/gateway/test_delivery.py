@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,11 +14,16 @@ import uvicorn
 from tests.gateway.test_connections import Peer
 from uvicorn.server import ServerState
 
-from baton.client.output import Output
+from baton.client.async_generation import AsyncGeneration
+from baton.client.events import Ended, NewTokens
+from baton.client.model import Prepared
+from baton.client.output import Assembler, Output
 from baton.gateway.answers import Answer, CompletionForm
+from baton.gateway.app import make_app
 from baton.gateway.bodies import CompletionBody
 from baton.gateway.delivery import StreamDelivery, WholeDelivery
 from baton.gateway.exchange import Exchange
+from baton.gateway.served import Served
 from baton.gateway.server import LimitedHttp
 from baton.proto.contexts.status import GenerationStatus
 from baton.proto.errors import InputError, RequestCancelled, WorkerLost
@@ -273,3 +280,64 @@ def test_a_connection_is_closed_after_the_answer_if_the_client_wants_it():
     peer = asyncio.run(run())
     assert b"connection: close\r\n" in peer.out
     assert peer.closed
+
+
+class Requests:
+    """A client and its connection: keeps the last request's sink, and ends no request itself."""
+
+    def __init__(self) -> None:
+        self.sink: Any = None
+
+    async def model(self) -> Any:
+        description = SimpleNamespace(folder="/models/demo")
+        return SimpleNamespace(description=description, card=SimpleNamespace(name="demo"))
+
+    def generate(self, _prompt: Any, _params: Any, **options: Any) -> AsyncGeneration:
+        generation = AsyncGeneration(self, self, options["request_id"])  # type: ignore[arg-type]
+        generation.start(lambda: Prepared(None, Assembler(None, show_text=True)))  # type: ignore[arg-type]
+        return generation
+
+    def start(self, _spec: Any, sink: Any, _window: Any) -> None:
+        self.sink = sink
+
+    def stop(self, *_: Any, **__: Any) -> None:
+        self.sink = None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answered_request_leaves_nothing_to_the_garbage_collector(stream):
+    async def run() -> bytes:
+        requests, peer = Requests(), Peer()
+        config = uvicorn.Config(
+            make_app(Served(requests)),  # type: ignore[arg-type]
+            http=LimitedHttp, ws="none", lifespan="off", log_config=None, access_log=False,
+        )  # fmt: skip
+        config.load()
+        protocol = LimitedHttp(config, ServerState(), {})
+        protocol.connection_made(peer)
+        body = json.dumps({"prompt": [5, 6, 7], "stream": stream}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+        protocol.data_received(head % len(body) + body)
+        while requests.sink is None:
+            await asyncio.sleep(0)
+        requests.sink(NewTokens("r", 3, [8]))
+        requests.sink(Ended(request_id="r", position=4, status="maximum_length"))
+        while not protocol.cycle.response_complete:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        protocol.connection_lost(None)
+        return bytes(peer.out)
+
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        answer = asyncio.run(run())
+        gc.collect()
+        left = {type(one).__name__ for one in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert b'"finish_reason":"length"' in answer
+    assert not left & {"AsyncGeneration", "Exchange", "Clock", "StreamDelivery", "WholeDelivery"}
