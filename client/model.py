@@ -36,7 +36,7 @@ from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.wire.messages import ClientToRouter, Described, Message, Submit
 from ..proto.wire.wire_context import WireContext
 from ..text.detokenizer import IncrementalDetokenizer
-from ..text.model_files import SPEECH_FILE, has_tokenizer_files
+from ..text.model_files import PICTURE_FILES, SPEECH_FILE, has_tokenizer_files
 from ..text.stop import stop_sequences
 from ..text.tokenizer import TOKENIZER_FILES, Tokenizer
 from .events import RequestSpec
@@ -50,7 +50,7 @@ Prompt = TokensOrText | TextContext
 Prompts = list[str] | list[list[int]] | list[npt.NDArray[Any]] | list[TextContext]
 Messages = Sequence[Mapping[str, Any]]
 Sampling = SamplingParams | SamplingParamsInput | None
-DESCRIBED_FILES: list[str] = [*TOKENIZER_FILES, *SETTINGS_FILES, SPEECH_FILE]
+DESCRIBED_FILES: list[str] = [*TOKENIZER_FILES, *SETTINGS_FILES, SPEECH_FILE, *PICTURE_FILES]
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""Text files of the model folder that clients need for texts, chats, images and speech."""
+"""Text files of the model folder that clients need to make prompts of any kind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..images.settings import SETTINGS_FILES
 from ..proto.errors import ConfigError
+from ..text.model_files import PICTURE_FILES, SPEECH_FILE
 
 TEXT_FILES = (
     "tokenizer.json",
@@ -14,7 +15,8 @@ TEXT_FILES = (
     "generation_config.json",
     "special_tokens_map.json",
     *SETTINGS_FILES,
-    "speech.json",
+    SPEECH_FILE,
+    *PICTURE_FILES,
 )
 """The only files of the model folder that the router sends to clients."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,21 @@ TOKENIZER_FILES = (
 
 SPEECH_FILE = "speech.json"
 """Present in the folder of a speech model; see :mod:`.speech_format`."""
+
+PICTURE_FILES = (
+    "model_index.json",
+    "transformer/config.json",
+    "text_encoder/config.json",
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+    "tokenizer/special_tokens_map.json",
+    "tokenizer/vocab.json",
+    "tokenizer/merges.txt",
+    "tokenizer_2/tokenizer.json",
+    "tokenizer_2/tokenizer_config.json",
+    "tokenizer_2/special_tokens_map.json",
+)
+"""The files of a picture model's folder that a prompt needs; see :mod:`.picture_prompts`."""
 
 _NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image")
 
@@ -41,8 +56,8 @@ class TokenizerSettings:
     """
 
     def __init__(self, files: Mapping[str, bytes], origin: str) -> None:
-        config = _json_object(files, "tokenizer_config.json", origin)
-        older = _json_object(files, "special_tokens_map.json", origin)
+        config = json_object(files, "tokenizer_config.json", origin)
+        older = json_object(files, "special_tokens_map.json", origin)
         self.special_tokens = {
             f"{name}_token": text
             for name in _NAMED_TOKENS
@@ -61,7 +76,8 @@ def _text(files: Mapping[str, bytes], name: str, origin: str) -> str:
         raise CheckpointError(f"{origin}: {name} is not UTF-8: {error}") from None
 
 
-def _json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
+def json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
+    """Return a file's JSON object, empty if the file is missing. Raises CheckpointError."""
     if name not in files:
         return {}
     try:
@@ -82,7 +98,7 @@ def _token_text(config: dict[str, Any], older: dict[str, Any], name: str) -> str
 
 def _eos_ids(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
-        value = _json_object(files, name, origin).get("eos_token_id")
+        value = json_object(files, name, origin).get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(i, int) for i in ids):
@@ -104,10 +120,12 @@ def _named_templates(value: object) -> dict[str, str]:
     }
 
 
-def has_tokenizer_files(folder: str, files: Mapping[str, bytes]) -> bool:
-    """Whether a folder of this machine has these tokenizer files, byte for byte."""
+def has_tokenizer_files(
+    folder: str, files: Mapping[str, bytes], known: Iterable[str] = TOKENIZER_FILES
+) -> bool:
+    """Whether a folder of this machine has these files, byte for byte, of the ``known`` ones."""
     root = Path(folder)
-    names = [name for name in TOKENIZER_FILES if name in files]
+    names = [name for name in known if name in files]
     try:
         return all((root / name).read_bytes() == files[name] for name in names)
     except OSError:

@@ -33,7 +33,10 @@ TEKKEN = (
     f"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-KNOWN_PATTERNS = frozenset((GPT_2, LLAMA_3, QWEN, TEKKEN))
+CLIP = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+CLIP_WITH_ENDS = r"<\|startoftext\|>|<\|endoftext\|>|" + CLIP
+SPACES = r"\s+"
+KNOWN_PATTERNS = frozenset((GPT_2, LLAMA_3, QWEN, TEKKEN, CLIP, CLIP_WITH_ENDS, SPACES))
 """Regular expressions of widespread models, known not to take exponential time."""
 
 _NORMALIZERS = {
@@ -149,6 +152,8 @@ def _processor(part: _Part) -> float:
 
 def _replaced(part: _Part) -> float:
     pattern = part["pattern"].get("String", "")
+    if part["pattern"].get("Regex") == SPACES:
+        return max(1.0, float(len(part["content"])))
     return max(1.0, len(part["content"]) / len(pattern)) if pattern else _NEVER
 
 

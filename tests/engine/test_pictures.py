@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton.engine.kernels import load_backend
-from baton.engine.pictures.draw import MAX_PROMPT_CHARS, PictureEngine, PromptTokenizer
+from baton.engine.pictures.draw import PictureEngine
 from baton.engine.pictures.flux import FluxTransformer, latent_image_ids
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.pipeline import Denoiser, PromptEncoder
@@ -381,45 +381,6 @@ def test_weights_of_another_shape_are_refused(tmp_path):
         Denoiser(open_folder(folder), load_backend("numpy"))
     with pytest.raises(CheckpointError, match="model_index"):
         open_folder(tmp_path)
-
-
-# ------------------------------------------------------------------ prompts
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return PromptTokenizer(FOLDER, 77, 24)
-
-
-def test_prompts_are_tokenized_as_by_transformers(tokenizer):
-    found = tokenizer.encode(REFERENCE["text"].tobytes().decode())
-    assert found.clip.tolist() == REFERENCE["text_clip"].tolist()
-    expected = REFERENCE["text_t5"].tolist()
-    cut = expected if len(expected) <= 24 else [*expected[:23], expected[-1]]
-    assert found.t5.tolist() == [*cut, *[0] * (24 - len(cut))]
-
-
-def test_an_older_clip_tokenizer_gives_the_same_tokens(tmp_path, tokenizer):
-    folder = tmp_path / "flux"
-    shutil.copytree(FOLDER, folder)
-    model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]
-    (folder / "tokenizer" / "tokenizer.json").unlink()
-    (folder / "tokenizer" / "vocab.json").write_text(json.dumps(model["vocab"]))
-    merges = [" ".join(pair) for pair in model["merges"]]
-    (folder / "tokenizer" / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
-    older = PromptTokenizer(folder, 77, 24)
-    for prompt in ("The cat's mat, 42!", "", "  A\tRED   house  ", "ünknown", "<|endoftext|> on"):
-        assert older.encode(prompt).clip.tolist() == tokenizer.encode(prompt).clip.tolist()
-
-
-def test_long_prompts_are_cut_and_keep_their_end(tokenizer):
-    found = tokenizer.encode("cat " * 500)
-    assert len(found.clip) == 77
-    assert (found.clip[0], found.clip[-1]) == (98, 99)
-    assert len(found.t5) == 24
-    assert found.t5[-1] == 1
-    with pytest.raises(InputError, match="prompt too long"):
-        tokenizer.encode("a" * (MAX_PROMPT_CHARS + 1))
 
 
 # ------------------------------------------------------------------ a prompt becomes a picture

@@ -1,0 +1,128 @@
+"""Prompts of picture models: both tokenizers, from files as a router sends them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.proto.errors import CheckpointError, InputError
+from baton.router.describe import read_text_files
+from baton.text.picture_prompts import (
+    MAX_PROMPT_CHARS,
+    PictureDefaults,
+    PromptTokenizer,
+    read_picture_files,
+)
+from baton.text.plain_tokenizers import is_plain
+
+FOLDER = Path(__file__).parents[1] / "data" / "pictures" / "flux"
+REFERENCE = np.load(FOLDER / "reference.npz")
+
+
+@pytest.fixture(scope="module")
+def files():
+    return read_text_files(str(FOLDER), 1 << 24)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(files):
+    """As a client has it, which does not trust the files."""
+    tokenizer = PromptTokenizer(files, 77, 24)
+    yield tokenizer
+    tokenizer.close()
+
+
+def older(files):
+    """The files of an older model: CLIP's vocabulary and merges instead of tokenizer.json."""
+    changed = dict(files)
+    model = json.loads(changed.pop("tokenizer/tokenizer.json"))["model"]
+    changed["tokenizer/vocab.json"] = json.dumps(model["vocab"]).encode()
+    merges = [" ".join(pair) for pair in model["merges"]]
+    changed["tokenizer/merges.txt"] = "\n".join(["#version: 0.2", *merges]).encode()
+    return changed
+
+
+def test_the_router_sends_what_a_prompt_needs(files):
+    assert files == read_picture_files(FOLDER)
+    assert "tokenizer_2/tokenizer.json" in files
+
+
+def test_prompts_are_tokenized_as_by_transformers(tokenizer):
+    found = tokenizer.encode(REFERENCE["text"].tobytes().decode())
+    assert found.clip.tolist() == REFERENCE["text_clip"].tolist()
+    expected = REFERENCE["text_t5"].tolist()
+    cut = expected if len(expected) <= 24 else [*expected[:23], expected[-1]]
+    assert found.t5.tolist() == [*cut, *[0] * (24 - len(cut))]
+
+
+def test_an_older_clip_tokenizer_gives_the_same_tokens(tokenizer, files):
+    found = PromptTokenizer(older(files), 77, 24)
+    for prompt in ("The cat's mat, 42!", "", "  A\tRED   house  ", "ünknown", "<|endoftext|> on"):
+        assert found.encode(prompt).clip.tolist() == tokenizer.encode(prompt).clip.tolist()
+    found.close()
+
+
+def test_clip_is_tokenized_in_this_process(files):
+    assert is_plain(files["tokenizer/tokenizer.json"])
+
+
+def test_long_prompts_are_cut_and_keep_their_end(tokenizer):
+    found = tokenizer.encode("cat " * 500)
+    assert len(found.clip) == 77
+    assert (found.clip[0], found.clip[-1]) == (98, 99)
+    assert len(found.t5) == 24
+    assert found.t5[-1] == 1
+    with pytest.raises(InputError, match="prompt too long"):
+        tokenizer.encode("a" * (MAX_PROMPT_CHARS + 1))
+
+
+@pytest.mark.parametrize("missing", ["tokenizer/vocab.json", "tokenizer/merges.txt"])
+def test_a_missing_file_is_named(files, missing):
+    changed = older(files)
+    del changed[missing]
+    with pytest.raises(CheckpointError, match="neither"):
+        PromptTokenizer(changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer/vocab.json", b"[]", "vocab.json must hold an object"),
+        ("tokenizer/vocab.json", b'{"a": 0}', "is missing"),
+        ("tokenizer/merges.txt", b"\xff", "merges.txt cannot be read"),
+        ("tokenizer_2/tokenizer.json", b"{", "tokenizer_2"),
+    ],
+)
+def test_malformed_files_are_checkpoint_errors(files, name, content, said):
+    with pytest.raises(CheckpointError, match=said):
+        PromptTokenizer({**older(files), name: content})
+
+
+class TestDefaults:
+    def test_dev_has_guidance_and_many_steps(self, files):
+        found = PictureDefaults.from_files(files, "m")
+        assert (found.takes_guidance, found.steps, found.guidance) == (True, 28, 3.5)
+        assert (found.clip_length, found.t5_length) == (77, 512)
+
+    def test_schnell_has_few_steps(self, files):
+        config = json.loads(files["transformer/config.json"]) | {"guidance_embeds": False}
+        changed = {**files, "transformer/config.json": json.dumps(config).encode()}
+        found = PictureDefaults.from_files(changed, "m")
+        assert (found.takes_guidance, found.steps, found.guidance) == (False, 4, 0.0)
+        assert found.t5_length == 256
+
+    @pytest.mark.parametrize(
+        ("name", "content", "said"),
+        [
+            ("transformer/config.json", b'{"guidance_embeds": 1}', "guidance_embeds"),
+            ("transformer/config.json", b"{", "not JSON"),
+            ("text_encoder/config.json", b'{"max_position_embeddings": 9999}', "max_position"),
+            ("text_encoder/config.json", b'{"max_position_embeddings": true}', "max_position"),
+        ],
+    )
+    def test_wrong_configs(self, files, name, content, said):
+        with pytest.raises(CheckpointError, match=said):
+            PictureDefaults.from_files({**files, name: content}, "m")
