@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-from ..engine.loading.loader import Runner, load_runner
+from ..engine.loading.embedding_config import DRAW
+from ..engine.loading.loader import StepRunner, folder_task, load_runner
+from ..engine.pictures.loading import load_denoiser
 from ..proto.ids import new_incarnation
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
@@ -35,7 +37,9 @@ def data_address(config: DecodeWorkerConfig) -> str:
 def serve(config: DecodeWorkerConfig) -> int:
     """Load the model, register with the routers, run until drained or terminated."""
     keys = load_keys(config.keys, DECODE, config.worker_id)
-    runner = load_runner(config.runner, LoadProgress())
+    draws = folder_task(config.runner.model, config.runner.task) == DRAW
+    load = load_denoiser if draws else load_runner
+    runner: StepRunner = load(config.runner, LoadProgress())
 
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> DecodeShell:
         return _shell(config, runner, loop, context, doors)
@@ -45,7 +49,7 @@ def serve(config: DecodeWorkerConfig) -> int:
 
 def _shell(
     config: DecodeWorkerConfig,
-    runner: Runner,
+    runner: StepRunner,
     loop: Loop,
     context: Context,
     doors: Doorkeeper | None,

@@ -245,22 +245,22 @@ class DecodeCore(WorkerCore):
                 logprobs = None if event.logprobs is None else [event.logprobs]
                 job.logprobs.extend(logprobs or ())
                 request, attempt = job.key
-                run = TokenRun(request, attempt, event.position, [event.token], logprobs)
+                position = event.position - job.shift
+                run = TokenRun(request, attempt, position, [event.token], logprobs)
                 runs[job.router].append(run)
             elif type(event) is Finished:
-                ends += self._end(job, now, status=event.status)
+                ends += self._end(job, now, status=event.status, media=event.result)
             elif type(event) is Failed:
                 ends += self._end(job, now, code=event.code, message=event.message)
         tokens: list[Action] = [ToRouter(r, Tokens(runs=list_)) for r, list_ in runs.items()]
         return tokens + ends
 
     def _end(self, job: Job, now: float, **ending: Unpack[Ending]) -> list[Action]:
-        tokens = job.known_tokens(job.prompt_length)
+        tokens = job.known_tokens(job.base)
         terminal = job.terminal(self._member.identity.worker, now, **ending)
         self._stop(job)
         ended = self._member.end(
-            job.router, terminal, now, job.deadline, job.prompt_length,
-            job.prompt_length, tokens, job.logprobs,
+            job.router, terminal, now, job.deadline, job.base, job.base, tokens, job.logprobs,
         )  # fmt: skip
         return [*ended, *self._maybe_drained()]
 
@@ -289,10 +289,7 @@ class DecodeCore(WorkerCore):
 
     def load(self) -> WorkerLoad:
         """Return the load that heartbeats report."""
-        held = (
-            (job.router, job.sequence.num_tokens + job.sequence.remaining_tokens)
-            for job in self._jobs
-        )
+        held = ((job.router, job.num_tokens + job.sequence.remaining_tokens) for job in self._jobs)
         return msgspec.structs.replace(self._scheduler.load(), shares=self._shares(held))
 
     @property

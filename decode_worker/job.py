@@ -17,8 +17,10 @@ from ..proto.errors import HandoffFailed
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.layout import ModelCard
+from ..proto.picture_runs import PictureRun, picture_run
 from ..proto.requests import check_continued
 from ..proto.wire.messages import Commit, RequestState, Terminal, TokenRun, WorkerTimes
+from ..proto.wire.wire_context import WirePixelContext
 from ..worker.attempts import Key
 from ..worker.jobs import Ending, engine_name
 from ..worker.token_replay import LOGPROBS_KEPT, runs_again
@@ -26,7 +28,11 @@ from ..worker.token_replay import LOGPROBS_KEPT, runs_again
 
 @dataclass(slots=True)
 class Job:
-    """One attempt of a request, from its Commit to its end on this worker."""
+    """One attempt of a request, from its Commit to its end on this worker.
+
+    ``base``: position of its first generated token, as clients and routers count. ``shift``: added
+    to such a position, it gives the position here, where a picture's row comes first.
+    """
 
     key: Key
     router: str
@@ -35,7 +41,8 @@ class Job:
     sequence: Sequence
     deadline: float
     taken_at: float  # when this worker took the request over
-    prompt_length: int
+    base: int
+    shift: int
     logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
     grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
 
@@ -44,25 +51,30 @@ class Job:
         """The engine's name for this attempt."""
         return self.sequence.request
 
+    @property
+    def num_tokens(self) -> int:
+        """Position after the last known token."""
+        return self.sequence.num_tokens - self.shift
+
     def known_tokens(self, position: int) -> list[int]:
         """Return the tokens from ``position`` on, without a placeholder for the next token."""
-        tokens: list[int] = self.context.tokens.all[position : self.sequence.num_tokens].tolist()
+        first, end = position + self.shift, self.sequence.num_tokens
+        tokens: list[int] = self.context.tokens.all[first:end].tolist()
         return tokens
 
     def newest_token(self) -> TokenRun:
         """Return the run of the newest token in the Commit; prefill's message may be lost."""
         tokens, newest = self.context.tokens, list(self.logprobs) or None
-        return TokenRun(*self.key, len(tokens) - 1, [tokens[-1]], newest)
+        return TokenRun(*self.key, len(tokens) - 1 - self.shift, [tokens[-1]], newest)
 
     def replay(self, position: int) -> list[TokenRun]:
         """Return the tokens from ``position`` on; an empty run confirms ownership."""
-        position = max(position, self.prompt_length)
+        position = max(position, self.base)
         return runs_again(self.key, position, self.known_tokens(position), self.logprobs)
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
-        tokens = self.sequence.num_tokens
-        return RequestState(*self.key, tokens, self.prompt_length, router=self.router)
+        return RequestState(*self.key, self.num_tokens, self.base, router=self.router)
 
     def times(self, now: float) -> WorkerTimes:
         """Return when the job reached its steps; it ends now."""
@@ -83,7 +95,7 @@ class Job:
         return Terminal(
             request=self.key[0],
             attempt=self.key[1],
-            position=self.sequence.num_tokens,
+            position=self.num_tokens,
             request_id=self.commit.request_id,
             cached_tokens=max(self.commit.cached_tokens, self.sequence.cached_tokens),
             prefill=self.commit.prefill,
@@ -101,6 +113,7 @@ def make_job(handover: Handover[Allocation], card: ModelCard, now: float) -> Job
     commit = handover.commit
     key = (commit.request, commit.attempt)
     context = _read_context(commit, card)
+    base = context.base if isinstance(context, PictureRun) else context.prompt_length
     sequence = Sequence(
         engine_name(key),
         context,
@@ -119,7 +132,8 @@ def make_job(handover: Handover[Allocation], card: ModelCard, now: float) -> Job
         sequence,
         now + commit.deadline,
         now,
-        context.prompt_length,
+        base,
+        context.prompt_length - base,
         deque(context.newest_log_probabilities(), maxlen=LOGPROBS_KEPT),
     )
 
@@ -128,6 +142,8 @@ def _read_context(commit: Commit, card: ModelCard) -> TextContext:
     try:
         request_id = RequestID(commit.request_id)
         check_continued(commit.context, card)
+        if isinstance(commit.context, WirePixelContext):
+            return picture_run(commit.context, request_id, card.layout.block_size)
         return read_context(card.architecture, commit.context, request_id)
     except ValueError as error:
         raise HandoffFailed(str(error)) from error

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from ..engine.cache.paged_cache import Allocation
-from ..engine.loading.loader import Runner
+from ..engine.loading.loader import StepRunner
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.device_frames import DeviceFrameWriter
 from ..kv_transfer.frames import FrameWriter
@@ -191,7 +191,7 @@ class DataSocket:
         self,
         channel: RouterChannel,
         loop: Loop,
-        runner: Runner,
+        runner: StepRunner,
         device: DeviceFrameWriter | None,
         receiver: Receiver[Allocation],
         holds: Callable[[bytes, int], bool],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..engine.loading.loader import Runner
+from ..engine.loading.loader import StepRunner
 from ..engine.loading.warm_up import warm_up
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from ..engine.scheduling.step_time import StepTime
@@ -38,7 +38,7 @@ class DecodeShell(TextHost):
     def __init__(
         self,
         config: DecodeWorkerConfig,
-        runner: Runner,
+        runner: StepRunner,
         member: Membership,
         control: RouterChannel,
         data: RouterChannel,
@@ -99,7 +99,7 @@ class DecodeShell(TextHost):
 
 
 def _make_core(
-    config: DecodeWorkerConfig, runner: Runner, member: Membership, data_endpoint: str
+    config: DecodeWorkerConfig, runner: StepRunner, member: Membership, data_endpoint: str
 ) -> DecodeCore:
     cache = runner.pipeline.kv.new_cache()
     scheduler = Scheduler(

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..engine.kernels.memory import aligned_zeros
-from ..engine.loading.checkpoint import load_checkpoint
-from ..engine.loading.embedding_config import GENERATE
-from ..engine.loading.loader import Runner, load_embedder, load_runner, model_task
+from ..engine.loading.embedding_config import DRAW, EMBED
+from ..engine.loading.loader import StepRunner, folder_task, load_embedder, load_runner
+from ..engine.pictures.loading import load_encoder
 from ..kv_transfer.shared_pool import PoolOwner, can_share
 from ..proto.ids import new_incarnation
 from ..proto.layout import ModelCard
@@ -40,20 +40,18 @@ _log = get_logger()
 def serve(config: PrefillWorkerConfig) -> int:
     """Load the model, register with the routers, run until drained or terminated."""
     keys = load_keys(config.keys, PREFILL, config.worker_id)
-    load = _load_text if _is_text(config) else _load_embedder
-    return run_incarnations(keys, load(config))
+    task = folder_task(config.runner.model, config.runner.task)
+    make = _load_embedder(config) if task == EMBED else _load_steps(config, task)
+    return run_incarnations(keys, make)
 
 
-def _is_text(config: PrefillWorkerConfig) -> bool:
-    checkpoint = load_checkpoint(config.runner.model)
-    return model_task(checkpoint, config.runner.task) == GENERATE
-
-
-def _load_text(config: PrefillWorkerConfig) -> MakeShell:
+def _load_steps(config: PrefillWorkerConfig, task: str) -> MakeShell:
+    """Load a text model, or the text encoders of a picture model."""
     owner = PoolOwner()
     shared = config.share_pool and can_share()
     allocate = partial(_shared_or_own, owner) if shared else aligned_zeros
-    runner = load_runner(config.runner, LoadProgress(), allocate)
+    load = load_encoder if task == DRAW else load_runner
+    runner: StepRunner = load(config.runner, LoadProgress(), allocate)
     ticket = owner.ticket if runner.backend.on_host else _device_ticket(config, runner)
 
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:
@@ -67,7 +65,7 @@ def _load_text(config: PrefillWorkerConfig) -> MakeShell:
     return make
 
 
-def _device_ticket(config: PrefillWorkerConfig, runner: Runner) -> DeviceTicket | None:
+def _device_ticket(config: PrefillWorkerConfig, runner: StepRunner) -> DeviceTicket | None:
     """Return the ticket by which decode workers of this host can map the pool on the GPU.
 
     None if sharing is off or the GPU cannot share its memory.

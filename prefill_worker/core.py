@@ -305,7 +305,7 @@ class PrefillCore(AssignCore[Job]):
             case TokenEvent(position=position, token=token, logprobs=logprobs):
                 job.last_logprobs = logprobs
                 extra = None if logprobs is None else [logprobs]
-                run = TokenRun(job.key[0], job.key[1], position, [token], extra)
+                run = TokenRun(job.key[0], job.key[1], position - job.shift, [token], extra)
                 return [ToRouter(job.router, Tokens(runs=[run]))]
             case Prefilled():
                 job.state = JobState.HANDING_OVER

@@ -18,7 +18,8 @@ from ..proto.errors import TaskMismatch
 from ..proto.hashing import cache_salt
 from ..proto.ids import RequestID
 from ..proto.layout import ModelCard
-from ..proto.requests import check_kind
+from ..proto.picture_runs import PictureRun, committed_picture, picture_run
+from ..proto.requests import check_kind, check_wire_context
 from ..proto.vision_requests import check_hashes, check_images, committed
 from ..proto.wire.context_maps import to_map
 from ..proto.wire.messages import (
@@ -33,7 +34,7 @@ from ..proto.wire.messages import (
     TokenRun,
     WorkerTimes,
 )
-from ..proto.wire.wire_context import WireVisionContext
+from ..proto.wire.wire_context import WireContext, WirePixelContext, WireVisionContext
 from ..worker.jobs import Ending, engine_name
 from ..worker.token_replay import runs_again
 
@@ -87,8 +88,16 @@ class Job:
     @property
     def generated(self) -> list[int]:
         """All tokens after the prompt, including replayed ones."""
-        tokens: list[int] = self.context.tokens.all[len(self.assign.context.tokens) :].tolist()
+        tokens: list[int] = self.context.tokens.all[self.context.prompt_length :].tolist()
         return tokens
+
+    @property
+    def shift(self) -> int:
+        """Added to a position as routers count, it gives the position here.
+
+        0 for text; the row of a picture has another length than the tokens of its request.
+        """
+        return self.context.prompt_length - len(self.assign.context.tokens)
 
     @property
     def logprobs(self) -> list[TokenLogProbs]:
@@ -106,17 +115,23 @@ class Job:
     def replay(self, position: int) -> list[TokenRun]:
         """Return the tokens from ``position`` on; an empty run confirms ownership."""
         position = max(position, len(self.assign.context.tokens))
-        tokens = self.context.tokens.all[position:].tolist()
+        tokens = self.context.tokens.all[position + self.shift :].tolist()
         return runs_again(self.key, position, tokens, self.logprobs)
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
         position, prompt = len(self.context.tokens), len(self.assign.context.tokens)
-        return RequestState(*self.key, position, prompt, router=self.router)
+        return RequestState(*self.key, position - self.shift, prompt, router=self.router)
 
     def reserve(self, incarnation: int, serial: int, growth: int, now: float) -> Reserve:
-        """Return the Reserve message for the decode worker."""
+        """Return the Reserve message for the decode worker.
+
+        A picture gets the blocks of all its steps, because its state cannot be computed there again
+        if it lost them to another request.
+        """
         sequence = self.sequence
+        if sequence.picture is not None:
+            growth = sequence.remaining_tokens
         return Reserve(
             request=self.key[0],
             attempt=self.key[1],
@@ -133,7 +148,10 @@ class Job:
     def commit_maker(self, worker: str, now: float) -> handoff.CommitMaker:
         """Return a function that builds the Commit from its manifest."""
         images = self.sequence.images
-        context = committed(to_map(self.context), 0 if images is None else images.delta)
+        if isinstance(self.context, PictureRun):
+            context: WireContext = committed_picture(self.context)
+        else:
+            context = committed(to_map(self.context), 0 if images is None else images.delta)
 
         def make(grant: GrantRef, frames: int, nbytes: int, digest: int) -> Commit:
             return Commit(
@@ -176,7 +194,7 @@ class Job:
         return Terminal(
             request=self.key[0],
             attempt=self.key[1],
-            position=len(self.context.tokens),
+            position=len(self.context.tokens) - self.shift,
             request_id=self.assign.request_id,
             cached_tokens=self.sequence.cached_tokens,
             prefill=worker,
@@ -197,8 +215,7 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
     if isinstance(assign.context, WireVisionContext):
         check_images(assign.context)
         check_hashes(assign.context)
-    request_id = RequestID(assign.request_id)
-    context = read_context(card.architecture, assign.context, request_id, assign.emitted)
+    context = _read_context(assign, card)
     sequence = Sequence(
         engine_name(key),
         context,
@@ -208,6 +225,14 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
     )
     asked = now - assign.waited
     return Job(key, router, assign, now + assign.deadline, asked, now, context, sequence)
+
+
+def _read_context(assign: Assign, card: ModelCard) -> TextContext:
+    request_id = RequestID(assign.request_id)
+    if isinstance(assign.context, WirePixelContext):
+        check_wire_context(assign.context, card)
+        return picture_run(assign.context, request_id, card.layout.block_size)
+    return read_context(card.architecture, assign.context, request_id, assign.emitted)
 
 
 def report(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..engine.loading.loader import Runner
+from ..engine.loading.loader import StepRunner
 from ..engine.loading.warm_up import warm_up
 from ..engine.scheduling.plan import StepPlan, StepResult
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -37,7 +37,7 @@ class PrefillShell(TextHost):
     def __init__(
         self,
         config: PrefillWorkerConfig,
-        runner: Runner,
+        runner: StepRunner,
         member: Membership,
         control: RouterChannel,
         loop: Loop,
@@ -140,7 +140,7 @@ class PrefillShell(TextHost):
 
 def _make_core(
     config: PrefillWorkerConfig,
-    runner: Runner,
+    runner: StepRunner,
     member: Membership,
     ticket: PoolTicket | DeviceTicket | None,
 ) -> PrefillCore:

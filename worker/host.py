@@ -18,7 +18,7 @@ from ..engine.grammar.constraint import (
     GrammarDone,
     as_result,
 )
-from ..engine.loading.loader import Runner
+from ..engine.loading.loader import StepRunner
 from ..engine.scheduling.plan import OnLayers, StepPlan, StepResult, failed_step
 from ..kv_transfer.device_frames import MoveQueue
 from ..proto.block_moves import BlockMove
@@ -172,7 +172,7 @@ class TextHost(WorkerHost):
         self,
         core: WorkerCore,
         config: HostConfig,
-        runner: Runner,
+        runner: StepRunner,
         folder: str,
         frame_bytes: int,
         control: RouterChannel,

@@ -20,12 +20,16 @@ def engine_name(key: Key) -> bytes:
 
 
 class Ending(TypedDict, total=False):
-    """How a request ends: its final ``status``, or an error ``code`` with the error's message."""
+    """How a request ends: its final ``status``, or an error ``code`` with the error's message.
+
+    ``media``: the result of a request that did not ask for text.
+    """
 
     status: str | None
     code: str | None
     message: str
     retry_after: float | None
+    media: bytes | None
 
 
 class Job(Protocol):

@@ -18,6 +18,20 @@ import msgspec
 from ...proto.errors import ConfigError
 from ..config import ServeSettings
 
+_PARTS = {
+    "text_encoder": "model.safetensors",
+    "text_encoder_2": "model.safetensors",
+    "transformer": "diffusion_pytorch_model.safetensors",
+    "vae": "diffusion_pytorch_model.safetensors",
+}
+"""Folders of a picture model with weights, and the file of each; other names are other formats."""
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
 FILES = (
     "config.json",
     "generation_config.json",
@@ -31,8 +45,15 @@ FILES = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "*_Pooling/config.json",
+    "model_index.json",  # picture models, with one folder per part
+    "scheduler/scheduler_config.json",
+    *(f"{part}/config.json" for part in _PARTS),
+    *(f"{part}/{name}" for part, name in _PARTS.items()),
+    *(f"{part}/{name}.index.json" for part, name in _PARTS.items()),
+    *(f"{part}/{name.replace('.', '-0*.')}" for part, name in _PARTS.items()),  # shards
+    *(f"{part}/{name}" for part in ("tokenizer", "tokenizer_2") for name in _TOKENIZER),
 )
-NOT = ("*/*.safetensors",)
+NOT = ("model*/*.safetensors",)
 """A star of the patterns also matches slashes, and copies in other formats lie in folders."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 

@@ -11,10 +11,23 @@ from pathlib import Path
 
 import msgspec
 
-from ...engine.loading.checkpoint import Checkpoint
+from ...engine.loading.checkpoint import Checkpoint, load_checkpoint
+from ...engine.loading.embedding_config import DRAW
+from ...engine.loading.loader import folder_task
+from ...engine.pictures.folder import open_folder
+from ...engine.pictures.loading import (
+    DRAWING_PARTS,
+    ENCODER_PARTS,
+    longest_row,
+    parts_bytes,
+    state_layout,
+)
+from ..controller.backend import DECODE
 
 _FAIR, _MOST = 0.5, 0.8
 """Share of the free memory for all processes: normally, and if needed for one whole context."""
+USUAL_PROMPT_TOKENS = 512
+"""Tokens of a picture's prompt for the second text encoder."""
 _BATCHES = 2
 """Contexts of maximum length per running request: its own, and one in the prefix cache."""
 LEAST_BYTES = 16 << 20
@@ -22,10 +35,37 @@ LEAST_BYTES = 16 << 20
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of the model in bytes. ``weights``: per worker. ``context``: KV of one context."""
+    """Memory of the model in bytes. ``weights``: of a prefill worker, or of the larger worker.
+
+    ``context``: KV of one context. ``drawing``: weights of a decode worker of a picture model,
+    which has other parts of the model; 0 for other models.
+    """
 
     weights: int
     context: int
+    drawing: int = 0
+
+    def worker(self, role: str) -> int:
+        """Return the bytes of the weights of a worker."""
+        return self.drawing if self.drawing and role == DECODE else self.weights
+
+
+def folder_memory(folder: str, max_length: int, block_size: int) -> ModelMemory:
+    """Return the memory of the model in a folder.
+
+    The context of a picture model is the state of a picture with a negative prompt, of the usual
+    number of tokens. Raises CheckpointError for the folder's files.
+    """
+    if folder_task(folder) != DRAW:
+        return model_memory(load_checkpoint(folder), max_length)
+    pictures = open_folder(folder)
+    layout = state_layout(pictures, block_size)
+    row = max_length or longest_row(block_size, USUAL_PROMPT_TOKENS)
+    return ModelMemory(
+        weights=parts_bytes(pictures, ENCODER_PARTS),
+        context=layout.token_bytes * row,
+        drawing=parts_bytes(pictures, DRAWING_PARTS),
+    )
 
 
 def model_memory(checkpoint: Checkpoint, max_length: int) -> ModelMemory:
@@ -42,7 +82,8 @@ def kv_share(free: int, workers: int, batch: int, model: ModelMemory) -> int:
     An equal part of half the free memory, but at least one context of maximum length if that fits,
     and at most the memory that a full batch can use.
     """
-    fair, most = (int(free * part) // workers - model.weights for part in (_FAIR, _MOST))
+    weights = max(model.weights, model.drawing)
+    fair, most = (int(free * part) // workers - weights for part in (_FAIR, _MOST))
     useful = _BATCHES * batch * model.context
     return max(LEAST_BYTES, min(useful, max(fair, min(model.context, most))))
 

@@ -12,9 +12,11 @@ import msgspec
 
 from ...engine.kernels import BUILD_KERNELS, compiled_kernels_problem
 from ...engine.kernels.cuda.cupy_device import INSTALL_CUPY, cupy_is_installed
-from ...engine.loading.checkpoint import Checkpoint, load_checkpoint
-from ...engine.loading.embedding_config import EMBED
-from ...engine.loading.loader import DEFAULT_KV_BYTES, model_task
+from ...engine.loading.checkpoint import load_checkpoint
+from ...engine.loading.embedding_config import DRAW, EMBED
+from ...engine.loading.loader import DEFAULT_KV_BYTES, folder_task
+from ...engine.pictures.folder import open_folder
+from ...engine.pictures.loading import longest_row
 from ...proto.errors import BatonError, CheckpointError, ConfigError
 from ...runtime.keys.allowed import OPERATOR
 from ...runtime.keys.keyring import CONTROLLER, client_keys, load_keys
@@ -26,7 +28,15 @@ from ..messages import mebibytes
 from ..supervise.core import describe_exit
 from ..supervise.process import child_environment
 from .addresses import client_addresses, free_ports
-from .memory import PROCESS_BYTES, free_memory, kv_share, model_memory, total_memory
+from .memory import (
+    PROCESS_BYTES,
+    USUAL_PROMPT_TOKENS,
+    ModelMemory,
+    folder_memory,
+    free_memory,
+    kv_share,
+    total_memory,
+)
 from .plan import (
     ClusterPlan,
     http_port_of,
@@ -62,7 +72,12 @@ def check_model(settings: ServeSettings) -> None:
     """
     if not Path(model_folder(settings)).is_dir():
         raise ConfigError(f"no model folder {model_folder(settings)}")
-    model_task(load_checkpoint(model_folder(settings)), settings.task)
+    folder = model_folder(settings)
+    if folder_task(folder, settings.task) != DRAW:
+        return
+    open_folder(folder)
+    if settings.device != "cpu":
+        raise ConfigError("picture models run on the CPU: leave --device cuda out")
 
 
 def check_tokenizer(settings: ServeSettings) -> None:
@@ -105,16 +120,21 @@ def check_kernels(settings: ServeSettings) -> None:
 def with_task(settings: ServeSettings) -> ServeSettings:
     """Adapt settings to the model's task: an embedding model has no decode workers."""
     try:
-        task = model_task(load_checkpoint(model_folder(settings)), settings.task)
+        task = folder_task(model_folder(settings), settings.task)
     except BatonError:
         return settings  # the workers report the error
-    return settings if task != EMBED else msgspec.structs.replace(settings, task=task, decode=0)
+    if task == EMBED:
+        return msgspec.structs.replace(settings, task=task, decode=0)
+    return msgspec.structs.replace(settings, task=task) if task == DRAW else settings
 
 
 def served_context(settings: ServeSettings) -> int:
     """Maximum context length in tokens, by the settings or the model; 0 for a wrong folder."""
     try:
-        rope = load_checkpoint(model_folder(settings)).config.rope
+        folder = model_folder(settings)
+        if folder_task(folder, settings.task) == DRAW:
+            return settings.max_model_len or longest_row(settings.block_size, USUAL_PROMPT_TOKENS)
+        rope = load_checkpoint(folder).config.rope
     except BatonError:
         return 0  # the workers report the error
     return settings.max_model_len or rope.default_length()
@@ -130,7 +150,8 @@ def default_kv_bytes(settings: ServeSettings) -> int:
     if free is None:
         return DEFAULT_KV_BYTES
     try:
-        model = model_memory(load_checkpoint(model_folder(settings)), settings.max_model_len)
+        folder = model_folder(settings)
+        model = folder_memory(folder, settings.max_model_len, settings.block_size)
     except BatonError:
         return DEFAULT_KV_BYTES  # the workers report the error
     batch = max(settings.max_num_seqs, settings.prefill_max_num_seqs)
@@ -211,11 +232,11 @@ def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, 
     if total is None:
         return ""
     try:
-        checkpoint = load_checkpoint(model_folder(settings))
+        token = folder_memory(model_folder(settings), 1, settings.block_size)
     except BatonError:
         return ""  # the workers report the error
     needs = {
-        role: count * _worker_bytes(settings, role, kv_default, checkpoint)
+        role: count * _worker_bytes(settings, role, kv_default, token)
         for role, count in counts.items()
     }
     if sum(needs.values()) <= total:
@@ -227,12 +248,11 @@ def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, 
     )
 
 
-def _worker_bytes(
-    settings: ServeSettings, role: str, kv_default: int, checkpoint: Checkpoint
-) -> int:
-    model = model_memory(checkpoint, 1)  # of one token
+def _worker_bytes(settings: ServeSettings, role: str, kv_default: int, token: ModelMemory) -> int:
+    """Return the bytes of a worker. ``token``: the model's memory for contexts of one token."""
+    weights = token.worker(role)
     if settings.task == EMBED:
-        return PROCESS_BYTES + model.weights
+        return PROCESS_BYTES + weights
     blocks, memory = kv_size(settings, role)
-    kv = blocks * settings.block_size * model.context or memory or kv_default
-    return PROCESS_BYTES + model.weights + kv
+    kv = blocks * settings.block_size * token.context or memory or kv_default
+    return PROCESS_BYTES + weights + kv

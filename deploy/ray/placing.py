@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from ...decode_worker.config import DecodeWorkerConfig
-from ...engine.loading.checkpoint import load_checkpoint
 from ...engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
 from ...gateway.config import GatewayConfig
 from ...prefill_worker.config import PrefillWorkerConfig
@@ -20,7 +19,7 @@ from ...proto.errors import BatonError, ConfigError
 from ...router.config import RouterConfig
 from ..config import demo_model_folder
 from ..controller.backend import DECODE, GATEWAY, PREFILL, ROUTER, MemberSpec
-from ..plan.memory import free_memory, kv_share, model_memory
+from ..plan.memory import folder_memory, free_memory, kv_share
 from ..supervise.process import ProcessSpec
 
 CONFIGS: dict[str, type[msgspec.Struct]] = {
@@ -127,17 +126,17 @@ def _runner(config: Any) -> RunnerConfig:
     on_gpu = runner.backend == "cuda"
     memory = runner.kv_bytes
     if not (memory or runner.num_blocks or on_gpu):
-        memory = _kv_memory(model, runner.max_length, config)
+        memory = _kv_memory(model, runner, config)
     share = DEVICE_SHARE if on_gpu else runner.device_share
     return msgspec.structs.replace(runner, model=model, kv_bytes=memory, device_share=share)
 
 
-def _kv_memory(model: str, max_length: int, config: Any) -> int:
+def _kv_memory(model: str, runner: RunnerConfig, config: Any) -> int:
     free = free_memory()
     if free is None:
         return DEFAULT_KV_BYTES
     try:
-        needs = model_memory(load_checkpoint(model), max_length)
+        needs = folder_memory(model, runner.max_length, runner.block_size)
     except BatonError:
         return DEFAULT_KV_BYTES  # the worker will report the model's problem
     batch = getattr(config, "max_batch", 0) or getattr(config, "max_active", 1)

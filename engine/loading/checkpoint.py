@@ -66,10 +66,7 @@ class Checkpoint:
         """
         digest = blake2b(digest_size=16)
         digest.update(msgspec.msgpack.encode(self.config))
-        for name in sorted(self.tensors):
-            entry = self.tensors.entry(name)
-            digest.update(msgspec.msgpack.encode((name, entry.dtype, entry.shape)))
-            _digest_data(digest, self.tensors.raw(name), full=full)
+        digest_tensors(digest, self.tensors, full=full)
         return digest.hexdigest()
 
 
@@ -91,6 +88,14 @@ def require_tokenizer(folder: str | Path) -> Path:
             f"{folder}: tokenizer.json is missing; only tokenizers in this format are supported"
         )
     return path
+
+
+def digest_tensors(digest: blake2b, tensors: TensorStore, *, full: bool) -> None:
+    """Add names, shapes, dtypes and data to a fingerprint; see :meth:`Checkpoint.fingerprint`."""
+    for name in sorted(tensors):
+        entry = tensors.entry(name)
+        digest.update(msgspec.msgpack.encode((name, entry.dtype, entry.shape)))
+        _digest_data(digest, tensors.raw(name), full=full)
 
 
 def _digest_data(digest: blake2b, data: memoryview, *, full: bool) -> None:

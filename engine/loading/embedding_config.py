@@ -14,8 +14,8 @@ import msgspec
 from ...proto.errors import CheckpointError
 from .safetensors import read_json
 
-GENERATE, EMBED = "generate", "embed"
-TASKS = (GENERATE, EMBED)
+GENERATE, EMBED, DRAW = "generate", "embed", "draw"
+TASKS = (GENERATE, EMBED, DRAW)
 
 _POOLINGS = {
     "pooling_mode_cls_token": "cls",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,11 +23,19 @@ from ..models.registry import architecture_of
 from ..models.vision_decoder import VisionDecoder
 from ..models.weights import Progress
 from ..pipeline.embeddings import EmbeddingsPipeline
-from ..pipeline.model import PipelineModel
+from ..pipeline.model import KVManager, PipelineModel
 from ..pipeline.steps import StepComputer
-from ..pipeline.text_generation import TextGenerationPipeline
+from ..pipeline.text_generation import TextGenerationPipeline, Unwanted
+from ..scheduling.plan import Chunk, OnLayers, StepPlan, StepResult
 from .checkpoint import Checkpoint, load_checkpoint
-from .embedding_config import EMBED, GENERATE, TASKS, EmbeddingSettings, load_embedding_settings
+from .embedding_config import (
+    DRAW,
+    EMBED,
+    GENERATE,
+    TASKS,
+    EmbeddingSettings,
+    load_embedding_settings,
+)  # fmt: skip
 
 F32 = npt.NDArray[np.float32]
 
@@ -61,6 +70,66 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     vision: bool = True
 
 
+class StepPipeline(Protocol):
+    """Computes the steps of a worker's scheduler."""
+
+    @property
+    def kv(self) -> KVManager:
+        """The blocks."""
+        ...
+
+    @property
+    def layers_done(self) -> int:
+        """Layers computed since the start; other threads may read it."""
+        ...
+
+    def execute(
+        self,
+        plan: StepPlan,
+        on_layers: OnLayers | None = None,
+        unwanted: Unwanted | None = None,
+    ) -> StepResult:
+        """Run a plan; see :meth:`.TextGenerationPipeline.execute`."""
+        ...
+
+    def trials(self) -> list[Chunk]:
+        """Return chunks that compute little, for the first steps of a worker."""
+        ...
+
+    def clear(self, block: int) -> None:
+        """Zero a block of the pool; no request may hold it."""
+        ...
+
+
+class StepRunner(Protocol):
+    """A loaded model that runs steps over blocks: text, or a half of a picture model."""
+
+    @property
+    def card(self) -> ModelCard:
+        """The served model."""
+        ...
+
+    @property
+    def pipeline(self) -> StepPipeline:
+        """Computes the steps."""
+        ...
+
+    @property
+    def backend(self) -> Backend:
+        """The kernels."""
+        ...
+
+    @property
+    def pool(self) -> F32:
+        """The blocks ``[L, NB, 2, Hk, BS, D]``, shared with the pipeline."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in the pool."""
+        ...
+
+
 @dataclass(slots=True, frozen=True)
 class Runner:
     """A loaded text model."""
@@ -89,6 +158,23 @@ class EmbeddingRunner:
     pipeline: EmbeddingsPipeline
 
 
+PICTURE_INDEX = "model_index.json"
+"""The file that a folder of a picture model has, in the diffusers layout."""
+
+
+def folder_task(folder: str | Path, asked: str = "") -> str:
+    """Return the task of a model folder: ``asked``, else the folder's own.
+
+    Raises CheckpointError for the folder's files, ConfigError if the model does not support the
+    task.
+    """
+    if not (Path(folder) / PICTURE_INDEX).is_file():
+        return model_task(load_checkpoint(folder), asked)
+    if asked not in ("", DRAW):
+        raise ConfigError(f"{folder} is a picture model; its task is {DRAW}, not {asked!r}")
+    return DRAW
+
+
 def model_task(checkpoint: Checkpoint, asked: str = "") -> str:
     """Return the task of a checkpoint: ``asked``, else the task of its folder and architecture.
 
@@ -100,7 +186,8 @@ def model_task(checkpoint: Checkpoint, asked: str = "") -> str:
     task = asked or entry.task
     if not asked and entry.embedder and load_embedding_settings(checkpoint.folder):
         task = EMBED
-    if (entry.generator if task == GENERATE else entry.embedder) is None:
+    makers = {GENERATE: entry.generator, EMBED: entry.embedder}
+    if makers.get(task) is None:
         raise ConfigError(f"{checkpoint.folder}: a {checkpoint.config.architecture} cannot {task}")
     return task
 

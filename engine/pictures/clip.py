@@ -5,7 +5,7 @@ Only the pooled vector is needed: the last state of the end token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..kernels.host_backend import HostBackend
 from ..models.weights import Progress, WeightLoader
 from ..models.workspace import Workspace
 from .encoder_attention import attend
-from .folder import ClipConfig, ModelPart
+from .folder import ClipConfig, ModelPart, no_watch
 
 Norm = tuple[F32, F32]
 
@@ -42,6 +42,7 @@ class ClipTextEncoder:
         on_progress: Progress | None = None,
     ) -> None:
         loader = WeightLoader(part, backend, on_progress)
+        self.after_layer: Callable[[], None] = no_watch
         self.config, self._backend, self._space = config, backend, Workspace(backend)
         hidden = config.hidden_size
         # transformers 5 writes no prefix, earlier versions do.
@@ -86,6 +87,7 @@ class ClipTextEncoder:
         causal = np.triu(np.full((1, rows, rows), -np.inf, np.float32), 1)
         for layer in self._layers:
             self._layer(layer, states, causal)
+            self.after_layer()
         backend.layer_norm(states, *self._final, self.config.layer_norm_eps, other)
         return other
 

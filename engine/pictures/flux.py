@@ -11,7 +11,7 @@ The scores do not change, because q and k are reordered alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..kernels.backend import F32, I32, PackedLinear
 from ..kernels.host_backend import HostBackend
 from ..models.weights import Progress, WeightLoader, widened
 from ..models.workspace import Workspace
-from .folder import FluxConfig, ModelPart
+from .folder import FluxConfig, ModelPart, no_watch
 
 _EPS = 1e-6
 _SINES = 256
@@ -122,6 +122,7 @@ class FluxTransformer:
         on_progress: Progress | None = None,
     ) -> None:
         loader = WeightLoader(part, backend, on_progress)
+        self.after_layer: Callable[[], None] = no_watch
         self.config, self._backend, self._space = config, backend, Workspace(backend)
         hidden = config.hidden_size
         time = "time_text_embed"
@@ -158,8 +159,10 @@ class FluxTransformer:
         embedding = self._embedding(inputs)
         for text_stream, image_stream in self._double:
             self._double_block(text_stream, image_stream, states, embedding, shape)
+            self.after_layer()
         for block in self._single:
             self._single_block(block, states, embedding, shape)
+            self.after_layer()
         return self._finish(states, embedding, shape)
 
     def _embedding(self, inputs: FluxInputs) -> F32:

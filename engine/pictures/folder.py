@@ -113,6 +113,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 C = TypeVar("C", bound=msgspec.Struct)
 
 
+def no_watch() -> None:
+    """Do nothing: what the models call after each layer until a caller sets another function."""
+
+
 @dataclass(slots=True, frozen=True)
 class ModelPart:
     """One part of a picture model: its folder, class and tensors."""

@@ -7,7 +7,7 @@ depend on its request and state alone, not on the batch or the step at which it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -28,7 +28,7 @@ from .sampler import euler_step, guided, normals, sigmas_of, unpack_latents
 from .t5 import T5Encoder
 from .vae import VaeDecoder, to_pixels
 
-StateArrays = dict[str, F32]
+StateArrays = Mapping[str, F32]
 """``prompt`` ``[T, joint_attention_dim]`` and ``pooled`` ``[pooled_projection_dim]``, with true CFG
 also ``negative_prompt`` and ``negative_pooled``."""
 
@@ -52,17 +52,23 @@ class PromptEncoder:
         self.clip = ClipTextEncoder(folder.part("text_encoder"), folder.clip, backend, on_progress)
         self.t5 = T5Encoder(folder.part("text_encoder_2"), folder.t5, backend, on_progress)
 
+    def watch(self, after_layer: Callable[[], None]) -> None:
+        """Call ``after_layer`` after every layer; its exceptions end the encoding."""
+        self.clip.after_layer = self.t5.after_layer = after_layer
+
     def encode(self, context: PixelContext) -> StateArrays:
         """Return the state that the denoising steps need. Raises InputError for a bad request."""
         check_picture(context)
-        state: StateArrays = {}
-        state["prompt"], state["pooled"] = self._encode(context, "")
-        if uses_negative(context):
-            pair = self._encode(context, "negative_")
-            state["negative_prompt"], state["negative_pooled"] = pair
+        state: dict[str, F32] = {}
+        for prefix in ("", "negative_") if uses_negative(context) else ("",):
+            state[f"{prefix}prompt"], state[f"{prefix}pooled"] = self.encode_part(context, prefix)
         return state
 
-    def _encode(self, context: PixelContext, prefix: str) -> tuple[F32, F32]:
+    def encode_part(self, context: PixelContext, prefix: str) -> tuple[F32, F32]:
+        """Return ``prompt`` and ``pooled`` of the prompt, or of the one with the ``prefix``.
+
+        Raises InputError for token ids that the encoders do not have.
+        """
         first = _ids(getattr(context, f"{prefix}tokens"), f"{prefix}tokens")
         second = _ids(getattr(context, f"{prefix}tokens_2"), f"{prefix}tokens_2")
         return self.t5.encode(second), self.clip.pooled([first])[0]
@@ -81,8 +87,9 @@ def _ids(buffer: TokenBuffer | None, name: str) -> npt.NDArray[np.int32]:
 class Drawing:
     """A picture between its steps.
 
-    ``latents`` ``[tokens, channels]`` are those before step ``step``. ``sigmas`` ``[steps + 1]``.
-    ``rows``, ``columns``: of latent tokens.
+    ``state``: its arrays may be made when they are read. ``latents`` ``[tokens, channels]`` are
+    those before step ``step``. ``sigmas`` ``[steps + 1]``. ``rows``, ``columns``: of latent tokens.
+    ``texts``: vectors of the prompt ("") and of the negative prompt ("negative_").
     """
 
     context: PixelContext
@@ -91,6 +98,7 @@ class Drawing:
     latents: F32
     rows: int
     columns: int
+    texts: dict[str, int]
     step: int = 0
 
     @property
@@ -109,14 +117,13 @@ class _Sample:
     """One input of the transformer: a drawing with its prompt or its negative prompt."""
 
     drawing: Drawing
-    prompt: F32
-    pooled: F32
+    prefix: str
     noise: F32 = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Samples of one shape are computed together."""
-        return self.drawing.rows, self.drawing.columns, len(self.prompt)
+        return self.drawing.rows, self.drawing.columns, self.drawing.texts[self.prefix]
 
 
 class Denoiser:
@@ -138,6 +145,13 @@ class Denoiser:
         self.flux = FluxTransformer(folder.part("transformer"), folder.flux, backend, on_progress)
         self.vae = VaeDecoder(folder.part("vae"), folder.vae, backend, on_progress)
 
+    def watch(self, after_layer: Callable[[], None]) -> None:
+        """Call ``after_layer`` after every layer.
+
+        An exception of it ends a step, and no drawing has changed then.
+        """
+        self.flux.after_layer = self.vae.after_layer = after_layer
+
     def start(
         self,
         context: PixelContext,
@@ -153,7 +167,7 @@ class Denoiser:
         its id. Raises InputError for a request or state that does not fit the model.
         """
         check_picture(context)
-        self._check_state(context, state)
+        texts = self._check_state(context, state)
         unit = self._folder.pixels_per_token
         if context.height % unit or context.width % unit:
             raise InputError(f"height and width must be multiples of {unit} for this model")
@@ -168,7 +182,7 @@ class Denoiser:
         if latents.shape != (tokens, channels) or latents.dtype.kind != "f":
             raise InputError(f"latents must be floats [{tokens}, {channels}], not {latents.shape}")
         own = latents.astype(np.float32)
-        return Drawing(context, state, sigmas, own, rows, columns, step)
+        return Drawing(context, state, sigmas, own, rows, columns, texts, step)
 
     def step(self, batch: Sequence[Drawing]) -> None:
         """Compute the next step of every unfinished drawing.
@@ -204,19 +218,24 @@ class Denoiser:
         channels = self._folder.flux.in_channels
         return normals(seed, tokens * channels, NOISE_STREAM).reshape(tokens, channels)
 
-    def _check_state(self, context: PixelContext, state: StateArrays) -> None:
+    def _check_state(self, context: PixelContext, state: StateArrays) -> dict[str, int]:
+        """Return the number of vectors of each prompt."""
         names = {"prompt", "pooled"}
         if uses_negative(context):
             names |= {"negative_prompt", "negative_pooled"}
         if state.keys() != names:
             raise InputError(f"the state has {sorted(state)}, not {sorted(names)}")
         config = self._folder.flux
+        texts: dict[str, int] = {}
         for name, array in state.items():
             pooled = name.endswith("pooled")
             width = config.pooled_projection_dim if pooled else config.joint_attention_dim
             fits = array.ndim == (1 if pooled else 2) and array.size and array.shape[-1] == width
             if not fits or array.dtype != np.float32:
                 raise InputError(f"{name} of the state is {array.dtype} of shape {array.shape}")
+            if not pooled:
+                texts[name.removesuffix("prompt")] = len(array)
+        return texts
 
     def _groups(self, samples: Sequence[_Sample]) -> Iterator[list[_Sample]]:
         """Yield samples of one shape, as many together as the limits allow."""
@@ -235,8 +254,8 @@ class Denoiser:
         noise = self.flux.execute(
             FluxInputs(
                 latents=np.stack([d.latents for d in drawings]),
-                prompts=np.stack([sample.prompt for sample in group]),
-                pooled=np.stack([sample.pooled for sample in group]),
+                prompts=np.stack([s.drawing.state[f"{s.prefix}prompt"] for s in group]),
+                pooled=np.stack([s.drawing.state[f"{s.prefix}pooled"] for s in group]),
                 timesteps=levels * train,
                 guidance=np.array([_guidance(d.context) for d in drawings], np.float32),
                 rows=drawings[0].rows,
@@ -248,10 +267,8 @@ class Denoiser:
 
 
 def _samples(drawing: Drawing) -> Iterator[_Sample]:
-    state = drawing.state
-    yield _Sample(drawing, state["prompt"], state["pooled"])
-    if "negative_prompt" in state:
-        yield _Sample(drawing, state["negative_prompt"], state["negative_pooled"])
+    for prefix in drawing.texts:
+        yield _Sample(drawing, prefix)
 
 
 def _guidance(context: PixelContext) -> float:

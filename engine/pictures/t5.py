@@ -6,6 +6,7 @@ Flux passes no mask: padding is attended to like text, so every prompt has the s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..models.weights import Progress, WeightLoader, widened
 from ..models.workspace import Workspace
 from .clip import check_vocabulary
 from .encoder_attention import attend
-from .folder import ModelPart, T5Config
+from .folder import ModelPart, T5Config, no_watch
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,6 +43,7 @@ class T5Encoder:
         on_progress: Progress | None = None,
     ) -> None:
         loader = WeightLoader(part, backend, on_progress)
+        self.after_layer: Callable[[], None] = no_watch
         self.config, self._backend, self._space = config, backend, Workspace(backend)
         self._words = loader.take("shared.weight", (config.vocab_size, config.d_model))
         first = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -68,6 +70,7 @@ class T5Encoder:
         for layer in self._layers:
             self._attend(layer, states, bias)
             self._feed_forward(layer, states)
+            self.after_layer()
         backend.rms_norm(states, self._final, config.layer_norm_epsilon, normed)
         return normed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from ..kernels.host_backend import HostBackend, conv2d, pack_conv
 from ..models.weights import Progress, WeightLoader
 from ..models.workspace import Workspace
 from .encoder_attention import attend
-from .folder import ModelPart, VaeConfig
+from .folder import ModelPart, VaeConfig, no_watch
 
 _EPS = 1e-6
 
@@ -62,6 +63,7 @@ class VaeDecoder:
         on_progress: Progress | None = None,
     ) -> None:
         loader = WeightLoader(part, backend, on_progress)
+        self.after_layer: Callable[[], None] = no_watch
         self.config, self._backend = config, backend
         self._loader, self._space = loader, Workspace(backend)
         latent, widths = config.latent_channels, config.block_out_channels[::-1]
@@ -121,6 +123,7 @@ class VaeDecoder:
         inner = self._convolve(block.first, self._normalized(block.first_norm, x, silu=True))
         out = self._convolve(block.second, self._normalized(block.second_norm, inner, silu=True))
         out += x if block.shortcut is None else self._convolve(block.shortcut, x)
+        self.after_layer()
         return out
 
     def _attend(self, block: _Attention, x: F32) -> F32:

@@ -24,11 +24,13 @@ from ...proto.contexts.status import GenerationStatus
 from ...proto.contexts.text import TextContext
 from ...proto.errors import BatonError, InternalError, error_from_code
 from ...proto.ids import RequestID
+from ...proto.sampling import SamplingParams
 from ..scheduling.events import Failed
 from ..scheduling.plan import (
     Chunk,
     OnLayers,
     Sampled,
+    SampleSpec,
     StepPlan,
     StepResult,
     abandoned_step,
@@ -159,6 +161,16 @@ class TextGenerationPipeline:
             failed,
             encode_seconds=encoding,
         )
+
+    def trials(self) -> list[Chunk]:
+        """Return chunks for the first steps of a worker: a prompt, then two tokens."""
+        empty = np.empty(0, np.int32)
+        spec = SampleSpec(SamplingParams(temperature=0), 1, empty, 1)
+        prompt = min(2, self.model.max_length, self._block_size)
+        return [
+            Chunk(b"warm-up", 0, np.zeros(count, np.int32), np.zeros(1, np.int32), spec)
+            for count in (prompt, 1, 1)
+        ]
 
     def clear(self, block: int) -> None:
         """Zero a block of the pool; no request may hold it."""

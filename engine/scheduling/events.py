@@ -22,9 +22,13 @@ class TokenEvent(EngineEvent, frozen=True, gc=False):
 
 
 class Finished(EngineEvent, frozen=True, gc=False):
-    """The request ended and holds no blocks; ``status`` is a GenerationStatus value."""
+    """The request ended and holds no blocks; ``status`` is a GenerationStatus value.
+
+    ``result``: PNG of a picture.
+    """
 
     status: str
+    result: bytes | None = None
 
 
 class Failed(EngineEvent, frozen=True, gc=False):

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ...proto.contexts.outputs import TokenLogProbs
 from ...proto.errors import BatonError, InternalError
+from ...proto.picture_runs import Picture
 from ...proto.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
@@ -83,6 +84,7 @@ class Chunk:
     ``stream_layers``: report finished layers during the step, so that handoff overlaps compute.
     ``images``: parts of images in the chunk. ``rope_positions``: int32 ``[3, n]``, or None if they
     are the positions plus ``rope_delta``, which holds for all tokens after the last image.
+    ``picture``: of a request for a picture.
     """
 
     request: bytes
@@ -94,6 +96,14 @@ class Chunk:
     images: tuple[ChunkImage, ...] = ()
     rope_positions: Int32 | None = None
     rope_delta: int = 0
+    picture: Picture | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the forward pass: a token each, or all rows of a picture's denoising step."""
+        if self.picture is None or self.start < self.picture.length:
+            return len(self.tokens)
+        return self.picture.step_rows
 
 
 @dataclass(slots=True, frozen=True)
@@ -111,16 +121,17 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Rows of the forward pass."""
-        return sum(len(c.tokens) for c in self.chunks)
+        return sum(c.rows for c in self.chunks)
 
 
 @dataclass(slots=True, frozen=True)
 class Sampled:
-    """One sampled token."""
+    """One sampled token. ``result``: the PNG of a picture, with its last token."""
 
     request: bytes
     token: int
     logprobs: TokenLogProbs | None = None
+    result: bytes | None = None
 
 
 @dataclass(slots=True, frozen=True)

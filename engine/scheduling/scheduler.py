@@ -309,7 +309,7 @@ class Scheduler:
         if sequence.context.status.is_done:
             self._queues.leave(sequence)
             self._let_go(sequence)
-            events.append(Finished(sequence.request, sequence.context.status.value))
+            events.append(Finished(sequence.request, sequence.context.status.value, drawn.result))
         elif self.config.one_token:
             self._queues.leave(sequence)
             self._prefilled.add(sequence)

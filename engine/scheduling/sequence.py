@@ -26,6 +26,7 @@ from ...proto.contexts.text import TextContext
 from ...proto.contexts.tokens import FUTURE_TOKEN
 from ...proto.contexts.vision import TextAndVisionContext
 from ...proto.hashing import ImageSpan, block_hashes
+from ...proto.picture_runs import Picture, PictureRun
 from ..cache.paged_cache import Allocation, PagedCache
 from .plan import Chunk, ChunkImage, Int32, SampleSpec, TokenMask
 
@@ -40,7 +41,8 @@ class Sequence:
     grows only through :meth:`accept`. ``num_tokens``: its tokens, prompt and generated;
     ``prompt_length``: tokens of the original request; ``end_length``: maximum tokens.
     ``salt``: keys the block hashes (tenant and model). ``priority``: lower goes first, ties
-    by arrival. ``images``: the context's images, or None. ``stream_from``: first prompt token
+    by arrival. ``images``: the context's images, or None. ``picture``: of a request for a picture;
+    its prompt is computed in one step. ``stream_from``: first prompt token
     that the receiver lacks; if set, finished layers are reported during a step. ``arrival``,
     ``admitted``, ``first_token``: times in seconds of the caller's clock. Raises InputError if
     images and grids contradict each other.
@@ -49,7 +51,7 @@ class Sequence:
     __slots__ = (
         "aborted", "admitted", "allocation", "arrival", "block_size", "cached_tokens", "context",
         "end_length", "eos", "first_token", "hashes", "images", "mask", "min_length",
-        "needs_history", "num_computed_tokens", "num_tokens", "preemptions", "priority",
+        "needs_history", "num_computed_tokens", "num_tokens", "picture", "preemptions", "priority",
         "prompt_length", "rank", "request", "salt", "stream_from",
     )  # fmt: skip
 
@@ -91,7 +93,10 @@ class Sequence:
         self.needs_history = params.needs_penalties
         self.mask = None if context.matcher is None else _mask_of(context.matcher)
         self.images: SequenceImages | None = None
-        if isinstance(context, TextAndVisionContext) and context.images:
+        self.picture: Picture | None = None
+        if isinstance(context, PictureRun):
+            self.picture = context.picture
+        elif isinstance(context, TextAndVisionContext) and context.images:
             self.images = SequenceImages(context, salt)
 
     def constrain(self, matcher: Matcher) -> None:
@@ -130,7 +135,8 @@ class Sequence:
         table = self.allocation.block_table
         tokens, images = self._tokens(start, end), self.images
         if images is None:
-            return Chunk(self.request, start, tokens, table, sample, stream_layers)
+            picture = self.picture
+            return Chunk(self.request, start, tokens, table, sample, stream_layers, picture=picture)
         rope = images.rope_positions(start, end)
         parts = images.parts(start, end)
         return Chunk(
@@ -141,9 +147,11 @@ class Sequence:
         """Return the number of tokens of the next prefill chunk, at most ``budget``.
 
         No chunk ends inside an image. An image that does not fit is taken whole if the chunk is
-        ``alone`` in its step, else the chunk waits.
+        ``alone`` in its step, else the chunk waits. So does the row of a picture.
         """
         start = self.num_computed_tokens
+        if self.picture is not None:
+            return self.num_tokens - start if alone else 0
         count = max(0, min(self.num_tokens - start, budget))
         if self.images is None or not count:
             return count
@@ -153,9 +161,10 @@ class Sequence:
     def can_go_on_unseen(self) -> bool:
         """True if a step may be planned before the token of the previous step is known.
 
-        Penalties and grammars need each token before the next one can be sampled.
+        Penalties and grammars need each token before the next one can be sampled. A step of
+        pictures takes so long that those which arrive meanwhile should join the next one.
         """
-        return not self.needs_history and self.context.matcher is None
+        return not self.needs_history and self.context.matcher is None and self.picture is None
 
     def chunk_ahead(self) -> Chunk:
         """Return the token that the running step samples, as work for the step after it.

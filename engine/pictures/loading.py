@@ -1,0 +1,176 @@
+"""Loads one half of a picture model: the text encoders, or the transformer and the VAE decoder.
+
+Both halves open the whole folder, so that their cards are equal, but read the weights of their
+parts alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...proto.contexts.pixels import PixelContext
+from ...proto.errors import CheckpointError, ConfigError
+from ...proto.layout import FEATURES, KVLayout, ModelCard, model_name
+from ...proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_STEPS
+from ...proto.picture_requests import STATE_KEY_TOKENS, STATE_VOCABULARY
+from ..kernels import load_backend
+from ..kernels.host_backend import HostBackend
+from ..kernels.memory import Allocate, aligned_zeros, host_pool
+from ..loading.checkpoint import digest_tensors
+from ..loading.embedding_config import DRAW
+from ..loading.loader import RunnerConfig
+from ..models.weights import Progress
+from ..pipeline.model import KVManager
+from .folder import PictureFolder, open_folder
+from .pipeline import Denoiser, PromptEncoder
+from .serving import DrawingPipeline, EncodingPipeline
+
+F32 = npt.NDArray[np.float32]
+
+ENCODER_PARTS = ("text_encoder", "text_encoder_2")
+DRAWING_PARTS = ("transformer", "vae")
+ARCHITECTURE = "FluxPipeline"
+
+
+@dataclass(slots=True, frozen=True)
+class PictureRunner:
+    """A loaded half of a picture model."""
+
+    card: ModelCard
+    pipeline: EncodingPipeline | DrawingPipeline
+    backend: HostBackend
+
+    @property
+    def pool(self) -> F32:
+        """The pool of states ``[1, NB, 2, 1, BS, D]``, shared with the pipeline."""
+        return self.pipeline.pool
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in the pool."""
+        return self.pipeline.kv.num_blocks
+
+
+def load_encoder(
+    config: RunnerConfig,
+    on_progress: Progress | None = None,
+    allocate: Allocate = aligned_zeros,
+) -> PictureRunner:
+    """Load the text encoders, for a prefill worker.
+
+    Parameters and errors as in :func:`.loader.load_runner`.
+    """
+    folder, backend = open_folder(config.model), _backend(config)
+    kv = _blocks(config, folder, allocate)
+    encoder = PromptEncoder(folder, backend, on_progress)
+    pipeline = EncodingPipeline(encoder, kv, folder.flux.pooled_projection_dim)
+    return PictureRunner(_card(config, folder, backend, kv, ENCODER_PARTS), pipeline, backend)
+
+
+def load_denoiser(
+    config: RunnerConfig,
+    on_progress: Progress | None = None,
+    allocate: Allocate = aligned_zeros,
+) -> PictureRunner:
+    """Load transformer and VAE decoder, for a decode worker.
+
+    Parameters and errors as in :func:`.loader.load_runner`.
+    """
+    folder, backend = open_folder(config.model), _backend(config)
+    kv = _blocks(config, folder, allocate)
+    denoiser = Denoiser(folder, backend, on_progress)
+    pooled, unit = folder.flux.pooled_projection_dim, folder.pixels_per_token
+    pipeline = DrawingPipeline(denoiser, kv, pooled, unit)
+    return PictureRunner(_card(config, folder, backend, kv, DRAWING_PARTS), pipeline, backend)
+
+
+def parts_bytes(folder: PictureFolder, parts: tuple[str, ...]) -> int:
+    """Return the bytes of the weights of some parts."""
+    return sum(folder.part(name).tensors.nbytes for name in parts)
+
+
+def state_layout(folder: PictureFolder, block_size: int) -> KVLayout:
+    """Return the layout of the pool: a position holds one vector of the second text encoder.
+
+    Keys and values of a position are the two halves of the vector. Raises CheckpointError if the
+    vectors do not fit.
+    """
+    width, pooled = folder.flux.joint_attention_dim, folder.flux.pooled_projection_dim
+    if width % 2 or pooled > width:
+        raise CheckpointError(
+            f"{folder.folder / 'transformer' / 'config.json'}: joint_attention_dim {width} must "
+            f"be even and at least pooled_projection_dim {pooled}"
+        )
+    return KVLayout(num_layers=1, num_kv_heads=1, head_dim=width // 2, block_size=block_size)
+
+
+def longest_row(block_size: int, texts: int = MAX_PICTURE_PROMPT_TOKENS) -> int:
+    """Return the most positions of a picture, with its steps.
+
+    ``texts``: tokens of a prompt and of a negative prompt.
+    """
+    part = -(-(texts + 1) // block_size) * block_size
+    return 2 * part + 1 + MAX_PICTURE_STEPS + 1
+
+
+def _backend(config: RunnerConfig) -> HostBackend:
+    if config.backend == "cuda":
+        raise ConfigError("picture models run on the CPU: leave --device cuda out")
+    return load_backend(config.backend)
+
+
+def _blocks(config: RunnerConfig, folder: PictureFolder, allocate: Allocate) -> KVManager:
+    if config.block_size < STATE_KEY_TOKENS:
+        raise ConfigError(
+            f"block_size {config.block_size} is too small for pictures, at least "
+            f"{STATE_KEY_TOKENS} are needed"
+        )
+    layout = state_layout(folder, config.block_size)
+    blocks = config.num_blocks or config.kv_bytes // layout.block_bytes
+    if blocks < 2:
+        raise ConfigError(
+            f"the KV pool is too small: num_blocks {config.num_blocks}, kv_bytes "
+            f"{config.kv_bytes}; a picture needs at least 2 blocks of {layout.block_bytes} bytes"
+        )
+    return KVManager(layout, host_pool((1, blocks, *layout.block_shape), allocate))
+
+
+def _card(
+    config: RunnerConfig,
+    folder: PictureFolder,
+    backend: HostBackend,
+    kv: KVManager,
+    parts: tuple[str, ...],
+) -> ModelCard:
+    name = config.name or model_name(str(Path(config.model).resolve()))
+    if not name:
+        raise CheckpointError(f"{config.model}: no model name can be taken from this path; set one")
+    every = {part: folder.part(part).tensors for part in (*ENCODER_PARTS, *DRAWING_PARTS)}
+    digest = blake2b(digest_size=16)
+    for model in (folder.clip, folder.t5, folder.flux, folder.vae, folder.scheduler):
+        digest.update(msgspec.msgpack.encode(model))
+    for part, tensors in every.items():
+        digest.update(part.encode())
+        digest_tensors(digest, tensors, full=config.full_digest)
+    dtypes = sorted({store.entry(name).dtype for store in every.values() for name in store})
+    size = kv.layout.block_size
+    return ModelCard(
+        name=name,
+        architecture=ARCHITECTURE,
+        fingerprint=digest.hexdigest(),
+        numerics=f"{backend.numerics}/{'+'.join(dtypes)}",
+        vocab_size=STATE_VOCABULARY,
+        max_length=min(config.max_length or longest_row(size), kv.num_blocks * size),
+        eos_token_ids=[],
+        layout=kv.layout,
+        weights_bytes=sum(every[part].nbytes for part in parts),
+        task=DRAW,
+        kinds=[PixelContext.__name__],
+        features=list(FEATURES),
+    )

@@ -1,0 +1,99 @@
+"""A picture request as workers run it: a row of positions, then one token per step.
+
+The scheduler, the caches and the handoff see a text request: its prompt is the row of
+:func:`.picture_requests.state_tokens`, and its tokens are 0, 1 ... ``num_inference_steps``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from .contexts.pixels import PixelContext
+from .contexts.text import TextContext
+from .contexts.tokens import TokenBuffer
+from .errors import InputError
+from .ids import RequestID
+from .picture_requests import StatePart, state_length, state_parts, state_tokens
+from .wire.context_maps import from_map, to_map, token_buffer
+from .wire.wire_context import WirePixelContext, WireTokens
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Picture:
+    """What the steps of a picture need besides its state; never modified.
+
+    ``request``: without its prompt in a decode worker. ``parts``: of its row.
+    """
+
+    request: PixelContext
+    parts: tuple[StatePart, ...]
+
+    @property
+    def length(self) -> int:
+        """Positions of the row."""
+        return state_length(self.parts)
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a denoising step, in proportion to its work: text, and squares of 16 pixels."""
+        squares = max(1, self.request.height * self.request.width >> 8)
+        return sum(part.texts + squares for part in self.parts)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PictureRun(TextContext):
+    """A picture request with the steps that are done.
+
+    ``base``: length of the request's own ``tokens``. Clients and routers count positions from
+    there, and workers from the end of the row.
+    """
+
+    picture: Picture
+    base: int
+
+
+def picture_run(wire: WirePixelContext, request_id: RequestID, block_size: int) -> PictureRun:
+    """Return a request as a worker runs it. A Commit's has generated tokens.
+
+    Tokens that were delivered before a replay are not passed on: their steps are computed again.
+    Raises InputError if a prompt is missing, or if the row has another length than its prompts.
+    """
+    parts = state_parts(wire, block_size)
+    length = state_length(parts)
+    if wire.base:
+        tokens = token_buffer(wire.tokens)
+        if tokens.prompt_length != length:
+            raise InputError(f"a row of {tokens.prompt_length} positions; expected {length}")
+    else:
+        tokens = TokenBuffer(state_tokens(wire, block_size).astype(np.int64))
+    request = from_map(wire)
+    if not isinstance(request, PixelContext):
+        raise InputError("the request is not for a picture")
+    request.request_id = request_id
+    if wire.base:
+        request.tokens = TokenBuffer(np.zeros(1, np.int64))
+    return PictureRun(
+        tokens=tokens,
+        max_length=length + wire.num_inference_steps + 1,
+        request_id=request_id,
+        model_name=wire.model_name,
+        cache_salt=wire.cache_salt,
+        task=wire.task,
+        ignore_eos=True,
+        _is_initial_prompt=not wire.base,
+        picture=Picture(request, parts),
+        base=wire.base or len(wire.tokens),
+    )
+
+
+def committed_picture(run: PictureRun) -> WirePixelContext:
+    """Return the map of a request whose state was computed, for a decode worker."""
+    wire = to_map(run.picture.request)
+    row = WireTokens(run.tokens.ids(), _prompt_length=run.prompt_length)
+    made = msgspec.structs.replace(wire, tokens=row, base=run.base, cache_salt=run.cache_salt)
+    if not isinstance(made, WirePixelContext):
+        raise InputError("the request is not for a picture")
+    return made
