@@ -68,4 +68,4 @@ def forced_logits(runner: Runner, tokens: Sequence[int], prefilled: int) -> F32:
 def _on_host(runner: Runner, logits: Any) -> F32:
     backend = runner.backend
     found: F32 = backend.device.download(logits) if isinstance(backend, CudaBackend) else logits
-    return found
+    return found[:, : runner.card.vocab_size]

@@ -244,10 +244,16 @@ def _load_backend(name: str) -> Backend:
 
 def _check_device(checkpoint: Checkpoint, layout: KVLayout) -> None:
     """Raise ConfigError for a model that the GPU's kernels do not support."""
-    from ..kernels.cuda.attention import refusal
+    from ..kernels.cuda import attention, elementwise, sampling
 
-    group = checkpoint.config.num_heads // layout.num_kv_heads
-    why = refusal(layout.head_dim, layout.block_size, group)
+    config = checkpoint.config
+    why = (
+        attention.refusal(
+            layout.head_dim, layout.block_size, config.num_heads // layout.num_kv_heads
+        )
+        or elementwise.refusal(config.hidden_size, config.intermediate_size)
+        or sampling.refusal(config.vocab_size)
+    )
     if why:
         raise ConfigError(f"{checkpoint.folder}: {why}")
 

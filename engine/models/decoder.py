@@ -153,7 +153,9 @@ class Decoder(PipelineModel, KVCacheMixin):
         states = self._states(inputs, wanted)
         if self._head is None:
             return ModelOutputs(hidden_states=states)
-        logits = self._space.rows("logits", len(states), self.vocab_size, logits=True)
+        # On a GPU the head has up to three more rows than the vocabulary.
+        width = self._head.out_features
+        logits = self._space.rows("logits", len(states), width, logits=True)
         if len(states):
             self.backend.linear(states, self._head, logits)
         return ModelOutputs(next_token_logits=logits)

@@ -80,7 +80,8 @@ class ModelInputs:
 class ModelOutputs:
     """Results of the wanted rows, float32, valid until the model's next call.
 
-    ``next_token_logits``: ``[R, vocab]``, of the last row of each sequence that samples.
+    ``next_token_logits``: ``[R, vocab]``, of the last row of each sequence that samples. On a GPU
+    rows are padded to a multiple of 4.
     ``logits``: ``[T, vocab]``, of all rows, from models that return them. ``hidden_states``:
     ``[R, hidden]``, after the last norm, from embedding models.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from baton.benchmarks.checkpoints import write_checkpoint
 from baton.deploy.config import demo_model_folder
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
@@ -194,18 +197,59 @@ def test_a_ticket_that_does_not_fit_is_refused_in_words(
     assert "computes on the CPU" in host.open(b"peer", 7, ticket)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"model": str(demo_model_folder())}, "support head sizes 64 and 128, this model has 32"),
-        ({"block_size": 12}, "block_size must be a multiple of 8, not 12"),
-    ],
-)
-def test_a_model_the_kernels_cannot_serve_is_refused_before_its_weights_are_read(
-    folder: Path, device: Device, settings: dict[str, str | int], words: str
-) -> None:
-    config = RunnerConfig(**{"model": str(folder), "num_blocks": 4, **settings})  # type: ignore[arg-type]
+def assert_refused(device: Device, words: str, **settings: str | int) -> None:
+    """Before the weights are read."""
+    config = RunnerConfig(**{"num_blocks": 4, **settings})  # type: ignore[arg-type]
     read: list[int] = []
     with pytest.raises(ConfigError, match=words):
         load_runner(config, lambda done, _total: read.append(done), backend=CudaBackend(device))
     assert not read
+
+
+def test_a_model_the_attention_kernels_cannot_serve_is_refused(
+    folder: Path, device: Device
+) -> None:
+    words = "support head sizes 64 and 128, this model has 32"
+    assert_refused(device, words, model=str(demo_model_folder()))
+    words = "block_size must be a multiple of 8, not 12"
+    assert_refused(device, words, model=str(folder), block_size=12)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("hidden_size", 132, "hidden_size must be a multiple of 8, not 132"),
+        ("hidden_size", 16_392, "support hidden_size up to 16384, not 16392"),
+        ("intermediate_size", 180, "intermediate_size must be a multiple of 8, not 180"),
+        ("vocab_size", 262_145, "support vocabularies up to 262144 tokens, not 262145"),
+    ],
+)
+def test_a_model_with_sizes_that_no_kernel_has_is_refused(
+    folder: Path, device: Device, tmp_path: Path, key: str, value: int, words: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    keys = {"head_dim": 64, **json.loads(path.read_text()), key: value}
+    path.write_text(json.dumps(keys))
+    assert_refused(device, words, model=str(path.parent))
+
+
+@pytest.mark.parametrize("vocab", [129, 130, 131])
+def test_a_vocabulary_may_have_any_size(
+    device: Device, tmp_path: Path, rng: np.random.Generator, vocab: int
+) -> None:
+    """GPT-2's has 50,257 tokens; the sampler reads logits four at a time."""
+    folder = write_checkpoint(tmp_path / "odd", replace(SHAPE, vocab=vocab), "BF16")
+    reference, runner = load(folder), load(folder, CudaBackend(device))
+    chunks = chunks_of([9, 4], rng)
+    exact = logits_of(reference, chunks).astype(np.float64)
+    got = device.download(logits_of(runner, chunks))[:, :vocab]
+    assert (np.linalg.norm(got - exact, axis=1) < 2e-2 * np.linalg.norm(exact, axis=1)).all()
+    params = [
+        GREEDY,
+        SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_new_tokens=6, ignore_eos=True),
+        replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.4),
+    ]
+    contexts = LLMEngine(runner).generate([[5, vocab - 1], [7] * 12, [1, 2]], params)
+    assert [len(context.tokens.generated) for context in contexts] == [6, 6, 6]
+    assert all((context.tokens.generated < vocab).all() for context in contexts)

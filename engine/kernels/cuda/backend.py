@@ -29,6 +29,8 @@ ALIGNED = 256
 REVISION = 1
 """Increase it when a change of the CUDA code changes a bit of any result."""
 
+_LOGITS_AT_ONCE = 4
+
 
 @dataclass(slots=True, frozen=True)
 class CudaLinear:
@@ -140,10 +142,18 @@ class CudaBackend:
     # ------------------------------------------------------------------ products
 
     def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CudaLinear:
-        """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
+        """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``.
+
+        Rows of zeros make ``out`` a multiple of 4: the sampler reads four logits at once.
+        """
         if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
             raise ValueError("weights must be matrices with the same number of columns")
-        weight = self.device.upload(np.concatenate([_bits(part) for part in parts]))
+        stacked = [_bits(part) for part in parts]
+        missing = -sum(map(len, stacked)) % _LOGITS_AT_ONCE
+        if missing:
+            stacked.append(np.zeros((missing, parts[0].shape[1]), np.uint16))
+            bias = None if bias is None else np.pad(bias, (0, missing))
+        weight = self.device.upload(np.concatenate(stacked))
         return CudaLinear(weight, None if bias is None else self.device.upload(bias))
 
     def linear(self, x: Any, weight: PackedLinear, out: Any) -> None:

@@ -35,6 +35,16 @@ def _kernel(name: str) -> Kernel:
     return Kernel(_SOURCE, name)
 
 
+def refusal(hidden: int, intermediate: int) -> str:
+    """Return why the kernels do not support rows of a model's two widths, or ""."""
+    for name, width in (("hidden_size", hidden), ("intermediate_size", intermediate)):
+        if width % _VECTOR:
+            return f"on CUDA {name} must be a multiple of {_VECTOR}, not {width}"
+    if hidden > MAX_WIDTH:
+        return f"the CUDA kernels support hidden_size up to {MAX_WIDTH}, not {hidden}"
+    return ""
+
+
 def embed(
     device: Device,
     ids: DeviceArray,

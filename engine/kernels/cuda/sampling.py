@@ -55,6 +55,13 @@ Rows = npt.NDArray[np.void]
 Words = npt.NDArray[np.uint32]
 
 
+def refusal(vocab: int) -> str:
+    """Return why the kernels cannot sample from a vocabulary, or ""."""
+    if vocab > MAX_VOCAB:
+        return f"the CUDA kernels support vocabularies up to {MAX_VOCAB} tokens, not {vocab}"
+    return ""
+
+
 def fill_row(rows: Rows, at: int, spec: SampleSpec, mask: int = -1, history: int = -1) -> None:
     """Set ``rows[at]`` (of :data:`ROW`) to the parameters of ``spec``.
 
