@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .model import Description
     from .options import RequestOptions
     from .output import Output
+    from .pictures import Picture, PictureOptions
     from .result import Completion, Result, Usage
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "Description",
     "Generation",
     "Output",
+    "Picture",
+    "PictureOptions",
     "RequestOptions",
     "Result",
     "TokenLogprob",
@@ -48,6 +51,8 @@ _HOME = {
     "Description": "model",
     "Generation": "client",
     "Output": "output",
+    "Picture": "pictures",
+    "PictureOptions": "pictures",
     "RequestOptions": "options",
     "Result": "result",
     "TokenLogprob": "logprobs",

@@ -50,6 +50,7 @@ from .options import (
     status_query,
 )
 from .output import Output
+from .pictures import OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result
 from .speech import F32, Audio, AudioStream, chunks_of, speech_context
 from .window import Window
@@ -229,6 +230,30 @@ class AsyncClient(Calls["AsyncGeneration"]):
             async for output in outputs:
                 for chunk in await asyncio.to_thread(_chunks, output, stream):
                     yield chunk
+
+    async def image(
+        self,
+        prompt: str,
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[PictureOptions],
+    ) -> Picture:
+        """Like :meth:`baton.client.Client.image`. Cancelling the task cancels the request."""
+        model = await self._model()
+        job = await asyncio.to_thread(PictureJob, model, prompt, options, on_progress)
+        return await self._draw(job)
+
+    async def _draw(self, job: PictureJob) -> Picture:
+        news: asyncio.Queue[NewTokens | Ended] = asyncio.Queue()
+        connection, sink = self._connected(), news.put_nowait
+        connection.start(job.spec, sink)
+        try:
+            while job.picture is None:
+                job.take(await news.get())
+        except BaseException:
+            connection.stop(job.spec.request_id, sink)
+            raise
+        return job.picture
 
     # ------------------------------------------------------------------ queries
 

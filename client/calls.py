@@ -89,7 +89,8 @@ class Draft:
         )
 
     def prepare(self, model: ServedModel) -> Prepared:
-        """Encode the prompt and make the request. Raises InputError."""
+        """Encode the prompt and make the request. Raises InputError, TaskMismatch."""
+        model.check_text()
         options: RequestOptions = {**self.options, "request_id": self.request_id}
         if self.whole:
             options.setdefault("show_text", model.has_tokenizer)

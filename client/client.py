@@ -48,6 +48,7 @@ from .options import (
     status_query,
 )
 from .output import Output
+from .pictures import OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result, collected
 from .speech import F32, Audio, chunks_of, speech_context
 from .window import Sink, Window
@@ -302,6 +303,31 @@ class Client(Calls["Generation"]):
         with self.generate(context, **options) as outputs:
             for output in outputs:
                 yield from chunks_of(output, stream)
+
+    def image(
+        self,
+        prompt: str,
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[PictureOptions],
+    ) -> Picture:
+        """Return a picture of a prompt.
+
+        ``on_progress(done, total)``: called in this thread after each step; an error of it cancels
+        the request. ``options``: see :class:`PictureOptions`. Raises TaskMismatch if the model
+        draws no pictures, InputError for a wrong argument, before anything is sent.
+        """
+        job = PictureJob(self._model(), prompt, options, on_progress)
+        news: queue.SimpleQueue[NewTokens | Ended] = queue.SimpleQueue()
+        sink: Sink = news.put
+        self._start_all([job.spec], sink)
+        try:
+            while job.picture is None:
+                job.take(self._background.wait(news))
+        except BaseException:
+            self._stop_all([job.spec.request_id], sink)
+            raise
+        return job.picture
 
     def _start_all(self, specs: Sequence[RequestSpec], sink: Sink) -> None:
         connection = self._background.connection

@@ -44,8 +44,9 @@ def embed_specs(
         what = "one text" if isinstance(texts, str) else type(texts).__name__
         raise InputError(f"embed takes a list of texts, not {what}")
     if model.card.task != "embed":
+        kind = "picture" if model.draws else "generation"
         raise TaskMismatch(
-            f"{model.card.name!r} is a generation model; embeddings need an embedding model"
+            f"{model.card.name!r} is a {kind} model; embeddings need an embedding model"
         )
     given = list(texts)
     name = options.get("request_id")

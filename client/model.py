@@ -5,6 +5,7 @@ All files of the model come over the socket, because client and cluster may shar
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from ..images.settings import SETTINGS_FILES
 from ..proto.contexts.text import TextContext
-from ..proto.errors import BatonError, InputError, InternalError
+from ..proto.errors import BatonError, InputError, InternalError, TaskMismatch
 from ..proto.ids import RequestID
 from ..proto.layout import ModelCard
 from ..proto.limits import MAX_TOP_K
@@ -37,6 +38,7 @@ from ..proto.wire.messages import ClientToRouter, Described, Message, Submit
 from ..proto.wire.wire_context import WireContext
 from ..text.detokenizer import IncrementalDetokenizer
 from ..text.model_files import PICTURE_FILES, SPEECH_FILE, has_tokenizer_files
+from ..text.picture_prompts import PicturePrompts
 from ..text.stop import stop_sequences
 from ..text.tokenizer import TOKENIZER_FILES, Tokenizer
 from .events import RequestSpec
@@ -80,6 +82,8 @@ class ServedModel:
         self.card = description.card
         self.defaults = _generation_defaults(description.files)
         self._tokenizer: Tokenizer | None = None
+        self._pictures: PicturePrompts | None = None
+        self._pictures_lock = threading.Lock()  # several requests may be prepared at a time
         self._images = ModelImages(description.files, description.folder or description.card.name)
 
     @property
@@ -102,6 +106,29 @@ class ServedModel:
         """Whether prompts may have images."""
         return "TextAndVisionContext" in self.card.kinds
 
+    @property
+    def draws(self) -> bool:
+        """Whether the model draws pictures."""
+        return "PixelContext" in self.card.kinds
+
+    @property
+    def pictures(self) -> PicturePrompts:
+        """Tokenizers and defaults of a picture model. Raises CheckpointError for its files."""
+        with self._pictures_lock:
+            if self._pictures is None:
+                files, folder = self.description.files, self._own_folder
+                trusted = bool(folder) and has_tokenizer_files(folder, files, PICTURE_FILES)
+                origin = self.description.folder or self.card.name
+                self._pictures = PicturePrompts.from_files(files, trusted=trusted, origin=origin)
+            return self._pictures
+
+    def check_text(self) -> None:
+        """Raise TaskMismatch if the model generates no text."""
+        if self.draws:
+            raise TaskMismatch(
+                f"{self.card.name!r} is a picture model and generates no text; use image"
+            )
+
     def place_images(self, tokens: Int32, images: Sequence[Any]) -> PlacedImages:
         """Prepare images and expand a prompt's placeholders. Raises InputError.
 
@@ -116,6 +143,8 @@ class ServedModel:
         """Stop the processes that render chat templates and decode images, if they run."""
         if self._tokenizer is not None:
             self._tokenizer.close()
+        if self._pictures is not None:
+            self._pictures.tokenizer.close()
         self._images.close()
 
 

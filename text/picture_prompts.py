@@ -123,6 +123,23 @@ class PromptTokenizer:
         self._t5.close()
 
 
+@dataclass(slots=True, frozen=True)
+class PicturePrompts:
+    """The tokenizers of a picture model, and the defaults of its requests."""
+
+    defaults: PictureDefaults
+    tokenizer: PromptTokenizer
+
+    @classmethod
+    def from_files(
+        cls, files: Mapping[str, bytes], *, trusted: bool = False, origin: str = "the model"
+    ) -> PicturePrompts:
+        """Read files by name, as of :class:`PromptTokenizer`. Raises CheckpointError."""
+        found = PictureDefaults.from_files(files, origin)
+        lengths = found.clip_length, found.t5_length
+        return cls(found, PromptTokenizer(files, *lengths, trusted=trusted, origin=origin))
+
+
 def read_picture_files(folder: str | Path) -> dict[str, bytes]:
     """Return the existing ``PICTURE_FILES`` of a folder. Raises CheckpointError."""
     files: dict[str, bytes] = {}

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from ..errors import ConfigError, InputError
 from ..ids import RequestID
-from ..limits import MAX_NAMED_ARRAYS
+from ..limits import MAX_NAMED_ARRAYS, MAX_PICTURE_PIXELS
 from .equality import same_fields
 from .status import GenerationStatus
 from .text import wrap_tokens
@@ -186,6 +186,9 @@ def png_bytes(height: int, width: int, channels: int = 3) -> int:
     return raw + (raw >> 8) + 1024  # stored blocks of zlib add less than a 256th
 
 
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_HEADER = struct.Struct(">IIBBBBB")
+_MOST_PIXELS = 4 * MAX_PICTURE_PIXELS
 _COLOURS = {1: 0, 3: 2, 4: 6}  # channels: grey, RGB, RGB and alpha
 
 
@@ -205,9 +208,9 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
         raise ValueError(f"an image of shape {pixels.shape} has no pixels")
     rows = np.zeros((height, 1 + width * channels), np.uint8)  # each begins with filter 0: none
     rows[:, 1:] = pixels.reshape(height, -1)
-    header = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    header = _PNG_HEADER.pack(width, height, 8, _COLOURS[channels], 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n"
+        _PNG_SIGNATURE
         + _png_chunk(b"IHDR", header)
         + _png_chunk(b"IDAT", zlib.compress(rows.tobytes(), 6))
         + _png_chunk(b"IEND", b"")
@@ -216,3 +219,56 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 def _png_chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png_size(png: bytes) -> tuple[int, int] | None:
+    """Return width and height as a PNG file's header has them, None for another file."""
+    if len(png) < 33 or png[:8] != _PNG_SIGNATURE or png[12:16] != b"IHDR":
+        return None
+    width, height = struct.unpack_from(">II", png, 16)
+    return width, height
+
+
+def decode_png(png: bytes) -> npt.NDArray[np.uint8]:
+    """Decode a file of :func:`encode_png`: uint8 ``[height, width, channels]``, grey 2-D.
+
+    Raises ValueError for other files, also for PNG files with filters or another depth.
+    """
+    size = png_size(png)
+    if size is None:
+        raise ValueError("this is no PNG file")
+    width, height = size
+    _, _, *kind = _PNG_HEADER.unpack_from(png, 16)
+    channels = {colour: count for count, colour in _COLOURS.items()}.get(kind[1], 0)
+    if kind != [8, kind[1], 0, 0, 0] or not channels or not 0 < width * height <= _MOST_PIXELS:
+        raise ValueError("this kind of PNG file is not read; use Pillow")
+    row = 1 + width * channels
+    try:
+        unpacker = zlib.decompressobj()
+        raw = unpacker.decompress(_data_of(png), height * row)
+    except zlib.error as error:
+        raise ValueError(f"the PNG file is broken: {error}") from None
+    if len(raw) != height * row:
+        raise ValueError("the PNG file is broken: it has not all pixels")
+    rows = np.frombuffer(raw, np.uint8).reshape(height, row)
+    if rows[:, 0].any():
+        raise ValueError("PNG files with filters are not read; use Pillow")
+    pixels = rows[:, 1:].copy()
+    return pixels if channels == 1 else pixels.reshape(height, width, channels)
+
+
+def _data_of(png: bytes) -> bytes:
+    """Return the joined IDAT chunks, whose checksums are right. Raises ValueError."""
+    parts: list[bytes] = []
+    at = len(_PNG_SIGNATURE)
+    while at + 12 <= len(png):
+        (length,) = struct.unpack_from(">I", png, at)
+        name, data = png[at + 4 : at + 8], png[at + 8 : at + 8 + length]
+        if png[at + 8 + length : at + 12 + length] != struct.pack(">I", zlib.crc32(name + data)):
+            raise ValueError("the PNG file is broken: a checksum is wrong")
+        if name == b"IDAT":
+            parts.append(data)
+        if name == b"IEND":
+            return b"".join(parts)
+        at += 12 + length
+    raise ValueError("the PNG file is broken: it has no end")

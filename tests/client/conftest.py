@@ -110,7 +110,7 @@ class Router(OnThread):
         self.config = config
 
     def setup(self) -> None:
-        files = read_text_files(str(DEMO), 1 << 24)
+        files = read_text_files(self.config.model_folder, 1 << 24)
         incarnation = secrets.randbits(60)
         self.shell = RouterShell(self.config, files, incarnation, self.loop, self.context)
         self.shell.start()
@@ -126,7 +126,7 @@ class Playback:
         self.assign = assign
         self.prompt = len(assign.context.tokens)
         self.position = self.prompt + len(assign.emitted)
-        self.limit = assign.context.max_length
+        self.limit = assign.context.end_length
         if assign.context.sampling.max_new_tokens is not None:
             self.limit = min(self.limit, self.prompt + assign.context.sampling.max_new_tokens)
         self.generated = list(assign.emitted)
@@ -136,8 +136,10 @@ class Playback:
 class Worker(OnThread):
     """Answers the router as a worker does; the prefill worker plays requests to their end."""
 
-    def __init__(self, role: str, address: str, folder: Path) -> None:
+    def __init__(self, role: str, address: str, folder: Path, card: ModelCard) -> None:
         super().__init__()
+        self.card = card
+        self.media: Callable[[Playback], bytes | None] = lambda _: None
         self.role = role
         self.address = address
         self.endpoint = f"ipc://{folder}/{role}"
@@ -186,7 +188,7 @@ class Worker(OnThread):
                 incarnation=self.incarnation,
                 pid=1,
                 endpoint=self.endpoint,
-                model=CARD,
+                model=self.card,
                 max_batch=64,
                 load=WorkerLoad(kv_blocks_total=100),
                 requests=held,
@@ -287,6 +289,7 @@ class Worker(OnThread):
                 prefill="prefill-0",
                 decode="decode-0",
                 cached_tokens=3,
+                media=self.media(playback),
             )
         )
 
@@ -294,19 +297,19 @@ class Worker(OnThread):
 class Cluster:
     """Router and workers; the router can be killed and restarted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: Path = DEMO, card: ModelCard = CARD) -> None:
         self.address = f"ipc://{folder}/clients"
         self.config = RouterConfig(
             client_address=self.address,
             worker_address=f"ipc://{folder}/workers",
             cluster_key="00" * 16,
-            model_folder=str(DEMO),
+            model_folder=str(model),
             recovery_s=2.5,
             resume_window_s=0.0,
         )
         self.router = Router(self.config)
-        self.prefill = Worker("prefill", self.config.worker_address, folder)
-        self.decode = Worker("decode", self.config.worker_address, folder)
+        self.prefill = Worker("prefill", self.config.worker_address, folder, card)
+        self.decode = Worker("decode", self.config.worker_address, folder, card)
 
     def start(self) -> None:
         self.router.start()

@@ -1,0 +1,229 @@
+"""Pictures from a cluster: the request for a prompt, its progress, and the finished picture.
+
+The request's tokens count steps, and its end carries the PNG. A picture depends on its request
+alone, so another worker that continues the request draws the same picture.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..proto.contexts.pixels import decode_png, png_size
+from ..proto.errors import InputError, InternalError, TaskMismatch
+from ..proto.limits import MAX_GUIDANCE, MAX_PICTURE_SIDE, MAX_PICTURE_STEPS
+from ..proto.picture_requests import PICTURE_MULTIPLE, check_picture
+from ..proto.requests import check_wire_context
+from ..proto.sampling import MAX_SEED
+from ..proto.value_checks import Check, real, shown, text, whole
+from ..proto.wire.wire_context import WirePixelContext, WireTokens
+from ..text.picture_prompts import MAX_PROMPT_CHARS
+from .events import Ended, NewTokens, RequestSpec
+from .model import ServedModel, make_spec
+from .options import RequestOptions, check_options
+
+OnProgress = Callable[[int, int], object]
+"""``on_progress(done, total)`` steps; first 0 done, when the prompt is encoded."""
+TRUE_CFG = 4.0
+"""Default of ``true_cfg`` with a negative prompt."""
+SIDE = 1024
+_SEED_BITS = 32
+_OPTIONS = frozenset(
+    {
+        "target_endpoint", "deadline", "pool", "pin", "fallback", "max_retries", "request_id",
+        "cache_salt", "traceparent", "gateway",
+    }
+)  # fmt: skip
+
+
+class PictureOptions(RequestOptions, total=False):
+    """Keyword arguments of ``image``: the options of a request for text that fit, and these.
+
+    None stands for the default of an option.
+
+    ``negative_prompt``: what the picture must not show; every step then takes twice as long.
+    ``width``, ``height``: pixels, multiples of 16 (1024). ``steps``: of denoising, 1 to 250 (28 for
+    a model with guidance like Flux dev, 4 for one without like Flux schnell). ``guidance``: how
+    closely the picture follows the prompt (3.5), only for a model with guidance. ``true_cfg``: how
+    far it keeps away from the negative prompt, above 1 (4). ``seed``: the same seed gives the same
+    picture (random).
+    """
+
+    negative_prompt: str | None
+    width: int | None
+    height: int | None
+    steps: int | None
+    guidance: float | None
+    true_cfg: float | None
+    seed: int | None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Picture:
+    """A finished picture. ``png``: content of a PNG file, RGB with 8 bits per colour.
+
+    ``width``, ``height``: pixels. ``seed``: draws the same picture again. ``prefill``, ``decode``:
+    ids of the workers.
+    """
+
+    png: bytes = field(repr=False)
+    width: int
+    height: int
+    seed: int
+    steps: int
+    request_id: str
+    prefill: str = ""
+    decode: str = ""
+
+    def save(self, path: str | Path) -> None:
+        """Write the PNG file. Raises OSError if that fails."""
+        Path(path).write_bytes(self.png)
+
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """Return the pixels, uint8 ``[height, width, 3]``."""
+        return decode_png(self.png)
+
+
+class PictureJob:
+    """One call of ``image``: its request, and what arrived for it.
+
+    ``model``: as the router describes it. ``settings``: see :class:`PictureOptions`. Raises
+    TaskMismatch if the model draws no pictures, InputError for a wrong argument.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prompt: str,
+        settings: Mapping[str, Any],
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        if not model.draws:
+            raise TaskMismatch(f"{model.card.name!r} draws no pictures; image needs a Flux model")
+        if on_progress is not None and not callable(on_progress):
+            raise InputError(f"on_progress must be a function, not {shown(on_progress)}")
+        options, own = _checked(settings)
+        wire = _wire_of(model, _prompt("prompt", prompt), own)
+        target, salt = options.get("target_endpoint"), options.get("cache_salt", "")
+        wire = msgspec.structs.replace(wire, target_endpoint=target, cache_salt=salt)
+        check_wire_context(wire, model.card)
+        self.spec: RequestSpec = make_spec(wire, options, options.get("request_id"))
+        self._wire = wire
+        self._on_progress = on_progress
+        self.picture: Picture | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, padding included."""
+        wire = self._wire
+        buffers = (wire.tokens, wire.tokens_2, wire.negative_tokens, wire.negative_tokens_2)
+        return sum(len(one) for one in buffers if one is not None)
+
+    def take(self, news: NewTokens | Ended) -> None:
+        """Report progress, or store the picture. Raises the error of a failed request."""
+        if isinstance(news, Ended):
+            self._end(news)
+        elif self._on_progress is not None:
+            done = news.position + len(news.tokens) - 1 - len(self._wire.tokens)
+            self._on_progress(done, self._wire.num_inference_steps)
+
+    def _end(self, ended: Ended) -> None:
+        if ended.error is not None:
+            raise ended.error
+        wire, png = self._wire, ended.media
+        if png is None or png_size(png) != (wire.width, wire.height):
+            raise InternalError(f"the router ended a request with {ended.status!r} and no picture")
+        self.picture = Picture(
+            png=bytes(png),
+            width=wire.width,
+            height=wire.height,
+            seed=int(wire.extra_params["seed"][0]),
+            steps=wire.num_inference_steps,
+            request_id=ended.request_id,
+            prefill=ended.prefill,
+            decode=ended.decode,
+        )
+
+
+# --------------------------------------------------------------------------- arguments
+
+
+def _side(name: str, value: Any) -> int:
+    known = f"a multiple of {PICTURE_MULTIPLE}, {PICTURE_MULTIPLE} to {MAX_PICTURE_SIDE}"
+    side: int = whole(PICTURE_MULTIPLE, MAX_PICTURE_SIDE, known)(name, value)
+    if side % PICTURE_MULTIPLE:
+        raise InputError(f"{name} must be {known}, not {shown(value)}")
+    return side
+
+
+def _prompt(name: str, value: Any) -> str:
+    checked: str = text(1, MAX_PROMPT_CHARS)(name, value)
+    if not checked.strip():
+        raise InputError(f"{name} is empty")
+    return checked
+
+
+_CHECKS: dict[str, Check] = {
+    "negative_prompt": text(0, MAX_PROMPT_CHARS),
+    "width": _side,
+    "height": _side,
+    "steps": whole(1, MAX_PICTURE_STEPS, f"a whole number, 1 to {MAX_PICTURE_STEPS}"),
+    "guidance": real(0, MAX_GUIDANCE, f"a number, 0 to {MAX_GUIDANCE:g}"),
+    "true_cfg": real(0, MAX_GUIDANCE, f"a number, 0 to {MAX_GUIDANCE:g}"),
+    "seed": whole(0, MAX_SEED, "a whole number, 0 to 2**64 - 1"),
+}
+
+
+def _checked(settings: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
+    """Return the options of the request, and the settings of the picture."""
+    own = {name: value for name, value in settings.items() if name in _CHECKS}
+    others = {name: value for name, value in settings.items() if name not in _CHECKS}
+    known = _OPTIONS | _CHECKS.keys()
+    options = check_options(others, known)
+    return options, {
+        name: _CHECKS[name](name, value) for name, value in own.items() if value is not None
+    }
+
+
+def _wire_of(model: ServedModel, prompt: str, own: dict[str, Any]) -> WirePixelContext:
+    defaults = model.pictures.defaults
+    negative, true_cfg = own.get("negative_prompt"), own.get("true_cfg")
+    if negative is None and (true_cfg or 1) > 1:
+        raise InputError("true_cfg needs a negative_prompt, which may be an empty text")
+    if negative is not None and true_cfg is not None and true_cfg <= 1:
+        raise InputError(f"a negative_prompt needs a true_cfg above 1, not {true_cfg:g}")
+    if own.get("guidance") and not defaults.takes_guidance:
+        raise InputError(f"{model.card.name!r} was trained without guidance; leave guidance out")
+    clip, t5 = _tokens(model, prompt)
+    wire = WirePixelContext(
+        tokens=clip,
+        tokens_2=t5,
+        model_name=model.card.name,
+        extra_params={"seed": np.array([own.get("seed", secrets.randbits(_SEED_BITS))], np.uint64)},
+        width=own.get("width", SIDE),
+        height=own.get("height", SIDE),
+        num_inference_steps=own.get("steps", defaults.steps),
+        guidance_scale=own.get("guidance", defaults.guidance),
+    )
+    if negative is not None:
+        clip, t5 = _tokens(model, negative)
+        wire = msgspec.structs.replace(
+            wire,
+            negative_tokens=clip,
+            negative_tokens_2=t5,
+            true_cfg_scale=TRUE_CFG if true_cfg is None else true_cfg,
+        )
+    check_picture(wire)  # the area, which no single field exceeds
+    return wire
+
+
+def _tokens(model: ServedModel, prompt: str) -> tuple[WireTokens, WireTokens]:
+    tokens = model.pictures.tokenizer.encode(prompt)
+    return WireTokens(tokens.clip), WireTokens(tokens.t5)
