@@ -283,20 +283,23 @@ def chat_request() -> bytes:
 
 def measure(
     setups: Sequence[Setup], request: bytes, at_once: int, seconds: float
-) -> list[tuple[dict[str, float], Load]]:
+) -> tuple[list[tuple[dict[str, float], Load]], float]:
     """Return CPU seconds by process and the answered load of each setup's cheapest round.
 
-    Other processes make rounds dearer, never cheaper. The setups take turns.
+    Other processes make rounds dearer, never cheaper. The setups take turns. The last value is the
+    median over the turns of the first setup's cost by the last one's.
     """
+    turns = COST_ROUNDS if len(setups) == 1 else 3 * COST_ROUNDS
     found: list[list[tuple[dict[str, float], Load]]] = [[] for _ in setups]
     for setup in setups:
         run_load(setup.port, request, at_once, 0.5)
-    for _ in range(COST_ROUNDS):
+    for _ in range(turns):
         for setup, rounds in zip(setups, found, strict=True):
             costs = Costs(setup.gateway, setup.router)
-            load = run_load(setup.port, request, at_once, seconds / COST_ROUNDS)
+            load = run_load(setup.port, request, at_once, seconds / turns)
             rounds.append((costs.since(), load))
-    return [min(rounds, key=_cost) for rounds in found]
+    ratios = [_cost(one) / _cost(last) for one, last in zip(found[0], found[-1], strict=True)]
+    return [min(rounds, key=_cost) for rounds in found], statistics.median(ratios)
 
 
 def _cost(measured: tuple[dict[str, float], Load]) -> float:
@@ -329,12 +332,14 @@ def measure_costs(setups: Sequence[Setup], seconds: float, only: str = "") -> No
     for name, request, at_once, tokens in kinds_of_load():
         if only not in name:
             continue
-        measured = measure(setups, request, at_once, seconds)
+        measured, ratio = measure(setups, request, at_once, seconds)
         for setup, (costs, load) in zip(setups, measured, strict=True):
             bar = BARS["token"] if tokens else BARS["request"]
             shown = f"{name} ({setup.name})" if len(setups) > 1 else name
             show(shown, costs, load, load.events if tokens else load.requests,
                  None if name.startswith("chat") else bar)  # fmt: skip
+        if len(setups) > 1:
+            print(f"  median of the turns: {ratio:.2f} of the other checkout's cost", flush=True)
 
 
 def first_tokens(address: str, port: int) -> dict[str, list[float]]:
@@ -524,7 +529,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"resident: {resident_mb(pid):.0f} MB (bar {BARS['memory']:.0f})")
         with gateway_of(address, scratch, own=False) as (second, its_port):
             setup = Setup("helper", second, its_port, router)
-            costs, load = measure([setup], chat_request(), 16, options.seconds)[0]
+            ((costs, load),), _ = measure([setup], chat_request(), 16, options.seconds)
             show("chat, template in a helper", costs, load, load.requests, None)
     if options.peer_python:
         for name, cpu, load, per in measured_peers(Path(options.peer_python), options.seconds):

@@ -22,7 +22,7 @@ from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
 from ..runtime.net.loop import Loop, Timer
 from ..runtime.net.outbox import Outbox
 from ..runtime.net.sockets import Context, DealerChannel
-from .core import ClientCore
+from .core import TICK_S, ClientCore
 from .events import (
     Action,
     Answered,
@@ -290,6 +290,8 @@ class Connection:
 
     def _arm(self) -> None:
         """Schedule the next tick. Replace a pending timer if the core now needs faster ticks."""
+        if self._timer is not None and self._timer_s <= TICK_S:
+            return  # the core never needs a faster tick
         every = self._core.tick_s
         if self._closed or every is None:
             return

@@ -423,8 +423,9 @@ class Requests:
         request = self._by_id.get(request_id)
         if request is None:
             return None
-        keys = (b"", request.key, request_key(self._link.identity, request_id))
-        return request if key in keys else None
+        if key in (b"", request.key) or key == request_key(self._link.identity, request_id):
+            return request
+        return None
 
     # ------------------------------------------------------------------ failures
 

@@ -75,13 +75,13 @@ def usage_of(choices: Iterable[Choice], prompts: int) -> dict[str, Any]:
     """Return OpenAI's ``usage``. Each prompt counts once; its choices are adjacent."""
     found = list(choices)
     firsts = found[:: max(1, len(found) // prompts)]
-    prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
-    answer_tokens = sum(choice.tokens for choice in found)
+    prompt_tokens = sum([choice.prompt_tokens for choice in firsts])
+    answer_tokens = sum([choice.tokens for choice in found])
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer_tokens,
         "total_tokens": prompt_tokens + answer_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in firsts)},
+        "prompt_tokens_details": {"cached_tokens": sum([one.cached_tokens for one in firsts])},
     }
 
 

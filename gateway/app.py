@@ -142,8 +142,11 @@ class Door:
         if len(headers) < len(scope["headers"]):
             headers = _without_repeated(scope)
         name = _request_id(headers)
-        if headers.get(b"x-request-id") != name:  # routes put it into the native request's id
-            others = (pair for pair in scope["headers"] if pair[0] != b"x-request-id")
+        given = headers.get(b"x-request-id")
+        if given != name:  # routes put it into the native request's id
+            others = scope["headers"]
+            if given is not None:
+                others = [pair for pair in others if pair[0] != b"x-request-id"]
             scope["headers"] = [*others, (b"x-request-id", name)]
         clock, status = self._metrics.begin(), CLIENT_GONE
         answer = 0

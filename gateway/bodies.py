@@ -8,7 +8,8 @@ Invariant: no field is ignored silently. A field is used, or it changes nothing 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -316,6 +317,8 @@ class BodyReader(Generic[B]):
         self._decoder = msgspec.json.Decoder(kind)
         refused = {**REFUSED, **more_refused}
         self._refused = {name: refused[name] for name in kind.__struct_fields__ if name in refused}
+        # With two names, an attrgetter returns a tuple.
+        self._values: Callable[[B], tuple[Any, ...]] = attrgetter(*self._refused, "user", "user")
 
     def read(self, content: bytes) -> B:
         """Decode and check a body. Errors name the field."""
@@ -327,10 +330,11 @@ class BodyReader(Generic[B]):
             raise InputError(f"the body is not valid JSON: {error}") from None
         except RecursionError:
             raise InputError("the body is nested too deep") from None
-        for name, (neutral, reason) in self._refused.items():
-            value = getattr(body, name)
-            if value is not None and not any(_same(value, one) for one in neutral):
-                raise ParameterError(f"{name} is not supported: {reason}", name)
+        values = self._values(body)[:-2]
+        if values.count(None) < len(values):
+            for (name, (neutral, reason)), value in zip(self._refused.items(), values, strict=True):
+                if value is not None and not any(_same(value, one) for one in neutral):
+                    raise ParameterError(f"{name} is not supported: {reason}", name)
         return body
 
 

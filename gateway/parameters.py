@@ -15,6 +15,7 @@ from .bodies import MAX_PROMPTS, CompletionBody, Prompts, ResponseFormat, Sampli
 from .errors import ParameterError
 from .grammars import Content, Schema, choice_rule, regex_rule
 
+TARGET_HEADER = "x-target-endpoint"
 _SAME = (
     "temperature",
     "top_p",
@@ -98,7 +99,7 @@ def _renamed(error: InputError, fields: tuple[str, ...]) -> InputError:
 def options_of(body: SamplingBody, headers: Mapping[str, str]) -> RequestOptions:
     """Return the options of a request; headers have precedence over the body."""
     options: RequestOptions = {}
-    target = headers.get("x-target-endpoint")
+    target = headers.get(TARGET_HEADER)
     if target:
         options["target_endpoint"] = target
     if body.cache_salt is not None:

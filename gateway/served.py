@@ -88,7 +88,7 @@ class Served:
     @classmethod
     def of(cls, request: Request) -> Served:
         """Return the cluster of the gateway that received this request."""
-        served: Served = request.app.state.served
+        served: Served = request.scope["app"].state.served
         return served
 
     @property
@@ -122,10 +122,23 @@ class Served:
 def origin_of(request: Request) -> RequestOptions:
     """Return the options that name a native request's origin: gateway and trace."""
     options: RequestOptions = {"gateway": Served.of(request).gateway}
-    trace = parse_traceparent(request.headers.get("traceparent", ""))
+    given = header_of(request, b"traceparent")
+    trace = parse_traceparent(given) if given else None
     if trace is not None:  # an invalid header is ignored, as W3C Trace Context asks for
         options["traceparent"] = trace.traceparent
     return options
+
+
+def header_of(request: Request, name: bytes) -> str:
+    """Return the first value of a header, or empty text. ``name``: in lower case.
+
+    Starlette's mapping of the headers takes five times as long.
+    """
+    for found, value in request.scope["headers"]:
+        if found == name:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
 
 
 async def read_body(request: Request) -> bytes:
@@ -136,7 +149,7 @@ async def read_body(request: Request) -> bytes:
     if not message.get("more_body") and message["type"] == "http.request":
         _check_size(len(part), served)
         return part
-    length = request.headers.get("content-length", "")
+    length = header_of(request, b"content-length")
     _check_size(int(length) if length.isdigit() else 0, served)
     parts: list[bytes] = []
     size = 0
@@ -169,7 +182,7 @@ def _check_size(size: int, served: Served) -> None:
 
 def name_of(kind: str, request: Request) -> str:
     """Return the native request's id, which contains the X-Request-Id of the response."""
-    own = request.headers.get("x-request-id", "")
+    own = header_of(request, b"x-request-id")
     room = MAX_REQUEST_ID_CHARS - len(kind) - _RANDOM_CHARS - 8
     return f"{kind}-{own[:room]}-{random_name(_RANDOM_CHARS)}"
 

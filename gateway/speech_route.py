@@ -24,7 +24,7 @@ from ..proto.errors import InputError, RequestCancelled
 from ..proto.sampling import SamplingParams
 from .bodies import Body, BodyReader, Count, Refused
 from .errors import ParameterError, RouteNotFound
-from .served import Served, name_of, origin_of, read_body
+from .served import Served, header_of, name_of, origin_of, read_body
 from .streams import unless_gone
 
 MAX_INPUT_CHARS = 4096
@@ -85,7 +85,7 @@ async def speech(request: Request) -> AudioResponse:
     audio = await served.audio(_load)
     options = origin_of(request)
     options["request_id"] = name_of("speech", request)
-    target = request.headers.get("x-target-endpoint")
+    target = header_of(request, b"x-target-endpoint")
     if target:
         options["target_endpoint"] = target
     chunks = served.client.speak(body.input, params, audio=audio, voice=body.voice, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from starlette.requests import Request
 
 from ..client.async_generation import AsyncGeneration
@@ -25,8 +26,8 @@ from .errors import ParameterError
 from .exchange import Exchange
 from .grammars import constraint_of
 from .messages import ImageUrl, messages_of
-from .parameters import content_of, options_of, prompts_of, sampling_of
-from .served import Served, name_of, origin_of, read_body
+from .parameters import TARGET_HEADER, content_of, options_of, prompts_of, sampling_of
+from .served import Served, header_of, name_of, origin_of, read_body
 from .tools import tools_of
 
 _Start = Callable[[SamplingParams, RequestOptions], AsyncGeneration]
@@ -83,8 +84,10 @@ async def completions(request: Request) -> None:
     def starter(prompt: TokensOrText) -> _Start:
         def start(params: SamplingParams, options: RequestOptions) -> AsyncGeneration:
             options |= {**constraint, "show_text": True}
-            return served.client.generate(prompt, params, **options)
+            return served.client.generate(given, params, **options)
 
+        # The body's ids fit 32 bits. Of a list, the client would have to check that.
+        given = prompt if isinstance(prompt, str) else np.asarray(prompt, np.int32)
         return start
 
     form = CompletionForm(token_texts(model, body), echo)
@@ -103,7 +106,8 @@ async def _respond(
     """Start ``n`` requests for each prompt and answer with their outputs."""
     if body.stream_options is not None and not body.stream:
         raise ParameterError("stream_options needs stream: true", "stream_options")
-    options = options_of(body, request.headers) | origin_of(request)
+    target = header_of(request, TARGET_HEADER.encode())
+    options = options_of(body, {TARGET_HEADER: target}) | origin_of(request)
     number = body.n or 1
     params = [sampling_of(body, index) for index in range(number)]
     generations = []
