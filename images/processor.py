@@ -91,13 +91,17 @@ class ImageProcessor:
 
         ``image``: bytes of a PNG, JPEG, WebP, GIF or BMP file, the path of one, a Pillow image, or
         an array, uint8 ``[height, width]`` or ``[height, width, 3 or 4]``. Raises InputError for
-        everything else, ConfigError without Pillow.
+        everything else. Without Pillow it raises ConfigError for all but RGB arrays in the model's
+        size.
         """
         if isinstance(image, str | os.PathLike):
             image = _file_content(Path(image))
         if isinstance(image, bytes | bytearray | memoryview):
             return self._decoded(bytes(image))
         if isinstance(image, np.ndarray):
+            if self._is_ready(image):  # also without Pillow
+                height, width, _ = image.shape
+                return self._prepared(height, width, image.tobytes())
             height, width, pixels = resized_pixels(_from_array(image), self.settings)
         elif isinstance(image, pillow().Image):
             height, width, pixels = resized_pixels(image, self.settings)
@@ -133,6 +137,12 @@ class ImageProcessor:
             while self._recent_bytes > RECENT_BYTES:
                 self._recent_bytes -= self._recent.popitem(last=False)[1].pixels.nbytes
         return prepared
+
+    def _is_ready(self, array: npt.NDArray[Any]) -> bool:
+        """Return True for RGB pixels in the model's size."""
+        rgb = array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3
+        size = array.shape[:2]
+        return bool(rgb and array.size) and self.settings.resized(*size) == size
 
     def _prepared(self, height: int, width: int, pixels: bytes) -> PreparedImage:
         array = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)

@@ -254,6 +254,23 @@ def test_without_pillow_one_clear_error():
     assert done.stdout.startswith("ConfigError images need Pillow: pip install")
 
 
+def test_rgb_arrays_in_the_model_s_size_need_no_pillow(processor):
+    code = (
+        "import sys; sys.modules['PIL'] = None\n"
+        "import numpy as np\n"
+        "from baton.images.processor import ImageProcessor\n"
+        "from baton.images.settings import ImageSettings\n"
+        "one = ImageProcessor(ImageSettings(max_pixels=28 * 28 * 16))\n"
+        "done = one.process(np.arange(84 * 56 * 3).astype(np.uint8).reshape(84, 56, 3))\n"
+        "print(done.content_hash, done.grid, done.tokens)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    pixels = np.arange(84 * 56 * 3).astype(np.uint8).reshape(84, 56, 3)
+    opened = processor.process(Image.fromarray(pixels))
+    assert np.array_equal(opened.pixels, pixels)
+    assert done.stdout.split("\n")[0] == f"{opened.content_hash} {opened.grid} {opened.tokens}"
+
+
 # --------------------------------------------------------------------------- settings
 
 
