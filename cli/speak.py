@@ -8,19 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-
-from ..client.speech import speech_format
-from ..engine.audio.chunks import load_audio
-from ..engine.audio.pcm import pcm16, wav_header
+from ..client.speech import I16, audio_card
+from ..engine.audio.pcm import wav_header
 from ..proto.errors import ConfigError
 from .cluster import add_address, connect
 from .numbers import seconds
 from .sampling import add_sampling, sampling_of
 
 MAX_NEW_TOKENS = 2048
-Chunks = Iterable[npt.NDArray[np.float32]]
+Chunks = Iterable[I16]
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,9 +29,6 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="WAV file; - writes raw 16-bit samples to standard output",
     )  # fmt: skip
     parser.add_argument("--voice", metavar="NAME", help="voice [the model's first]")
-    parser.add_argument(
-        "--codec", metavar="FOLDER", help="model folder with the codec [the cluster's folder]"
-    )
     add_sampling(parser, max_new_tokens=MAX_NEW_TOKENS)
     parser.add_argument(
         "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
@@ -49,29 +42,22 @@ def run(arguments: argparse.Namespace) -> int:
     if not text.strip():
         raise ConfigError("the text is empty; give TEXT or pipe text to standard input")
     with connect(arguments) as client:
-        model = client.model()
-        speech_format(model)  # before the codec: another model has neither
-        folder = arguments.codec or model.description.folder
-        _, audio = load_audio(folder)
+        rate = audio_card(client.model()).sample_rate
         chunks = client.speak(
-            text,
-            sampling_of(arguments),
-            audio=audio,
-            voice=arguments.voice,
-            deadline=arguments.deadline,
+            text, sampling_of(arguments), voice=arguments.voice, deadline=arguments.deadline
         )
         if arguments.output == "-":
             _write(sys.stdout.buffer, chunks)
             return 0
         try:
             with Path(arguments.output).open("wb") as file:
-                file.write(wav_header(audio.sample_rate, 0))
+                file.write(wav_header(rate, 0))
                 count = _write(file, chunks)
                 file.seek(0)
-                file.write(wav_header(audio.sample_rate, count))
+                file.write(wav_header(rate, count))
         except OSError as problem:
             raise ConfigError(f"cannot write {arguments.output}: {problem.strerror}") from None
-    print(f"{arguments.output}: {count / 2 / audio.sample_rate:.2f} s")
+    print(f"{arguments.output}: {count / 2 / rate:.2f} s")
     return 0
 
 
@@ -79,6 +65,6 @@ def _write(file: BinaryIO, chunks: Chunks) -> int:
     """Write the chunks; return the number of bytes."""
     total = 0
     for chunk in chunks:
-        total += file.write(pcm16(chunk))
+        total += file.write(chunk.tobytes())
         file.flush()
     return total

@@ -49,10 +49,9 @@ from .options import (
     query_timeout,
     status_query,
 )
-from .output import Output
 from .pictures import OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result
-from .speech import F32, Audio, AudioStream, chunks_of, speech_context
+from .speech import I16, samples_of, speech_context
 from .window import Window
 
 
@@ -218,18 +217,16 @@ class AsyncClient(Calls["AsyncGeneration"]):
         text: str,
         sampling_params: Sampling = None,
         *,
-        audio: Audio,
         voice: str | None = None,
         **options: Unpack[RequestOptions],
-    ) -> AsyncGenerator[F32, None]:
-        """Like :meth:`baton.client.Client.speak`; chunks are decoded on another thread."""
+    ) -> AsyncGenerator[I16, None]:
+        """Like :meth:`baton.client.Client.speak`."""
         model = await self._model()
         context = await asyncio.to_thread(speech_context, model, text, voice, sampling_params)
-        stream = audio.stream()
         async with aclosing(self.generate(context, **options)) as outputs:
             async for output in outputs:
-                for chunk in await asyncio.to_thread(_chunks, output, stream):
-                    yield chunk
+                if output.media:
+                    yield samples_of(output.media)
 
     async def image(
         self,
@@ -348,7 +345,3 @@ class AsyncClient(Calls["AsyncGeneration"]):
         seconds = query_timeout(timeout, self._timeout)
         self._connected().ask(query, seconds, settle)
         return answer_of_kind(kind, query, await future)
-
-
-def _chunks(output: Output, stream: AudioStream) -> list[F32]:
-    return list(chunks_of(output, stream))

@@ -50,7 +50,7 @@ from .options import (
 from .output import Output
 from .pictures import OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result, collected
-from .speech import F32, Audio, chunks_of, speech_context
+from .speech import I16, samples_of, speech_context
 from .window import Sink, Window
 
 Item = TypeVar("Item")
@@ -287,22 +287,20 @@ class Client(Calls["Generation"]):
         text: str,
         sampling_params: Sampling = None,
         *,
-        audio: Audio,
         voice: str | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Generator[F32, None, None]:
-        """Yield the speech of a text in chunks of samples, float32 in -1..1, as they arrive.
+    ) -> Generator[I16, None, None]:
+        """Yield the speech of a text in chunks of samples, int16, as they arrive.
 
-        ``audio``: decodes the model's audio tokens, ``load_audio(FOLDER)[1]`` of
-        ``baton.engine.audio.chunks``; its ``sample_rate`` is that of the samples. ``voice``: None
-        for the model's first. Closing the iterator cancels the request. Raises TaskMismatch if the
-        model does not speak, InputError for an empty text or an unknown voice.
+        ``model().card.audio`` has their rate. ``voice``: None for the model's first. Closing the
+        iterator cancels the request. Raises TaskMismatch if the model does not speak, InputError
+        for an empty text or an unknown voice.
         """
         context = speech_context(self._model(), text, voice, sampling_params)
-        stream = audio.stream()
         with self.generate(context, **options) as outputs:
             for output in outputs:
-                yield from chunks_of(output, stream)
+                if output.media:
+                    yield samples_of(output.media)
 
     def image(
         self,

@@ -112,12 +112,16 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class NewTokens(msgspec.Struct, frozen=True, gc=False):
-    """The next tokens of a request, each once and in order. ``position``: of the first token."""
+    """The next tokens of a request, each once and in order.
+
+    ``position``: of the first token. ``media``: result that is complete with the last one.
+    """
 
     request_id: str
     position: int
     tokens: list[int]
     logprobs: list[TokenLogProbs] | None = None
+    media: bytes | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     ``show_text`` is set; an unfinished character or possible stop string is delayed to a later
     output. ``position``: absolute index of the first token (the prompt starts at 0).
     ``log_probabilities``: one entry per token if requested; :attr:`logprobs` adds their texts.
+    ``media``: samples of speech that are complete with the last token, little-endian 16 bit.
     ``final_status``: None except in the last output, which may have no tokens. Only in the last
     output: ``prefill`` and ``decode`` are the workers' ids, and ``cached_tokens`` is the number of
     prompt tokens taken from the prefix cache.
@@ -44,6 +45,7 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     prefill: str = ""
     decode: str = ""
     cached_tokens: int = 0
+    media: bytes | None = None
     tokenizer: Tokenizer | None = None
 
     @property
@@ -105,6 +107,7 @@ class Assembler:
             text=text if self._show_text else "",
             position=position,
             log_probabilities=None if logprobs is None else _entries(logprobs, count),
+            media=news.media,
             tokenizer=self._tokenizer,
         )
 

@@ -121,7 +121,7 @@ class Request:
             logprobs = logprobs and logprobs[skip:]
         if run.attempt > self.attempt:
             self.attempt = run.attempt
-        fresh = NewTokens(self.spec.request_id, position, tokens, logprobs)
+        fresh = NewTokens(self.spec.request_id, position, tokens, logprobs, run.media)
         self.next = position + len(tokens)
         self.emitted += tokens
         self.asked_at = now

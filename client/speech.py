@@ -1,13 +1,10 @@
-"""Speech from a cluster: the prompt of a speech model, and its audio tokens as samples.
+"""Speech from a cluster: the prompt of a speech model, and the samples that its workers decode.
 
-Tokens arrive once and in order, whichever workers die meanwhile, and the samples depend on the
-tokens alone. So no sample is lost or repeated. The client decodes: the cluster streams tokens.
+Samples arrive with the tokens that complete them. Tokens arrive once and in order, whichever
+workers die meanwhile, so no sample is lost or repeated.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,44 +12,28 @@ import numpy.typing as npt
 from ..proto.contexts.speech import TTSContext
 from ..proto.contexts.tokens import TokenBuffer
 from ..proto.errors import TaskMismatch
+from ..proto.layout import AudioCard
 from ..text.model_files import SPEECH_FILE
 from ..text.speech_format import SpeechFormat, parse_speech_format
 from .model import Sampling, ServedModel, encode, sampling_with_defaults
-from .output import Output
 
-F32 = npt.NDArray[np.float32]
-
-
-class AudioStream(Protocol):
-    """Decodes one request's tokens; ``engine.audio.chunks`` implements it."""
-
-    def feed(self, tokens: Sequence[int]) -> Iterator[F32]:
-        """Yield the chunks that can be decoded now."""
-        ...
-
-    def finish(self) -> Iterator[F32]:
-        """Yield the last chunks: no tokens follow."""
-        ...
+I16 = npt.NDArray[np.int16]
 
 
-class Audio(Protocol):
-    """A codec for a model's audio tokens; ``baton.engine.audio.chunks.load_audio`` loads it."""
-
-    @property
-    def sample_rate(self) -> int:
-        """Samples per second."""
-        ...
-
-    def stream(self) -> AudioStream:
-        """Return a decoder for one request."""
-        ...
+def audio_card(model: ServedModel) -> AudioCard:
+    """Return the model's sample rate and frames. Raises TaskMismatch if it does not speak."""
+    audio = model.card.audio
+    if audio is None or TTSContext.__name__ not in model.card.kinds:
+        raise TaskMismatch(f"{model.card.name!r} is no speech model: it has no {SPEECH_FILE}")
+    return audio
 
 
 def speech_format(model: ServedModel) -> SpeechFormat:
     """Return the model's ``speech.json``. Raises TaskMismatch for a model without it."""
+    audio_card(model)
     content = model.description.files.get(SPEECH_FILE)
-    if content is None or TTSContext.__name__ not in model.card.kinds:
-        raise TaskMismatch(f"{model.card.name!r} is no speech model: it has no {SPEECH_FILE}")
+    if content is None:
+        raise TaskMismatch(f"the router has no {SPEECH_FILE} of {model.card.name!r}")
     return parse_speech_format(content, model.description.folder or model.card.name)
 
 
@@ -73,8 +54,6 @@ def speech_context(
     )
 
 
-def chunks_of(output: Output, stream: AudioStream) -> Iterator[F32]:
-    """Yield the chunks that an output of the request completes."""
-    yield from stream.feed(output.tokens)
-    if output.is_done:
-        yield from stream.finish()
+def samples_of(media: bytes) -> I16:
+    """Return the samples of a chunk."""
+    return np.frombuffer(media, "<i2").astype(np.int16, copy=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ..engine.audio.chunks import AudioDecoder, load_audio
 from ..engine.loading.embedding_config import DRAW
 from ..engine.loading.loader import StepRunner, folder_task, load_runner
 from ..engine.pictures.loading import load_denoiser
@@ -40,9 +41,10 @@ def serve(config: DecodeWorkerConfig) -> int:
     draws = folder_task(config.runner.model, config.runner.task) == DRAW
     load = load_denoiser if draws else load_runner
     runner: StepRunner = load(config.runner, LoadProgress())
+    audio = None if runner.card.audio is None else load_audio(config.runner.model)[1]
 
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> DecodeShell:
-        return _shell(config, runner, loop, context, doors)
+        return _shell(config, runner, audio, loop, context, doors)
 
     return run_incarnations(keys, make)
 
@@ -50,6 +52,7 @@ def serve(config: DecodeWorkerConfig) -> int:
 def _shell(
     config: DecodeWorkerConfig,
     runner: StepRunner,
+    audio: AudioDecoder | None,
     loop: Loop,
     context: Context,
     doors: Doorkeeper | None,
@@ -76,7 +79,7 @@ def _shell(
     )
     member = Membership(identity, tuple(config.routers))
     keys = None if doors is None else doors.ring
-    shell = DecodeShell(config, runner, member, control, data, loop, context, keys)
+    shell = DecodeShell(config, runner, member, control, data, loop, context, keys, audio)
     _log.info(
         "worker.ready", endpoint=control.endpoint, data_endpoint=data.endpoint,
         kv_blocks=runner.num_blocks, numerics=runner.card.numerics,

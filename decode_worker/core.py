@@ -34,6 +34,7 @@ from ..proto.wire.messages import (
     Tokens,
     WorkerLoad,
 )
+from ..proto.wire.token_runs import messages_of
 from ..worker.attempts import Key
 from ..worker.base_core import TOMBSTONE_S, Handler, WorkerCore
 from ..worker.events import Fault, StepDone, Tick, ToRouter
@@ -42,6 +43,8 @@ from ..worker.membership import Membership
 from ..worker.steps import EngineSteps
 from .events import (
     Action,
+    ChunkDecoded,
+    DecodeChunk,
     Event,
     FrameStored,
     FromPeer,
@@ -53,6 +56,7 @@ from .events import (
 from .grammars import Grammars
 from .handoffs import Handoffs, Output
 from .job import Job, make_job
+from .voice import Codec
 
 
 class DecodeCore(WorkerCore):
@@ -66,8 +70,12 @@ class DecodeCore(WorkerCore):
         data_endpoint: str,
         max_frame_bytes: int,
         times: StepTime | None = None,
+        codec: Codec | None = None,
     ) -> None:
+        """``codec``: of a speech model."""
         self._jobs: Jobs[Job] = Jobs()
+        self._codec = codec
+        self._voices: dict[Key, Job] = {}  # speech that this event may have advanced
         super().__init__(member, self._jobs)
         self.receiver = receiver
         self._scheduler = scheduler
@@ -83,6 +91,8 @@ class DecodeCore(WorkerCore):
         actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
         if self._grammars:
             actions += self._grammars.prune(self._wants_grammar)
+        if self._voices:
+            actions += self._speak(now)
         self._plan(actions, now)
         return actions
 
@@ -134,7 +144,7 @@ class DecodeCore(WorkerCore):
         """Run a committed request. Its newest token is repeated: prefill's may have been lost."""
         commit, cache = handover.commit, self._scheduler.cache
         try:
-            job = make_job(handover, self._card, now)
+            job = make_job(handover, self._card, now, self._codec)
             sequence = job.sequence
             cache.publish(
                 handover.allocation, sequence.extend_hashes(), sequence.num_computed_tokens
@@ -148,7 +158,11 @@ class DecodeCore(WorkerCore):
             return self._failed_takeover(commit, now + commit.deadline, error, now)
         self._jobs.add(job)
         self._member.assigned(job.key, commit.proof, job.deadline)
-        said = ToRouter(job.router, Tokens(runs=[job.newest_token()]))
+        newest = job.newest_token()
+        if job.voice is not None:  # with its chunk, or only a sign that the request is here
+            newest = TokenRun(*job.key, job.voice.sent, [])
+            self._voices[job.key] = job
+        said = ToRouter(job.router, Tokens(runs=[newest]))
         if job.grammar is None:
             return [said]
         return [said, *self._grammars.want(job.key, job.grammar), *self._constrain(job, now)]
@@ -212,6 +226,45 @@ class DecodeCore(WorkerCore):
         )
         return [*actions, *self._member.end(commit.router, terminal, now, deadline)]
 
+    # ------------------------------------------------------------------ speech
+
+    def _adopt(self, router: str, request: bytes, position: int) -> list[Action]:
+        actions: list[Action] = super()._adopt(router, request, position)
+        job = self._jobs.newest(request)
+        if job is not None and job.voice is not None:
+            self._voices[job.key] = job
+        return actions
+
+    def _speak(self, now: float) -> list[Action]:
+        """Send tokens with their chunks, as far as they are decoded, and end what is over."""
+        actions: list[Action] = []
+        voices, self._voices = self._voices, {}
+        for job in voices.values():
+            voice = job.voice
+            if voice is None or self._jobs.get(job.key) is not job:
+                continue
+            runs, window = voice.advance(job.key, job.logprobs)
+            actions += [ToRouter(job.router, tokens) for tokens in messages_of(runs)]
+            if window is not None:
+                actions.append(DecodeChunk(job.key, window, voice.entries(window)))
+            if voice.is_over:
+                actions += self._end(job, now, status=voice.status)
+        return actions
+
+    def _on_chunk(self, event: ChunkDecoded, now: float) -> list[Action]:
+        """Store a chunk, whose request may have ended meanwhile."""
+        job = self._jobs.get(event.key)
+        if job is None or job.voice is None:
+            return []
+        if isinstance(event.samples, Exception):
+            text = f"the audio codec failed: {type(event.samples).__name__}"
+            return self._end(job, now, code=InternalError.code, message=text)
+        job.voice.made(event.frame, event.samples)
+        self._voices[job.key] = job
+        return []
+
+    # ------------------------------------------------------------------ ends
+
     def _stop(self, job: Job) -> None:
         """Remove a request and free its blocks, if needed after the running step."""
         self._jobs.remove(job)
@@ -241,7 +294,15 @@ class DecodeCore(WorkerCore):
             job = self._jobs.named(event.request)
             if job is None:
                 continue
-            if type(event) is TokenEvent:
+            voice = job.voice
+            if voice is not None and type(event) is not Failed:
+                self._voices[job.key] = job
+                if type(event) is TokenEvent:
+                    voice.add(event.token)
+                    job.logprobs.extend(() if event.logprobs is None else (event.logprobs,))
+                elif type(event) is Finished:
+                    voice.status = event.status
+            elif type(event) is TokenEvent:
                 logprobs = None if event.logprobs is None else [event.logprobs]
                 job.logprobs.extend(logprobs or ())
                 request, attempt = job.key
@@ -256,11 +317,16 @@ class DecodeCore(WorkerCore):
         return tokens + ends
 
     def _end(self, job: Job, now: float, **ending: Unpack[Ending]) -> list[Action]:
-        tokens = job.known_tokens(job.base)
+        first, media = job.base, None
+        if job.voice is None:
+            tokens = job.known_tokens(first)
+        else:
+            first = job.voice.oldest
+            tokens, media = job.voice.kept()
         terminal = job.terminal(self._member.identity.worker, now, **ending)
         self._stop(job)
         ended = self._member.end(
-            job.router, terminal, now, job.deadline, job.base, job.base, tokens, job.logprobs,
+            job.router, terminal, now, job.deadline, job.base, first, tokens, job.logprobs, media
         )  # fmt: skip
         return [*ended, *self._maybe_drained()]
 
@@ -306,7 +372,8 @@ class DecodeCore(WorkerCore):
         check_receiver(self.receiver, {job.key[0] for job in self._jobs})
         if not all(self._wants_grammar(key) for key in self._grammars):
             raise InternalError("a grammar is compiled for no request")
-        expected = self._jobs.names - {s.request for s in compiling}
+        spoken = {job.name for job in self._jobs if job.voice is not None and job.voice.status}
+        expected = self._jobs.names - {s.request for s in compiling} - spoken
         if self._scheduler.requests != expected:
             raise InternalError("the engine's sequences do not match the requests")
 
@@ -318,5 +385,6 @@ class DecodeCore(WorkerCore):
         PoolMapped: _on_handoff,
         StepDone: _on_step,
         GrammarDone: _on_grammar,
+        ChunkDecoded: _on_chunk,
         Tick: _on_tick,
     }

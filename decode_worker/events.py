@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..engine.audio.chunks import I32, Window
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
+from ..worker.attempts import Key
 from ..worker.events import (
     AbandonStep,
     DrainRequested,
@@ -72,6 +74,27 @@ class PoolMapped:
     transport: str
 
 
+@dataclass(slots=True, frozen=True)
+class DecodeChunk:
+    """Decode a chunk of samples, then report :class:`ChunkDecoded`.
+
+    ``entries``: codebook entries of frames ``window.start..window.stop``, int32.
+    """
+
+    key: Key
+    window: Window
+    entries: I32
+
+
+@dataclass(slots=True, frozen=True)
+class ChunkDecoded:
+    """Samples as little-endian 16-bit integers, or the error of the codec."""
+
+    key: Key
+    frame: int
+    samples: bytes | Exception
+
+
 HandoffEvent = FromPeer | PeerGone | FrameStored | PoolMapped
 Event = (
     FromRouter
@@ -80,6 +103,7 @@ Event = (
     | HandoffEvent
     | StepDone
     | GrammarDone
+    | ChunkDecoded
     | Tick
     | DrainRequested
 )
@@ -91,6 +115,7 @@ Action = (
     | AbandonStep
     | CompileGrammar
     | DropGrammar
+    | DecodeChunk
     | Log
     | Fault
     | Exit

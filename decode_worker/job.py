@@ -12,6 +12,7 @@ from ..engine.models.registry import read_context
 from ..engine.scheduling.sequence import Sequence
 from ..kv_transfer.receiver_grants import Handover
 from ..proto.contexts.outputs import TokenLogProbs
+from ..proto.contexts.speech import TTSContext
 from ..proto.contexts.text import TextContext
 from ..proto.errors import HandoffFailed
 from ..proto.hashing import cache_salt
@@ -24,6 +25,7 @@ from ..proto.wire.wire_context import WirePixelContext
 from ..worker.attempts import Key
 from ..worker.jobs import Ending, engine_name
 from ..worker.token_replay import LOGPROBS_KEPT, runs_again
+from .voice import Codec, Voice
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class Job:
     shift: int
     logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
     grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
+    voice: Voice | None = None  # of a request for speech
 
     @property
     def name(self) -> bytes:
@@ -68,7 +71,13 @@ class Job:
         return TokenRun(*self.key, len(tokens) - 1 - self.shift, [tokens[-1]], newest)
 
     def replay(self, position: int) -> list[TokenRun]:
-        """Return the tokens from ``position`` on; an empty run confirms ownership."""
+        """Return the tokens from ``position`` on; an empty run confirms ownership.
+
+        The tokens of speech follow with their chunks, which may have to be decoded first.
+        """
+        if self.voice is not None:
+            self.voice.seek(position)
+            return [TokenRun(*self.key, self.voice.sent, [])]
         position = max(position, self.base)
         return runs_again(self.key, position, self.known_tokens(position), self.logprobs)
 
@@ -105,7 +114,9 @@ class Job:
         )
 
 
-def make_job(handover: Handover[Allocation], card: ModelCard, now: float) -> Job:
+def make_job(
+    handover: Handover[Allocation], card: ModelCard, now: float, codec: Codec | None = None
+) -> Job:
     """Return the job of a committed request; its KV is computed up to its newest token.
 
     Raises HandoffFailed if the context of the Commit is invalid.
@@ -124,7 +135,7 @@ def make_job(handover: Handover[Allocation], card: ModelCard, now: float) -> Job
     sequence.allocation = handover.allocation
     sequence.cached_tokens = handover.cached_tokens
     sequence.num_computed_tokens = sequence.num_tokens - 1
-    return Job(
+    job = Job(
         key,
         commit.router,
         commit,
@@ -136,6 +147,9 @@ def make_job(handover: Handover[Allocation], card: ModelCard, now: float) -> Job
         context.prompt_length - base,
         deque(context.newest_log_probabilities(), maxlen=LOGPROBS_KEPT),
     )
+    if codec is not None and isinstance(context, TTSContext):
+        job.voice = Voice(codec, base, job.known_tokens(base))
+    return job
 
 
 def _read_context(commit: Commit, card: ModelCard) -> TextContext:

@@ -6,8 +6,11 @@ compute thread owns the model and the blocks of the step it runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from ..engine.audio.chunks import AudioDecoder
+from ..engine.audio.pcm import pcm16
 from ..engine.loading.loader import StepRunner
 from ..engine.loading.warm_up import warm_up
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -19,6 +22,8 @@ from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.compute import ComputeThread
+from ..runtime.process.log import get_logger
 from ..worker.host import TextHost
 from ..worker.membership import Membership
 from ..worker.router_links import routing_identity
@@ -27,6 +32,9 @@ from .config import DecodeWorkerConfig
 from .core import DecodeCore
 from .handoffs import GrantStore
 from .prefill_sockets import ControlSocket, DataSocket, PeerGate
+from .voice import Codec
+
+_log = get_logger()
 
 FRAME_BYTES = 2 << 20
 """Initial size of the buffers for frames into a GPU, in bytes: the senders' default frame size."""
@@ -45,13 +53,19 @@ class DecodeShell(TextHost):
         loop: Loop,
         context: Context,
         keys: KeyRing | None = None,
+        audio: AudioDecoder | None = None,
     ) -> None:
-        self.core = _make_core(config, runner, member, data.endpoint)
+        """``audio``: codec of a speech model."""
+        codec = None if audio is None else Codec(audio.layout, audio.codec.context_frames)
+        self.core = _make_core(config, runner, member, data.endpoint, codec)
         identity = routing_identity(config.worker_id)
         super().__init__(
             self.core, config, runner, config.runner.model, FRAME_BYTES,
             control, loop, context, keys, identity,
         )  # fmt: skip
+        self._codec: CodecThread | None = None
+        if audio is not None:
+            self._codec = CodecThread(loop, audio, self.feed)
         device = None
         if self._stream is not None and self._moves is not None:
             device = DeviceFrameWriter(self._stream, self._moves.moves)
@@ -72,6 +86,8 @@ class DecodeShell(TextHost):
     def close(self) -> bool:
         """Stop all threads, then close the sockets. Return False if a step still runs."""
         ended = super().close()
+        if self._codec is not None:
+            ended = self._codec.stop() and ended
         self._data.close()
         return ended
 
@@ -82,6 +98,8 @@ class DecodeShell(TextHost):
             case events.MapPool(peer=peer):
                 failure = self._data.pools.open(peer, action.incarnation, action.ticket)
                 self.feed(events.PoolMapped(peer, failure, action.transport))
+            case events.DecodeChunk() if self._codec is not None:
+                self._codec.submit(action)
             case _:
                 super()._perform(action)
 
@@ -98,8 +116,44 @@ class DecodeShell(TextHost):
         self._peers.flush()
 
 
+class CodecThread:
+    """Decodes chunks of samples one after the other, while steps run on the compute thread.
+
+    Each request has at most one chunk in the queue, so requests take turns.
+    """
+
+    def __init__(
+        self, loop: Loop, audio: AudioDecoder, feed: Callable[[events.ChunkDecoded], None]
+    ) -> None:
+        self._audio = audio
+        self._feed = feed
+        self._thread: ComputeThread[events.DecodeChunk, bytes] = ComputeThread(
+            loop, self._decode, self._done, name="codec"
+        )
+
+    def submit(self, wanted: events.DecodeChunk) -> None:
+        """Queue a chunk."""
+        self._thread.submit(wanted)
+
+    def stop(self) -> bool:
+        """Drop queued chunks and wait for the running one. Return False if it still runs."""
+        return self._thread.stop()
+
+    def _decode(self, wanted: events.DecodeChunk) -> bytes:
+        return pcm16(self._audio.decode(wanted.window, wanted.entries))
+
+    def _done(self, wanted: events.DecodeChunk, result: bytes | Exception) -> None:
+        if isinstance(result, Exception):
+            _log.error("codec.failed", error=repr(result))
+        self._feed(events.ChunkDecoded(wanted.key, wanted.window.first, result))
+
+
 def _make_core(
-    config: DecodeWorkerConfig, runner: StepRunner, member: Membership, data_endpoint: str
+    config: DecodeWorkerConfig,
+    runner: StepRunner,
+    member: Membership,
+    data_endpoint: str,
+    codec: Codec | None,
 ) -> DecodeCore:
     cache = runner.pipeline.kv.new_cache()
     scheduler = Scheduler(
@@ -122,4 +176,4 @@ def _make_core(
     )
     times = StepTime()
     warm_up(runner.pipeline, times)
-    return DecodeCore(member, scheduler, receiver, data_endpoint, MAX_KV_FRAME_BYTES, times)
+    return DecodeCore(member, scheduler, receiver, data_endpoint, MAX_KV_FRAME_BYTES, times, codec)

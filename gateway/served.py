@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -13,7 +13,6 @@ from ..client.async_client import AsyncClient
 from ..client.images import data_url_content
 from ..client.model import ServedModel
 from ..client.options import RequestOptions
-from ..client.speech import Audio
 from ..images.processor import MAX_IMAGE_BYTES
 from ..proto.errors import CapacityError, InputError, RequestCancelled
 from ..proto.layout import model_name
@@ -56,8 +55,6 @@ class Served:
     router_clients: tuple[AsyncClient, ...] = ()
     _known: tuple[str, ...] = field(default=(), init=False)
     _model: ServedModel | None = field(default=None, init=False)
-    _audio: tuple[str, Audio] | None = field(default=None, init=False)
-    _loading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def images(self, model: ServedModel, urls: Sequence[ImageUrl]) -> list[bytes]:
         """Return the encoded images of a request's URLs.
@@ -106,17 +103,6 @@ class Served:
         if wanted is not None and wanted not in self._known:
             raise ModelNotFound(f"the model {wanted[:200]!r} is not served; {self.name!r} is")
         return model
-
-    async def audio(self, load: Callable[[str], Audio]) -> Audio:
-        """Return the codec of the served model's folder; ``load(folder)`` reads it once.
-
-        Raises CheckpointError if this machine has no such folder.
-        """
-        folder = (await self.model()).description.folder
-        async with self._loading:
-            if self._audio is None or self._audio[0] != folder:
-                self._audio = folder, await asyncio.to_thread(load, folder)
-            return self._audio[1]
 
 
 def origin_of(request: Request) -> RequestOptions:

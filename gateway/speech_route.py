@@ -1,6 +1,6 @@
 """``POST /v1/audio/speech``: audio as it is generated.
 
-The gateway decodes the audio tokens, so it needs the codec in the model's folder on its machine.
+Decode workers send the samples, so the gateway needs no codec.
 The response begins with the first chunk of audio: an error up to there has its own status. After a
 later error the connection ends before the body does.
 """
@@ -11,14 +11,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ..client.speech import Audio
-from ..engine.audio.chunks import load_audio
-from ..engine.audio.pcm import pcm16, wav_header
+from ..client.speech import I16, audio_card
+from ..engine.audio.pcm import wav_header
 from ..proto.contexts.speech import TTSContext
 from ..proto.errors import InputError, RequestCancelled
 from ..proto.sampling import SamplingParams
@@ -31,7 +28,7 @@ MAX_INPUT_CHARS = 4096
 DEFAULT_TOKENS = 2048
 FORMATS = {"wav": b"audio/wav", "pcm": b"audio/pcm"}
 """Content types of the formats that are written."""
-Chunks = AsyncGenerator[npt.NDArray[np.float32], None]
+Chunks = AsyncGenerator[I16, None]
 
 
 class SpeechBody(Body, kw_only=True):
@@ -82,18 +79,13 @@ async def speech(request: Request) -> AudioResponse:
         text = f"input has {len(body.input)} characters, at most {MAX_INPUT_CHARS} are allowed"
         raise ParameterError(text, "input")
     params = _sampling_of(body)
-    audio = await served.audio(_load)
     options = origin_of(request)
     options["request_id"] = name_of("speech", request)
     target = header_of(request, b"x-target-endpoint")
     if target:
         options["target_endpoint"] = target
-    chunks = served.client.speak(body.input, params, audio=audio, voice=body.voice, **options)
-    return await AudioResponse.begin(request.receive, chunks, form, audio.sample_rate)
-
-
-def _load(folder: str) -> Audio:
-    return load_audio(folder)[1]
+    chunks = served.client.speak(body.input, params, voice=body.voice, **options)
+    return await AudioResponse.begin(request.receive, chunks, form, audio_card(model).sample_rate)
 
 
 def _sampling_of(body: SpeechBody) -> SamplingParams:
@@ -142,12 +134,12 @@ class AudioResponse:
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": pcm16(chunk), "more_body": True})
+            await send({"type": "http.response.body", "body": chunk.tobytes(), "more_body": True})
 
 
 async def _next(chunks: Chunks) -> bytes:
     """Return the first chunk as bytes; no bytes if there is no audio."""
     try:
-        return pcm16(await anext(chunks))
+        return (await anext(chunks)).tobytes()
     except StopAsyncIteration:
         return b""

@@ -302,6 +302,8 @@ class PrefillCore(AssignCore[Job]):
         match event:
             case ChunkDone(num_computed_tokens=tokens):
                 return self._advance(self._handoffs.ready(job, tokens, last=False, now=now), now)
+            case TokenEvent() if job.chunked:
+                return []  # the router has it
             case TokenEvent(position=position, token=token, logprobs=logprobs):
                 job.last_logprobs = logprobs
                 extra = None if logprobs is None else [logprobs]
@@ -322,12 +324,14 @@ class PrefillCore(AssignCore[Job]):
     def _end(self, job: Job, now: float, **ending: Unpack[Ending]) -> list[Action]:
         """Send the terminal, release the grant, keep the tokens until they are acknowledged."""
         terminal = job.terminal(self._member.identity.worker, now, **ending)
-        prompt = len(job.assign.context.tokens)
+        prompt = first = len(job.assign.context.tokens)
         tokens, logprobs = job.generated, job.logprobs
+        if job.chunked:
+            first, tokens = terminal.position, []
         self._ended.end(job.key, job.deadline)
         actions = self._stop(job, now)
         ended = self._member.end(
-            job.router, terminal, now, job.deadline, prompt, prompt, tokens, logprobs
+            job.router, terminal, now, job.deadline, prompt, first, tokens, logprobs
         )
         return [*actions, *ended]
 

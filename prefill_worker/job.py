@@ -12,6 +12,7 @@ from ..engine.scheduling.sequence import Sequence
 from ..kv_transfer import sender_handoff as handoff
 from ..kv_transfer.sender_handoff import Key
 from ..proto.contexts.outputs import TokenLogProbs
+from ..proto.contexts.speech import TTSContext
 from ..proto.contexts.status import GenerationStatus
 from ..proto.contexts.text import TextContext
 from ..proto.errors import TaskMismatch
@@ -73,6 +74,7 @@ class Job:
     token_end: int = 0  # end of the chunk in the running step
     last_chunk: bool = False
     last_logprobs: TokenLogProbs | None = None
+    chunked: bool = False  # a replay of speech: only a decode worker may send its tokens
     cached_tokens: int = 0
 
     @property
@@ -114,6 +116,8 @@ class Job:
 
     def replay(self, position: int) -> list[TokenRun]:
         """Return the tokens from ``position`` on; an empty run confirms ownership."""
+        if self.chunked:
+            return [TokenRun(*self.key, max(position, len(self.assign.context.tokens)), [])]
         position = max(position, len(self.assign.context.tokens))
         tokens = self.context.tokens.all[position + self.shift :].tolist()
         return runs_again(self.key, position, tokens, self.logprobs)
@@ -208,14 +212,30 @@ def _spec(task: GrammarTask) -> GrammarSpec:
 
 
 def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float) -> Job:
-    """Return a queued job. Raises InputError or ValueError if the context cannot be run."""
+    """Return a queued job. Raises InputError or ValueError if the context cannot be run.
+
+    A replay of speech begins with the last token that the router has: the next token may complete
+    a chunk of samples, or end the request, and only a decode worker has the codec.
+    """
     if assign.context.task != card.task:
         raise TaskMismatch(f"{card.name!r} does not serve task {assign.context.task!r}")
     check_kind(assign.context, card)
     if isinstance(assign.context, WireVisionContext):
         check_images(assign.context)
         check_hashes(assign.context)
-    context = _read_context(assign, card)
+    job = _job(key, router, assign, assign.emitted, card, now)
+    if assign.emitted and isinstance(job.context, TTSContext):
+        if job.ended is None:
+            job = _job(key, router, assign, assign.emitted[:-1], card, now)
+            job.sequence.given = assign.emitted[-1]
+        job.chunked = True
+    return job
+
+
+def _job(
+    key: Key, router: str, assign: Assign, emitted: list[int], card: ModelCard, now: float
+) -> Job:
+    context = _read_context(assign, emitted, card)
     sequence = Sequence(
         engine_name(key),
         context,
@@ -227,12 +247,12 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
     return Job(key, router, assign, now + assign.deadline, asked, now, context, sequence)
 
 
-def _read_context(assign: Assign, card: ModelCard) -> TextContext:
+def _read_context(assign: Assign, emitted: list[int], card: ModelCard) -> TextContext:
     request_id = RequestID(assign.request_id)
     if isinstance(assign.context, WirePixelContext):
         check_wire_context(assign.context, card)
         return picture_run(assign.context, request_id, card.layout.block_size)
-    return read_context(card.architecture, assign.context, request_id, assign.emitted)
+    return read_context(card.architecture, assign.context, request_id, emitted)
 
 
 def report(

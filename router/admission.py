@@ -211,7 +211,7 @@ class Admission:
 
     def _fitting(self, request: Request) -> int:
         """Return the most bytes the request may take; raises CapacityError above the limit."""
-        size = context_bytes(request.context, request.max_new)
+        size = context_bytes(request.context, request.max_new) + request.media_bytes
         if self.context_bytes + size > self._config.max_context_bytes:
             self._refuse("memory for contexts is full")
         return size

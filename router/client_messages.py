@@ -29,6 +29,7 @@ from ..proto.wire.messages import (
     Submitted,
     Terminal,
 )
+from ..proto.wire.wire_context import WireSpeechContext
 from .admission import Admission, check_deadline
 from .authorization import Caller
 from .clients import Clients
@@ -282,10 +283,13 @@ class ClientMessages:
         if message.pool is not None and len(message.pool) > MAX_POOL_CHARS:
             raise InputError(f"pool has {len(message.pool)} characters, limit {MAX_POOL_CHARS}")
         seconds = check_deadline(message.deadline, config.default_deadline_s, config.max_deadline_s)
-        request = Request(key, message.request_id, message.context, now + seconds, Attempt(attempt))
+        context = message.context
+        request = Request(key, message.request_id, context, now + seconds, Attempt(attempt))
         request.pool = message.pool
         request.strict = strict
         request.unchecked = card is None
+        if card is not None and card.audio is not None and isinstance(context, WireSpeechContext):
+            request.media_bytes = card.audio.nbytes(request.max_new)
         request.began = now
         if message.gateway or message.traceparent:
             request.gateway = message.gateway[:MAX_ORIGIN_CHARS]

@@ -14,8 +14,9 @@ from collections import deque
 
 from ..proto.errors import BatonError, CapacityError, LimitExceeded
 from ..proto.requests import check_emitted, check_wire_context
-from ..proto.wire.messages import Abort, Assign, Terminal, Tokens
+from ..proto.wire.messages import Abort, Assign, Terminal
 from ..proto.wire.proofs import assignment
+from ..proto.wire.token_runs import messages_of
 from .admission import Admission
 from .clients import Clients
 from .config import RouterConfig
@@ -237,9 +238,8 @@ class Lifecycle:
             request.sent = position
             return
         request.sent = -1
-        run = request.run_from(position)
-        if run is not None:
-            self._out.append(ToClient(client.identity, Tokens(runs=[run])))
+        for message in messages_of(request.runs_from(position)):
+            self._out.append(ToClient(client.identity, message))
         if request.terminal is not None:
             self._out.append(ToClient(client.identity, request.terminal))
 

@@ -262,6 +262,8 @@ class Request:
     draws: bool = field(init=False)  # its result is a picture; its tokens count the steps
     emitted: array[int] = field(init=False)
     logprobs: list[TokenLogProbs | None] | None = field(init=False)
+    media: dict[int, bytes] | None = None  # by the position of the token that completes it
+    media_bytes: int = 0  # most bytes of all media
     sent: int = -1  # position of the first token not sent to a slow client, or -1
 
     pool: str | None = None
@@ -361,16 +363,31 @@ class Request:
             self.next += len(tokens)
         if self.logprobs is not None:
             self.logprobs.extend(run.logprobs or [None] * len(tokens))
+        if run.media is not None:
+            self.media = self.media or {}
+            self.media[self.next - 1] = run.media
 
-    def run_from(self, position: int) -> TokenRun | None:
-        """Return all stored tokens from ``position`` on as one run, or None without tokens."""
+    def runs_from(self, position: int) -> list[TokenRun]:
+        """Return all stored tokens from ``position`` on: one run, or more if there are media.
+
+        A run ends at the token that completes its media.
+        """
         start = max(0, position - self.base)
         tokens = self.emitted[start:].tolist()
         if not tokens:
-            return None
-        return TokenRun(
-            self.key, self.attempt.number, self.base + start, tokens, self._logprobs_from(start)
-        )
+            return []
+        logprobs = self._logprobs_from(start)
+        number, base = self.attempt.number, self.base + start
+        media = {at - base: found for at, found in (self.media or {}).items() if at >= base}
+        runs, first = [], 0
+        for last in sorted({*media, len(tokens) - 1}):
+            part = None if logprobs is None else logprobs[first : last + 1]
+            run = TokenRun(
+                self.key, number, base + first, tokens[first : last + 1], part, media.get(last)
+            )
+            runs.append(run)
+            first = last + 1
+        return runs
 
     def _logprobs_from(self, start: int) -> list[TokenLogProbs] | None:
         if self.logprobs is None:

@@ -204,7 +204,7 @@ class Stories:
             return
         request.context = _NO_CONTEXT
         request.emitted = _NO_TOKENS
-        request.logprobs = request.hashes = None
+        request.logprobs = request.hashes = request.media = None
         terminal = request.terminal
         if terminal is None:
             pass

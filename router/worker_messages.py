@@ -248,7 +248,8 @@ class WorkerMessages:
         if not skip:
             return run
         logprobs = None if run.logprobs is None else run.logprobs[skip:]
-        return TokenRun(run.request, run.attempt, request.next, run.tokens[skip:], logprobs)
+        tokens = run.tokens[skip:]
+        return TokenRun(run.request, run.attempt, request.next, tokens, logprobs, run.media)
 
     def _unknown(self, worker: Worker, key: bytes, attempt: int, now: float) -> None:
         """Drop a message about a request without a record; abort it unless it may be resumed."""

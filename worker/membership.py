@@ -11,7 +11,7 @@ Pure. The core of each role passes events to it and forwards its actions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,10 +32,10 @@ from ..proto.wire.messages import (
     Rejected,
     RequestState,
     Terminal,
-    Tokens,
     WorkerLoad,
 )
 from ..proto.wire.proofs import reserve_ticket, same
+from ..proto.wire.token_runs import messages_of
 from ..runtime.liveness import HEARTBEAT_S
 from ..runtime.tables import ExpiringMap
 from .attempts import Attempts, Key
@@ -114,8 +114,13 @@ class _Pending:
     first: int  # position of tokens[0]
     tokens: list[int]
     logprobs: Collection[TokenLogProbs]  # of the last tokens
+    media: Mapping[int, bytes]  # by the position of the token that completes it
     expires: float
     repeat_at: float
+
+    def lacks(self, position: int) -> bool:
+        """True if tokens from ``position`` on are wanted that are not kept here."""
+        return max(position, self.prompt_length) < self.first and self.terminal.code is None
 
 
 def moved_to(router: str, old: str, request: bytes) -> list[ToRouter]:
@@ -301,10 +306,12 @@ class Membership:
         first: int = 0,
         tokens: list[int] | None = None,
         logprobs: Collection[TokenLogProbs] = (),
+        media: Mapping[int, bytes] | None = None,
     ) -> list[ToRouter]:
         """Send a request's terminal, and keep it and its tokens until it is acknowledged.
 
         ``first``: position of ``tokens[0]``. ``logprobs``: of the last tokens, as far as known.
+        ``media``: by the position of the token that completes it.
         """
         key = (terminal.request, terminal.attempt)
         # At least one repetition must fit even when the deadline has just passed.
@@ -316,6 +323,7 @@ class Membership:
             first,
             tokens or [],
             logprobs,
+            media or {},
             keep,
             now + TERMINAL_REPEAT_S,
         )
@@ -357,17 +365,20 @@ class Membership:
     def adopt(self, router: str, request: bytes, position: int) -> list[ToRouter]:
         """Repeat an ended request's tokens from ``position`` and its terminal.
 
-        For an unknown request, return Aborted with attempt 0.
+        Return Aborted with attempt 0 for an unknown request, and for tokens before the first kept
+        one: of speech, this worker may lack the chunks of earlier tokens.
         """
         pending = self._pending.newest(request)
-        if pending is None:
+        if pending is None or pending.lacks(position):
             return [ToRouter(router, Aborted(request=request, attempt=0))]
         moved = moved_to(router, pending.router, request)
         pending.router = router
         skip = max(0, position - pending.first)
         again, key = pending.tokens[skip:], (request, pending.terminal.attempt)
-        runs = runs_again(key, pending.first + skip, again, pending.logprobs) if again else []
-        tokens = [ToRouter(router, Tokens(runs=runs))] if runs else []
+        runs = []
+        if again:
+            runs = runs_again(key, pending.first + skip, again, pending.logprobs, pending.media)
+        tokens = [ToRouter(router, message) for message in messages_of(runs)]
         return [*moved, *tokens, ToRouter(router, pending.terminal)]
 
     @property

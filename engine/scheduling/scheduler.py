@@ -296,8 +296,9 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence, drawn: Sampled, now: float, events: list[Event]) -> None:
         position = sequence.num_tokens
+        token = drawn.token if sequence.given is None else sequence.given
         try:
-            sequence.accept(drawn.token, drawn.logprobs)
+            sequence.accept(token, drawn.logprobs)
         except ValueError as error:  # a grammar rejected the token: only this request fails
             code = error.code if isinstance(error, BatonError) else InternalError.code
             self._fail(sequence, code, str(error), events)
@@ -305,7 +306,7 @@ class Scheduler:
         self._generated_tokens += 1
         if sequence.first_token is None:
             sequence.first_token = now
-        events.append(TokenEvent(sequence.request, position, drawn.token, drawn.logprobs))
+        events.append(TokenEvent(sequence.request, position, token, drawn.logprobs))
         if sequence.context.status.is_done:
             self._queues.leave(sequence)
             self._let_go(sequence)

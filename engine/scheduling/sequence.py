@@ -43,14 +43,15 @@ class Sequence:
     ``salt``: keys the block hashes (tenant and model). ``priority``: lower goes first, ties
     by arrival. ``images``: the context's images, or None. ``picture``: of a request for a picture;
     its prompt is computed in one step. ``stream_from``: first prompt token
-    that the receiver lacks; if set, finished layers are reported during a step. ``arrival``,
+    that the receiver lacks; if set, finished layers are reported during a step. ``given``: the next
+    token if it is known, which is accepted instead of the sampled one. ``arrival``,
     ``admitted``, ``first_token``: times in seconds of the caller's clock. Raises InputError if
     images and grids contradict each other.
     """
 
     __slots__ = (
         "aborted", "admitted", "allocation", "arrival", "block_size", "cached_tokens", "context",
-        "end_length", "eos", "first_token", "hashes", "images", "mask", "min_length",
+        "end_length", "eos", "first_token", "given", "hashes", "images", "mask", "min_length",
         "needs_history", "num_computed_tokens", "num_tokens", "picture", "preemptions", "priority",
         "prompt_length", "rank", "request", "salt", "stream_from",
     )  # fmt: skip
@@ -83,6 +84,7 @@ class Sequence:
         self.aborted = False
         self.admitted: float | None = None
         self.first_token: float | None = None
+        self.given: int | None = None
         self.preemptions = 0
         params = context.sampling_params
         limit = params.max_new_tokens

@@ -7,7 +7,7 @@ import pytest
 from baton.client.model import Description, ServedModel
 from baton.client.speech import speech_format
 from baton.proto.errors import CheckpointError, TaskMismatch
-from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.layout import AudioCard, KVLayout, ModelCard
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=8)
 
@@ -23,6 +23,7 @@ def served(files, *kinds):
         eos_token_ids=[2],
         layout=LAYOUT,
         kinds=["TextContext", *kinds],
+        audio=AudioCard(sample_rate=8000, frame_samples=96, frame_tokens=7) if kinds else None,
     )
     return ServedModel(Description(card, "/models/speaker", files))
 
@@ -32,10 +33,11 @@ def test_the_format_is_the_routers():
     assert speech_format(model).voices == ("ada",)
 
 
-@pytest.mark.parametrize(("files", "kinds"), [({}, ["TTSContext"]), ({"speech.json": b"{}"}, [])])
-def test_a_text_model_does_not_speak(files, kinds):
+def test_a_text_model_does_not_speak():
     with pytest.raises(TaskMismatch, match="'speaker' is no speech model"):
-        speech_format(served(files, *kinds))
+        speech_format(served({"speech.json": b"{}"}))
+    with pytest.raises(TaskMismatch, match=r"the router has no speech\.json of 'speaker'"):
+        speech_format(served({}, "TTSContext"))
 
 
 def test_a_format_that_is_not_valid_names_the_model():

@@ -9,6 +9,7 @@ import numpy as np
 from baton.decode_worker.core import DecodeCore
 from baton.decode_worker.events import FrameStored, FromPeer, ToPeer
 from baton.decode_worker.handoffs import GrantStore
+from baton.decode_worker.voice import Codec
 from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.grammar.constraint import CompileGrammar
 from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult
@@ -17,7 +18,7 @@ from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.receiver_grants import ReceiverConfig
 from baton.proto.hashing import block_hashes, cache_salt
-from baton.proto.layout import KVLayout
+from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.wire.context_maps import grown_map
 from baton.proto.wire.messages import (
     Commit,
@@ -74,8 +75,16 @@ def hashes_of(tokens: int) -> list[bytes]:
 class Bench:
     """A core on a clock that tests move; its actions, sorted."""
 
-    def __init__(self, blocks: int = 64, *, welcomed: bool = True, **receiver) -> None:
-        me = WorkerIdentity("decode-0", "decode", 9, 1, "ipc:///d", "default", CARD, 8)
+    def __init__(
+        self,
+        blocks: int = 64,
+        *,
+        welcomed: bool = True,
+        card: ModelCard = CARD,
+        codec: Codec | None = None,
+        **receiver,
+    ) -> None:
+        me = WorkerIdentity("decode-0", "decode", 9, 1, "ipc:///d", "default", card, 8)
         self.member = Membership(me, (ROUTER, "router-2"))
         self.cache = PagedCache(blocks, LAYOUT.block_size)
         config = SchedulerConfig(max_batch=8, token_budget=16, growth=4)
@@ -85,7 +94,7 @@ class Bench:
         times = StepTime()
         times.learn(8, 0.01)
         self.core = DecodeCore(
-            self.member, self.scheduler, self.receiver, "ipc:///data", 1 << 20, times
+            self.member, self.scheduler, self.receiver, "ipc:///data", 1 << 20, times, codec
         )
         self.now = 100.0
         self.said: list[Message] = []
@@ -225,7 +234,7 @@ class Bench:
         ]
 
 
-def wanted(bench, kind=CompileGrammar) -> list:
+def wanted(bench, kind: type = CompileGrammar) -> list:
     """Actions of a kind since the last look."""
     found = [action for action in bench.other if isinstance(action, kind)]
     bench.other = [action for action in bench.other if not isinstance(action, kind)]

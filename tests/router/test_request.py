@@ -91,10 +91,28 @@ def test_tokens_and_log_probabilities_are_kept_for_a_client_that_comes_back(cont
     request.keep(TokenRun(request.key, 1, 10, [1], [first]))
     request.keep(TokenRun(request.key, 1, 11, [2], [second]))
     assert request.next == 12
-    assert request.run_from(0) == TokenRun(request.key, 1, 10, [1, 2], [first, second])
-    assert request.run_from(11) == TokenRun(request.key, 1, 11, [2], [second])
-    assert request.run_from(12) is None
+    assert request.runs_from(0) == [TokenRun(request.key, 1, 10, [1, 2], [first, second])]
+    assert request.runs_from(11) == [TokenRun(request.key, 1, 11, [2], [second])]
+    assert request.runs_from(12) == []
     assert request.remaining == 18
+
+
+def test_media_are_kept_with_the_tokens_that_complete_them(context):
+    request = Request(b"k" * 16, "r", context(), 10.0, Attempt(1))
+    request.keep(TokenRun(request.key, 1, 10, [1, 2, 3], None, b"first"))
+    request.keep(TokenRun(request.key, 1, 13, [4]))
+    request.keep(TokenRun(request.key, 1, 14, [5, 6], None, b"second"))
+    request.keep(TokenRun(request.key, 1, 16, [7]))
+
+    def runs(position):
+        return [(r.position, r.tokens, r.media) for r in request.runs_from(position)]
+
+    last = (16, [7], None)
+    assert runs(0) == [(10, [1, 2, 3], b"first"), (13, [4, 5, 6], b"second"), last]
+    assert runs(12) == [(12, [3], b"first"), (13, [4, 5, 6], b"second"), last]
+    assert runs(13) == [(13, [4, 5, 6], b"second"), last]
+    assert runs(16) == [last]
+    assert runs(17) == []
 
 
 def test_new_tokens_are_bounded_by_both_limits(context):
