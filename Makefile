@@ -83,7 +83,16 @@ test-cluster: $(VENV)/.installed  ## clusters, real and simulated, in all variat
 test-compat: $(VENV)/.installed  ## the wire format and the contexts: long random runs, floods
 	$(BIN)/python -m pytest -q $(WHOLE) tests/proto tests/third_party $(ARGS)
 
-test-cuda: $(VENV)/.installed  ## CUDA kernels on the CPU: all, with sanitizers and machine code
+# Machine code is checked for the compiler of CUDA 13.0 as well as for the newest one.
+NVRTC_FIRST := 13.0.88
+NVRTC_FOLDER := build/nvrtc-$(NVRTC_FIRST)
+
+$(NVRTC_FOLDER)/.installed: $(VENV)/.installed
+	$(BIN)/pip install $(PIP_QUIET) --no-deps --upgrade --target $(NVRTC_FOLDER) \
+		nvidia-cuda-nvrtc==$(NVRTC_FIRST)
+	@touch "$@"
+
+test-cuda: $(VENV)/.installed $(NVRTC_FOLDER)/.installed  ## CUDA kernels on the CPU: all, with sanitizers and machine code
 	$(BIN)/python -m pytest -q $(WHOLE) tests/cuda tests/gpu $(ARGS)
 
 test-tools: $(VENV)/.installed  ## the wheel, the pages, the benchmarks and the tools of the tests

@@ -16,6 +16,11 @@ STORE_16 = r"STG\.E.*\.128.*"
 LOAD_8 = r"LDG\.E.*\.64.*"
 STORE_8 = r"STG\.E.*\.64.*"
 COPY_16 = r"LDGSTS\.E.*\.128.*"
+COPY_OR_ZERO = r"LDGSTS\.E.*\.128,P"
+"""With a predicate, at whose absence zeros are written."""
+COPY_ALWAYS = r"LDGSTS[^,]*"
+PACK_BF16 = r"F2FP\.BF16(\.F32)?\.PACK_AB"
+"""Rounds to nearest even; other roundings have a suffix."""
 TENSOR = r"HMMA\.16816\.F32\.BF16"
 FRAGMENTS = r"LDSM\.16\..*"
 TRANSPOSE = r"MOVM\.16\.MT88"
@@ -24,8 +29,9 @@ CALL = r"CALL.*"
 
 TARGETS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_120")
 DEFAULT_TARGET = "sm_90"
-FORBIDDEN = (r"LDL.*", r"STL.*")
-"""Local memory: spilled registers, or arrays indexed at run time."""
+FORBIDDEN = (r"LDL.*", r"STL.*", r"F2FP?\..*\.R[ZMP](\..*)?")
+"""Local memory: spilled registers, or arrays indexed at run time. Conversions that do not round to
+nearest even, which the CPU's form of the same function would not show."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +48,30 @@ GATES: dict[str, dict[str, Gate]] = {
         "(gather|scatter|copy|reslice)_(bf16|fp16)": Gate(64, needs=(LOAD_16, STORE_16)),
         "sum_bf16": Gate(64, needs=(LOAD_16,), forbids=(STORE_16,)),
         "scatter_(fp8|int8)_(head|token)": Gate(64, needs=(LOAD_8, STORE_16)),
-        "gather_(fp8|int8)_(head|token)": Gate(64, needs=(LOAD_16, STORE_8, "REDUX.*|SHFL.*")),
+        # 64 up to sm_90, where two blocks fit.
+        "gather_(fp8|int8)_(head|token)": Gate(120, needs=(LOAD_16, STORE_8, "REDUX.*|SHFL.*")),
     },
     "decode_attention.cu": {
-        # Shared memory admits two blocks of 128 threads on a multiprocessor, registers four.
-        r"decode_attention_d\d+": Gate(
-            128, needs=(TENSOR, COPY_16, FRAGMENTS, TRANSPOSE, STORE_16)
+        # Shared memory admits two blocks of 128 threads on a multiprocessor, so may registers.
+        "decode_attention_d64": Gate(
+            128,
+            needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, TRANSPOSE, STORE_16, PACK_BF16),
+            forbids=(COPY_ALWAYS,),
         ),
-        r"decode_combine_d\d+": Gate(48),
+        "decode_attention_d128": Gate(
+            192,
+            needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, TRANSPOSE, STORE_16, PACK_BF16),
+            forbids=(COPY_ALWAYS,),
+        ),
+        r"decode_combine_d\d+": Gate(48, needs=(PACK_BF16,)),
     },
     "elementwise.cu": {
         "embed": Gate(32, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
-        "(add_)?rms_norm(_f32)?": Gate(56, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
-        "qk_norm_rope_append_.*": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
-        "silu_mul": Gate(40, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
+        # 64 registers are what a block of 1,024 threads may have.
+        "(add_)?rms_norm_f32": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
+        "(add_)?rms_norm": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
+        "qk_norm_rope_append_.*": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
+        "silu_mul": Gate(40, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
     },
     "skinny_linear.cu": {
         "skinny_linear_.*": Gate(128, needs=(LOAD_16, TENSOR), forbids=ATOMICS),
@@ -70,7 +86,15 @@ GATES: dict[str, dict[str, Gate]] = {
     },
     "prefill_attention.cu": {
         # The sums of 32 rows a warp take 128; two blocks of 128 threads leave 255 to each thread.
-        "prefill_attention_d64": Gate(240, needs=(TENSOR, COPY_16, FRAGMENTS, STORE_16)),
-        "prefill_attention_d128": Gate(255, needs=(TENSOR, COPY_16, FRAGMENTS, STORE_16)),
+        "prefill_attention_d64": Gate(
+            240,
+            needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, STORE_16, PACK_BF16),
+            forbids=(COPY_ALWAYS,),
+        ),
+        "prefill_attention_d128": Gate(
+            255,
+            needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, STORE_16, PACK_BF16),
+            forbids=(COPY_ALWAYS,),
+        ),
     },
 }

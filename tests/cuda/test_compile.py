@@ -8,16 +8,27 @@ import pytest
 
 from baton.engine.kernels.cuda.cupy_device import cuda_source
 
-from .gates import COPY_16, DEFAULT_TARGET, FORBIDDEN, GATES, TARGETS, TENSOR
+from .gates import (
+    COPY_16,
+    COPY_ALWAYS,
+    COPY_OR_ZERO,
+    DEFAULT_TARGET,
+    FORBIDDEN,
+    GATES,
+    PACK_BF16,
+    TARGETS,
+    TENSOR,
+)
 from .host.builder import CSRC, HERE
-from .toolkit import CompileFailed, compile_source, disassembler, nvrtc_library
+from .toolkit import FIRST, CompileFailed, compile_source, disassembler, nvrtc_library
 
 INCLUDE = '#include "device.cuh"'
 SOURCES = sorted(path.name for path in CSRC.glob("*.cu"))
 CASES = [
-    pytest.param(s, t, marks=[] if t == DEFAULT_TARGET else [pytest.mark.long], id=f"{s}-{t}")
-    for s in SOURCES
-    for t in TARGETS
+    pytest.param(source, target, release, id=f"{source}-{target}-{release}")
+    for release in ("newest", FIRST)
+    for source in SOURCES
+    for target in TARGETS
 ]
 
 needs_toolkit = pytest.mark.skipif(
@@ -28,10 +39,13 @@ needs_toolkit = pytest.mark.skipif(
 
 
 @needs_toolkit
-@pytest.mark.parametrize(("source", "target"), CASES)
-def test_machine_code(source, target, build_cache):
+@pytest.mark.parametrize(("source", "target", "release"), CASES)
+def test_machine_code(source, target, release, build_cache):
+    if nvrtc_library(release) is None:
+        pytest.skip(f"NVRTC {release} is not installed: make test-cuda fetches it")
     broken = []
-    for name, kernel in compile_source(cuda_source(source), target, build_cache).items():
+    compiled = compile_source(cuda_source(source), target, build_cache, release)
+    for name, kernel in compiled.items():
         gate = gate_of(source, name)
         if kernel.spill_bytes or kernel.stack_bytes:
             broken.append(f"{name}: {kernel.spill_bytes} B spilled, {kernel.stack_bytes} B stack")
@@ -87,6 +101,49 @@ def test_spills_stack_and_opcodes_are_seen(build_cache):
     assert "EXIT" in kernels["modest"].opcodes
     with pytest.raises(CompileFailed, match="identifier"):
         compile_source("__global__ void k() { nothing(); }", DEFAULT_TARGET, build_cache)
+
+
+ROUNDS = """
+extern "C" __global__ void nearest(unsigned* w, float a, float b) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w[0]) : "f"(a), "f"(b));
+}
+extern "C" __global__ void to_zero(unsigned* w, float a, float b) {
+    asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(w[0]) : "f"(a), "f"(b));
+}
+extern "C" __global__ void copies(uint4* out, const uint4* in, unsigned bytes) {
+    __shared__ uint4 held[32];
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(held + threadIdx.x));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(in) : "memory");
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    out[threadIdx.x] = held[threadIdx.x];
+}
+extern "C" __global__ void copies_or_zeros(uint4* out, const uint4* in, int wanted) {
+    __shared__ uint4 held[32];
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(held + threadIdx.x));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(to), "l"(in), "r"(wanted ? 16 : 0) : "memory");
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    out[threadIdx.x] = held[threadIdx.x];
+}
+"""
+
+
+@needs_toolkit
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_roundings_and_copies_that_the_cpu_cannot_tell_apart_are_seen(target, build_cache):
+    kernels = compile_source(ROUNDS, target, build_cache)
+
+    def has(name, pattern):
+        return any(re.fullmatch(pattern, opcode) for opcode in kernels[name].opcodes)
+
+    assert has("nearest", PACK_BF16)
+    assert not has("to_zero", PACK_BF16)
+    assert has("to_zero", FORBIDDEN[-1])
+    assert not has("nearest", FORBIDDEN[-1])
+    assert has("copies", COPY_ALWAYS)
+    assert not has("copies", COPY_OR_ZERO)
+    assert has("copies_or_zeros", COPY_OR_ZERO)
+    assert not has("copies_or_zeros", COPY_ALWAYS)
 
 
 @needs_toolkit

@@ -1,4 +1,7 @@
-"""NVRTC and nvdisasm of the pip wheels: machine code for real targets, without GPU and driver."""
+"""NVRTC and nvdisasm of the pip wheels: machine code for real targets, without GPU and driver.
+
+Two releases of NVRTC compile: the newest, and that of CUDA 13.0, whose registers and spills differ.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,11 @@ _MEMORY = re.compile(
     r"|Used (\d+) registers"
 )
 _SECTION = re.compile(r"^//-+ \.text\.(\w+) +-+$", re.MULTILINE)
-_OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ )?([A-Z][\w.]*)")
+_OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;\n]*)")
+_PREDICATE = re.compile(r", !?U?P\d+ *$")
+FIRST = "13.0.88"
+"""The oldest NVRTC that must compile the sources; `make test-cuda` fetches it."""
+FIRST_FOLDER = Path(__file__).resolve().parents[2] / f"build/nvrtc-{FIRST}"
 
 
 class CompileFailed(Exception):
@@ -30,7 +37,10 @@ class CompileFailed(Exception):
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel: its figures from ptxas, and how often each instruction occurs."""
+    """One kernel: its figures from ptxas, and how often each instruction occurs.
+
+    An asynchronous copy with a predicate as its last operand ends in ",P".
+    """
 
     registers: int
     stack_bytes: int
@@ -49,9 +59,17 @@ def wheel_file(package: str, pattern: str) -> Path | None:
     return found[0] if found else None
 
 
-def nvrtc_library() -> Path | None:
-    """The compiler, or None."""
-    return wheel_file("nvidia-cuda-nvrtc", r"libnvrtc\.so\.\d+")
+@cache
+def nvrtc_library(release: str = "newest") -> Path | None:
+    """The compiler of a release, "newest" or :data:`FIRST`; None if it is not installed."""
+    if release == "newest":
+        return wheel_file("nvidia-cuda-nvrtc", r"libnvrtc\.so\.\d+")
+    library = FIRST_FOLDER / "nvidia/cu13/lib/libnvrtc.so.13"
+    if not library.exists():
+        return None
+    for beside in library.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(beside))  # the compiler asks the loader for it by name
+    return library
 
 
 def disassembler() -> Path | None:
@@ -59,18 +77,21 @@ def disassembler() -> Path | None:
     return wheel_file("nvidia-cuda-nvdisasm", "nvdisasm")
 
 
-def compile_source(text: str, target: str, cache_folder: Path) -> dict[str, Compiled]:
+def compile_source(
+    text: str, target: str, cache_folder: Path, release: str = "newest"
+) -> dict[str, Compiled]:
     """Compile for a target like "sm_90"; return its kernels by name. Kept by content.
 
     Raises CompileFailed with the compiler's log.
     """
-    parts = (text, target, *OPTIONS, str(nvrtc_library()), Path(__file__).read_text("utf-8"))
+    library = nvrtc_library(release)
+    parts = (text, target, *OPTIONS, str(library), Path(__file__).read_text("utf-8"))
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
     kept = cache_folder / f"sass-{target}-{digest}.json"
     if kept.exists():
         kept.touch()  # builder.prune() keeps used files
     else:
-        log, cubin = _compile(text, target)
+        log, cubin = _compile(text, target, str(library))
         kernels = {name: asdict(kernel) for name, kernel in _read(log, _disassemble(cubin)).items()}
         work = kept.with_suffix(f".{id(kernels):x}")
         work.write_text(json.dumps(kernels))
@@ -104,14 +125,16 @@ def _disassemble(cubin: bytes) -> dict[str, dict[str, int]]:
     counted: dict[str, dict[str, int]] = {}
     for name, piece in zip(pieces[1::2], pieces[2::2], strict=True):
         opcodes: dict[str, int] = {}
-        for opcode in _OPCODE.findall(piece):
+        for mnemonic, operands in _OPCODE.findall(piece):
+            predicated = mnemonic.startswith("LDGSTS") and _PREDICATE.search(operands)
+            opcode = f"{mnemonic},P" if predicated else mnemonic
             opcodes[opcode] = opcodes.get(opcode, 0) + 1
         counted[name] = opcodes
     return counted
 
 
-def _compile(text: str, target: str) -> tuple[str, bytes]:
-    nvrtc = ctypes.CDLL(str(nvrtc_library()))
+def _compile(text: str, target: str, library: str) -> tuple[str, bytes]:
+    nvrtc = ctypes.CDLL(library)
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"source.cu", 0, None, None)
     options = [option.encode() for option in (*OPTIONS, f"-arch={target}")]

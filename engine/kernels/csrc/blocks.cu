@@ -172,7 +172,7 @@ __device__ __forceinline__ u64 copy_pieces(const uint4* __restrict__ source,
         finish_digest(sum, g.payload_bytes, workspace, digest);                                    \
     }
 #define QUANTIZE(name, Codec, per_token)                                                           \
-    extern "C" __global__ void __launch_bounds__(512, 2) gather_##name(                            \
+    extern "C" __global__ void __launch_bounds__(512, BATON_TILE_BLOCKS) gather_##name(            \
         const uint4* __restrict__ pool, uint2* __restrict__ payload, const int* __restrict__ ids,  \
         u64* workspace, u64* digest, const Geometry g) {                                           \
         DYNAMIC_SHARED(shared);                                                                    \

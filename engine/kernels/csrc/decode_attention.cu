@@ -13,7 +13,9 @@
 // Loads: each warp has its own pipeline over tiles of 16 tokens, waits only for its own copies
 // and meets the other warps of its block once, at the end. Two blocks of four warps with 16
 // KiB in flight per warp keep 128 KiB in flight on a multiprocessor; 4.3 TB/s at a latency of 1 us
-// need 33 KiB. Shared memory limits the blocks on a multiprocessor, not the registers.
+// need 33 KiB. Shared memory limits the blocks on a multiprocessor to two, so a thread may have 255
+// registers. Bounds of four blocks would leave 128: NVRTC 13.0 then spills, and loads of fragments
+// wait for the products before them.
 //
 // The softmax maximum is rounded up to a whole number in base 2. So rescaling
 // by 2^(old - new) is exact, and a key's weight, rounded to bf16 for the tensor core, does not
@@ -299,7 +301,7 @@ __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
 }
 
 #define KERNELS(D)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(kThreads, 4) decode_attention_d##D(               \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) decode_attention_d##D(               \
         const bf16* q, const bf16* kv_layer, const int* tables, const int4* plan, bf16* out,       \
         float* partial, float2* partial_stats, int sequences, int table_width, int kv_heads,       \
         int group, int block_size, float scale_log2) {                                             \
