@@ -129,6 +129,15 @@ def expected_decode(case: Case) -> npt.NDArray[np.float64]:
     )
 
 
+def rising_case(rng: np.random.Generator, length: int, **shape: int) -> Case:
+    """The last key outweighs all others so far that a smaller maximum overflows 2^(score - max)."""
+    case = decode_case(rng, [length], kv_heads=1, **shape)
+    block_size = case.kv_layer.shape[3]
+    at = (case.tables[0, (length - 1) // block_size], 0, 0, (length - 1) % block_size)
+    case.kv_layer[at] = case.q[0, 0]
+    return replace(case, scale=4.0)
+
+
 # ----------------------------------------------------------------------------------------- prefill
 
 

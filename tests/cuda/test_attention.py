@@ -23,6 +23,7 @@ from .attention_cases import (
     expected_decode,
     expected_prefill,
     prefill_case,
+    rising_case,
     run_decode,
     run_prefill,
 )
@@ -134,7 +135,43 @@ def test_splits_change_rounding_only(device: Device, rng: np.random.Generator) -
         assert distance(from_bf16(run_decode(device, case, chunk)[0]), whole) < 5e-4
 
 
+@pytest.mark.parametrize("chunk", [64, 256, 1024])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_decode_of_long_sequences(
+    device: Device, rng: np.random.Generator, dim: int, chunk: int
+) -> None:
+    """Up to 47 splits, more than the lanes that combine them; look-ups go round many times."""
+    case = decode_case(rng, [3000, 2100, 40], dim=dim, kv_heads=1)
+    assert_rounds_to(run_decode(device, case, chunk)[0], expected_decode(case))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_largest_score_may_be_in_any_split(
+    device: Device, rng: np.random.Generator, dim: int
+) -> None:
+    case = rising_case(rng, 40 * 64, dim=dim)
+    assert_rounds_to(run_decode(device, case, 64)[0], expected_decode(case))
+
+
 # ----------------------------------------------------------------------------------------- prefill
+
+
+LONG_PROMPTS = [([(0, 700)], 0), ([(600, 130), (37, 300)], 0), ([(900, 64), (0, 9)], 333)]
+
+
+@pytest.mark.parametrize(("spans", "window"), LONG_PROMPTS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_prefill_of_long_prompts(
+    device: Device,
+    rng: np.random.Generator,
+    dim: int,
+    spans: list[tuple[int, int]],
+    window: int,
+) -> None:
+    """Blocks are looked up for 256 positions at once, and the next ones ahead."""
+    rows = chunks(*spans)
+    case = prefill_case(rng, rows, window, dim=dim, kv_heads=1)
+    assert_rounds_to(run_prefill(device, case, rows), expected_prefill(case, rows))
 
 
 @pytest.mark.sanitized

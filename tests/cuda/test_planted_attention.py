@@ -11,6 +11,7 @@ from .attention_cases import (
     expected_decode,
     expected_prefill,
     prefill_case,
+    rising_case,
     run_decode,
     run_prefill,
 )
@@ -53,3 +54,30 @@ def test_prefill(host_device, rng, bug):
     assert wrong_orders(host_device, lambda device: run_prefill(device, case, rows), expected) == 0
     wrong = wrong_orders(planted, lambda device: run_prefill(device, case, rows), expected)
     assert wrong >= len(SEEDS) - 2
+
+
+def test_splits_whose_maximum_is_not_looked_at(host_device, rng):
+    """Beyond 32 splits a lane combines more than one."""
+    case = rising_case(rng, 40 * 64)
+    expected = expected_decode(case)
+    planted = host_device.with_defines("BATON_PLANT_FIRST_SPLITS")
+    assert_rounds_to(run_decode(host_device, case, 64)[0], expected)
+    with pytest.raises(AssertionError):
+        assert_rounds_to(run_decode(planted, case, 64)[0], expected)
+    short = decode_case(rng, [200, 75])  # what the other tests see of it
+    assert_rounds_to(run_decode(planted, short, 64)[0], expected_decode(short))
+
+
+def test_blocks_that_are_looked_up_too_late(host_device, rng):
+    """A look-up is for 256 positions."""
+    planted = host_device.with_defines("BATON_PLANT_LOOK_AHEAD")
+    for span, seen in (((0, 200), True), ((200, 150), False)):
+        rows = chunks(span)
+        case = prefill_case(rng, rows, kv_heads=1)
+        expected = expected_prefill(case, rows)
+        assert_rounds_to(run_prefill(host_device, case, rows), expected)
+        if seen:
+            assert_rounds_to(run_prefill(planted, case, rows), expected)
+            continue
+        with pytest.raises((AssertionError, LaunchFailed)):
+            assert_rounds_to(run_prefill(planted, case, rows), expected)

@@ -277,7 +277,11 @@ __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
     float peak = kLowest, weight = 0.0f, sum[D / 32];
 #pragma unroll
     for (int i = 0; i < D / 32; i++) sum[i] = 0.0f;
+#ifdef BATON_PLANT_FIRST_SPLITS
+    for (int s = lane; s < min(splits.y, kWarp); s += kWarp)
+#else
     for (int s = lane; s < splits.y; s += kWarp)
+#endif
         peak = fmaxf(peak, partial_stats[(long long)(splits.x + s) * heads + head].x);
     peak = warp_max(peak);
 #pragma unroll 4

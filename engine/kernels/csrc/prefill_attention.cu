@@ -47,7 +47,11 @@ template <int D> struct Loader {
     // Lane l holds the row of group l of kFound tiles; the next are fetched ahead of their use.
     __device__ __forceinline__ void take(int tile) {
         rows = rows_ahead;
+#ifdef BATON_PLANT_LOOK_AHEAD
+        rows_ahead = find(tile);
+#else
         rows_ahead = find(tile + kFound);
+#endif
     }
 
     __device__ __forceinline__ unsigned find(int tile) const {
