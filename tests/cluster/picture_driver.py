@@ -17,6 +17,7 @@ from baton.client.events import Ended, NewTokens, RequestSpec
 from baton.engine.pictures.draw import PictureEngine
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.wire.context_maps import to_map
+from baton.proto.wire.wire_context import WireContext
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "pictures" / "flux"
 PROMPT_TOKENS = 48
@@ -28,14 +29,17 @@ Pixels = npt.NDArray[np.uint8]
 class Drawing:
     """A running request: its steps as they arrive, then its end."""
 
-    def __init__(self, client: Client, context: PixelContext, **fields: object) -> None:
+    def __init__(
+        self, client: Client, context: PixelContext, wire: WireContext | None = None
+    ) -> None:
+        """``wire``: sent instead of the context."""
         self._client = client
         self._news: queue.SimpleQueue[NewTokens | Ended] = queue.SimpleQueue()
         self.steps: list[int] = []
         self.positions: list[int] = []
         self.ended: Ended | None = None
         name = f"picture-{next(_numbers)}"
-        spec = RequestSpec(request_id=name, context=to_map(context), **fields)  # type: ignore[arg-type]
+        spec = RequestSpec(request_id=name, context=wire or to_map(context))
         background = client._background
         connection, sink = background.connection, self._news.put
         background.post(lambda: connection.start(spec, sink))

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+import msgspec
 import numpy as np
 import pytest
 
+from baton.proto.errors import BatonError, InputError
+from baton.proto.requests import build_wire_context
+from baton.proto.sampling import SamplingParams
+
 from ..processes import wait_until
+from .driver import lost_requests
 from .picture_driver import FOLDER, Drawing, Reference
 
 pytestmark = pytest.mark.cluster
 
+LONG = 120  # steps that take a second or more
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
 
 @pytest.fixture(scope="module")
-def pools(shared_cluster):
-    return shared_cluster(prefill=2, decode=2, model=FOLDER, worker_timeout=1.0, block_size=16)
+def pools(shared_cluster, tmp_path_factory):
+    sockets = tmp_path_factory.mktemp("r")
+    return shared_cluster(
+        prefill=2, decode=2, routers=2, address=f"ipc://{sockets}/a.sock,ipc://{sockets}/b.sock",
+        model=FOLDER, worker_timeout=1.0,
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +37,7 @@ def clean(pools):
     """All workers are there, and afterwards none holds a block."""
     pools.wait_ready()
     yield
-    wait_until(
-        lambda: all(w["kv_blocks_used"] == 0 for w in pools.workers().values()),
-        what="all blocks to be free",
-    )
+    pools.wait_idle()
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +51,196 @@ def reference():
     return Reference()
 
 
-def test_pixels_are_those_of_one_process(client, reference):
+@pytest.fixture
+def check(client, reference):
+    """Draw requests together, and compare each with the engine's picture."""
+
+    def drawn(*requests):
+        running = [Drawing(client, request) for request in requests]
+        for one, request in zip(running, requests, strict=True):
+            assert np.array_equal(one.pixels(), reference.draw(request))
+            assert one.steps[-1] == request.num_inference_steps
+        return running
+
+    return drawn
+
+
+def test_pixels_are_those_of_one_process(check, reference):
     request = reference.request()
-    drawing = Drawing(client, request)
-    assert np.array_equal(drawing.pixels(), reference.draw(request))
+    (drawing,) = check(request)
     assert drawing.steps == [0, 1, 2, 3, 4]
     assert drawing.positions[0] == len(request.tokens)
     assert drawing.ended.status == "maximum_length"
+    assert drawing.ended.prefill.startswith("prefill-")
+    assert drawing.ended.decode.startswith("decode-")
+
+
+def test_together_as_alone(check, reference):
+    """Other sizes, numbers of steps, prompts and negative prompts in one batch."""
+    guided = {"negative_prompt": "a hat", "true_cfg_scale": 3.0}
+    own = np.random.default_rng(1).standard_normal((24, 16)).astype(np.float32)
+    check(
+        *(reference.request(seed=seed) for seed in range(4)),
+        *(reference.request(height=64, width=16 * n, seed=n) for n in (1, 2, 3)),
+        *(reference.request("a blue ball", num_inference_steps=n) for n in (1, 2, 9)),
+        *(reference.request(seed=seed, **guided) for seed in (1, 2)),
+        reference.request(guidance_scale=0.5),
+        reference.request(negative_prompt="a hat"),  # without true CFG it has no effect
+        reference.request(latents=own),
+    )
+
+
+def test_a_negative_prompt_takes_effect(client, reference):
+    pictures = [
+        Drawing(client, reference.request(negative_prompt=text, true_cfg_scale=4.0)).pixels()
+        for text in ("a hat", "a boat")
+    ]
+    plain = Drawing(client, reference.request()).pixels()
+    assert not np.array_equal(*pictures)
+    assert not np.array_equal(pictures[0], plain)
+
+
+def test_a_known_prompt_is_neither_encoded_nor_sent_again(client, check, reference):
+    """All blocks of the state are found: 49 vectors in 64 positions, and 64 more to exclude."""
+    first = reference.request("the prompt that comes again")
+    again = [reference.request("the prompt that comes again", seed=seed) for seed in (1, 2, 3)]
+    check(first)
+    found = [drawing for request in again for drawing in check(request)]
+    assert {drawing.ended.cached_tokens for drawing in found} == {64}
+    sent = client.status(handoffs=3)["handoffs"]["last"]
+    assert {(one["cached_tokens"], one["blocks"]) for one in sent} == {(64, 1)}
+    # With a negative prompt the prompt's blocks are still found.
+    other = reference.request(
+        "the prompt that comes again", negative_prompt="a hat", true_cfg_scale=2.0
+    )
+    (drawing,) = check(other)
+    assert drawing.ended.cached_tokens == 64
+
+
+def test_a_cancelled_picture_frees_its_blocks(pools, client, reference):
+    requests = [
+        reference.request(seed=seed, num_inference_steps=250, height=256) for seed in range(3)
+    ]
+    *running, kept = [Drawing(client, request) for request in requests]
+    for drawing in running:
+        ended = drawing.until(3).cancel().ended
+        assert (ended.status, ended.media) == ("cancelled", None)
+        assert drawing.steps[-1] < 250
+    assert np.array_equal(
+        kept.pixels(),
+        reference.draw(reference.request(seed=2, num_inference_steps=250, height=256)),
+    )
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def test_wrong_requests_end_with_one_error(client, reference):
+    wrong = {
+        "height must be": {"height": 8},
+        "multiple of 16": {"width": 40},
+        "num_inference_steps must be": {"num_inference_steps": 0},
+        "must be .* in 1..250": {"num_inference_steps": 10**6},
+        "latents must be floats": {"latents": np.zeros((3, 3), np.float32)},
+        "not finite": {"latents": np.full((24, 16), np.inf, np.float32)},
+        "true_cfg_scale must be": {"true_cfg_scale": -1.0},
+    }
+    for message, fields in wrong.items():
+        with pytest.raises(InputError, match=message):
+            Drawing(client, reference.request(**fields)).pixels()
+
+
+def test_tokens_that_the_encoders_do_not_have(client, reference):
+    for name in ("tokens", "tokens_2"):
+        request = reference.request("other words")
+        getattr(request, name).all[0] = 60_000
+        with pytest.raises(InputError, match=r"token ids must be in 0..99"):
+            Drawing(client, request).pixels()
+
+
+def test_text_for_a_picture_model(client, reference):
+    card = client._model().card
+    text = msgspec.structs.replace(card, task="generate", kinds=["TextContext"])
+    wire = build_wire_context([1, 2, 3], text, SamplingParams(max_new_tokens=3))
+    drawing = Drawing(client, reference.request(), wire=wire)
+    with pytest.raises(InputError, match="takes no text"):
+        drawing.pixels()
+    with pytest.raises(BatonError):
+        client.embed([[1, 2, 3]])
+
+
+# --------------------------------------------------------------------------- lost processes
+
+
+def many(reference, count=6, **fields):
+    return [
+        reference.request(f"picture {n}", seed=n, num_inference_steps=LONG, **fields)
+        for n in range(count)
+    ]
+
+
+def lose(pools, client, reference, name, step, requests):
+    """Kill a worker when the first picture has reached a step; all pixels must be right."""
+    expected = [reference.draw(request) for request in requests]
+    before = lost_requests(pools)
+    for _ in range(3):  # on a busy machine the blow may come when all is over
+        pid = pools.pids()[name]
+        running = [Drawing(client, request) for request in requests]
+        if step is not None:
+            running[0].until(step)
+        os.kill(pid, signal.SIGKILL)
+        for drawing, pixels in zip(running, expected, strict=True):
+            assert np.array_equal(drawing.pixels(), pixels)
+            assert drawing.steps == list(range(LONG + 1))
+        pools.wait_replaced(name, pid)
+        if lost_requests(pools) > before:
+            return
+    pytest.fail("nothing ran on the lost worker")
+
+
+def test_a_decode_worker_dies_between_steps(pools, client, reference):
+    lose(pools, client, reference, "decode-0", 30, many(reference))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["decode-0", "decode-1"])
+@pytest.mark.parametrize("step", [0, LONG - 10])
+def test_a_decode_worker_dies_at_another_step(pools, client, reference, name, step):
+    guided = {"negative_prompt": "a hat", "true_cfg_scale": 2.0, "height": 192}
+    lose(pools, client, reference, name, step, many(reference, 4, **guided))
+
+
+@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
+def test_workers_die_while_a_prompt_is_encoded_or_sent(pools, client, reference, role):
+    """Stopped prefill workers encode nothing; stopped decode workers grant no blocks."""
+    requests = [reference.request(f"{role} {n}", seed=n) for n in range(4)]
+    names = [f"{role}-0", f"{role}-1"]
+    pids = [pools.pids()[name] for name in names]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    running = [Drawing(client, request) for request in requests]
+    wait_until(
+        lambda: client.status()["router"]["requests"]["in_flight"] == len(requests),
+        what="requests at workers",
+    )
+    os.kill(pids[0], signal.SIGKILL)
+    os.kill(pids[1], signal.SIGCONT)
+    for drawing, request in zip(running, requests, strict=True):
+        assert np.array_equal(drawing.pixels(), reference.draw(request))
+    pools.wait_replaced(names[0], pids[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["router-0", "router-1"])  # the client uses one of them
+def test_a_router_dies(pools, client, reference, name):
+    requests = many(reference, 3)
+    running = [Drawing(client, request) for request in requests]
+    for drawing in running:
+        drawing.until(10)
+    pid = pools.pids()[name]
+    os.kill(pid, signal.SIGKILL)
+    for drawing, request in zip(running, requests, strict=True):
+        assert np.array_equal(drawing.pixels(), reference.draw(request))
+        assert drawing.steps == list(range(LONG + 1))
+    pools.wait_said(f"{name} serves again")
+    wait_until(lambda: set(pools.workers()) >= set(WORKERS), what="all workers to register again")
