@@ -283,11 +283,11 @@ def chat_request() -> bytes:
 
 def measure(
     setups: Sequence[Setup], request: bytes, at_once: int, seconds: float
-) -> tuple[list[tuple[dict[str, float], Load]], float]:
+) -> tuple[list[tuple[dict[str, float], Load]], dict[str, float]]:
     """Return CPU seconds by process and the answered load of each setup's cheapest round.
 
-    Other processes make rounds dearer, never cheaper. The setups take turns. The last value is the
-    median over the turns of the first setup's cost by the last one's.
+    Other processes make rounds dearer, never cheaper. The setups take turns. The last value has
+    for each process the median over the turns of the first setup's cost by the last one's.
     """
     turns = COST_ROUNDS if len(setups) == 1 else 3 * COST_ROUNDS
     found: list[list[tuple[dict[str, float], Load]]] = [[] for _ in setups]
@@ -298,13 +298,24 @@ def measure(
             costs = Costs(setup.gateway, setup.router)
             load = run_load(setup.port, request, at_once, seconds / turns)
             rounds.append((costs.since(), load))
-    ratios = [_cost(one) / _cost(last) for one, last in zip(found[0], found[-1], strict=True)]
-    return [min(rounds, key=_cost) for rounds in found], statistics.median(ratios)
+    each = [[_each(*one) for one in rounds] for rounds in found]
+    ratios = {
+        name: statistics.median(
+            one[name] / last[name] for one, last in zip(each[0], each[-1], strict=True)
+        )
+        for name in ("gateway", "router", "both")
+    }
+    return [min(rounds, key=_cost) for rounds in found], ratios
 
 
 def _cost(measured: tuple[dict[str, float], Load]) -> float:
-    costs, load = measured
-    return sum(costs.values()) / max(load.requests, load.events)
+    return _each(*measured)["both"]
+
+
+def _each(costs: dict[str, float], load: Load) -> dict[str, float]:
+    """Return CPU seconds per request or event, by process and in all of them."""
+    work = max(load.requests, load.events)
+    return {name: cpu / work for name, cpu in {**costs, "both": sum(costs.values())}.items()}
 
 
 def kinds_of_load() -> Iterator[tuple[str, bytes, int, bool]]:
@@ -332,14 +343,15 @@ def measure_costs(setups: Sequence[Setup], seconds: float, only: str = "") -> No
     for name, request, at_once, tokens in kinds_of_load():
         if only not in name:
             continue
-        measured, ratio = measure(setups, request, at_once, seconds)
+        measured, ratios = measure(setups, request, at_once, seconds)
         for setup, (costs, load) in zip(setups, measured, strict=True):
             bar = BARS["token"] if tokens else BARS["request"]
             shown = f"{name} ({setup.name})" if len(setups) > 1 else name
             show(shown, costs, load, load.events if tokens else load.requests,
                  None if name.startswith("chat") else bar)  # fmt: skip
         if len(setups) > 1:
-            print(f"  median of the turns: {ratio:.2f} of the other checkout's cost", flush=True)
+            shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+            print(f"  cost by the other checkout's, median of the turns: {shown}", flush=True)
 
 
 def first_tokens(address: str, port: int) -> dict[str, list[float]]:

@@ -23,7 +23,7 @@ from ..runtime.keys.keyring import GivenKeys, client_keys
 from ..runtime.net.loop import Loop
 from .async_generation import AsyncGeneration
 from .calls import Answer, Calls, Draft, Each, Whole, answer_of_kind, at_prompt
-from .connection import Connection
+from .connection import Batch, Connection
 from .embedding import Embedding, embed_specs
 from .environment import find_cluster
 from .events import Ended, NewTokens
@@ -66,6 +66,8 @@ class AsyncClient(Calls["AsyncGeneration"]):
 
     ``model_folder``: your own folder of the served model. If its tokenizer files are those of the
     cluster, prompts are rendered and tokenized in this process, and not in guarded processes.
+
+    ``batch``: is told before and after the outputs of a message of the router are delivered.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class AsyncClient(Calls["AsyncGeneration"]):
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
         model_folder: str = "",
+        batch: Batch | None = None,
     ) -> None:
         connect, reconnect = check_timeouts(
             connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
@@ -84,6 +87,7 @@ class AsyncClient(Calls["AsyncGeneration"]):
         self._keys = client_keys(keys)
         self._timeout = connect
         self._reconnect_timeout = reconnect
+        self._batch = batch
         self._models = ModelCache(model_folder)
         self._models_lock = asyncio.Lock()
         self._loop: Loop | None = None
@@ -310,6 +314,7 @@ class AsyncClient(Calls["AsyncGeneration"]):
                 keys=self._keys,
                 connect_timeout=self._timeout,
                 reconnect_timeout=self._reconnect_timeout,
+                batch=self._batch,
             )
         elif self._loop is not None and self._loop.asyncio_loop is not running:
             raise InputError("an AsyncClient belongs to the event loop of its first use")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -61,11 +62,21 @@ _PATIENT = ChannelOptions(
 AnswerSink = Callable[[Message | BatonError], object]
 
 
+class Batch(Protocol):
+    """What is told of the messages of the router. Neither method may raise."""
+
+    def begin(self) -> None:
+        """Sinks are going to be called for a message."""
+
+    def end(self) -> None:
+        """Sinks have been called for the messages of this turn of the loop."""
+
+
 class Connection:
     """One client's connection to one of the routers at ``addresses``.
 
     The first router is drawn at random, to spread the clients over the routers; the others follow
-    in their order. Raises ConfigError for an invalid address.
+    in their order. ``batch``: is told of each message. Raises ConfigError for an invalid address.
     """
 
     def __init__(
@@ -76,8 +87,10 @@ class Connection:
         keys: Keys | None = None,
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
+        batch: Batch | None = None,
     ) -> None:
         self._loop = loop
+        self._batch = batch
         self._keys = keys
         routers = router_addresses(addresses)
         first = random.randrange(len(routers))  # noqa: S311 -- for load balancing, not for security
@@ -107,6 +120,8 @@ class Connection:
             self._context.destroy(linger=0)
             raise
         loop.on_turn_end(self._outbox.flush)
+        if batch is not None:
+            loop.on_turn_end(batch.end)
 
     # ------------------------------------------------------------------ calls of the user
 
@@ -267,6 +282,8 @@ class Connection:
         except ProtocolError as error:
             self._handle(Malformed(error))
             return
+        if self._batch is not None:
+            self._batch.begin()
         core, sinks, now = self._core, self._sinks, self._loop.now()
         for message in messages:
             for action in core.handle(Received(message), now):

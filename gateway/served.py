@@ -21,6 +21,7 @@ from ..proto.trace_context import parse_traceparent
 from .bodies import MAX_BODY_BYTES
 from .chat_plan import ChatPlanner
 from .errors import BodyTooLarge, BodyTooSlow, ModelNotFound, ParameterError
+from .exchange import WriteBatch
 from .image_fetch import ImageFetcher
 from .messages import ImageUrl
 
@@ -41,7 +42,7 @@ class Served:
     ``router_clients``: a client for each router if there are several; empty: ``client`` is enough.
     ``fetcher``: fetches images of other URLs than data URLs; None: they are refused.
     ``unfinished_bytes``: of all bodies that are still arriving. ``vllm_metrics``: ``/metrics`` has
-    vLLM's names too.
+    vLLM's names too. ``writes``: holds events while a message of the router is handled.
     """
 
     client: AsyncClient
@@ -53,6 +54,7 @@ class Served:
     fetcher: ImageFetcher | None = None
     vllm_metrics: bool = False
     router_clients: tuple[AsyncClient, ...] = ()
+    writes: WriteBatch = field(default_factory=WriteBatch)
     _known: tuple[str, ...] = field(default=(), init=False)
     _model: ServedModel | None = field(default=None, init=False)
 

@@ -31,7 +31,7 @@ from ..runtime.process.main import SIGN_EVERY_S, collect_rarely, favor_event_loo
 from .app import make_app
 from .chat_plan import ChatPlanner
 from .config import GatewayConfig
-from .exchange import Exchange
+from .exchange import Exchange, WriteBatch
 from .image_fetch import ImageFetcher
 from .metrics import GatewayMetrics
 from .served import Served
@@ -286,12 +286,14 @@ async def _serve(
     config: GatewayConfig, sockets: list[socket.socket], on_listening: Announce | None
 ) -> None:
     keys, folder = config.keys or None, config.model_folder
-    client = AsyncClient(list(config.routers), keys=keys, model_folder=folder)
+    writes = WriteBatch()
+    client = AsyncClient(list(config.routers), keys=keys, model_folder=folder, batch=writes)
     planner = ChatPlanner(config.tool_call_parser, config.reasoning_parser)
     served = Served(
         client, config.model_names, config.max_body_bytes, config.name,
         planner=planner, fetcher=ImageFetcher(config.image_hosts),
         vllm_metrics=config.metrics_compat == "vllm", router_clients=_router_clients(config),
+        writes=writes,
     )  # fmt: skip
     counts = GatewayMetrics()
     tracing = make_tracing(config.otlp_endpoint, config.name)

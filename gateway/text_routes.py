@@ -116,7 +116,9 @@ async def _respond(
             own = f"{name}-{at * number + index}" if len(starts) * number > 1 else name
             generations.append(start(params[index], {**options, "request_id": own}))
     deliver = StreamDelivery if body.stream else WholeDelivery
-    await deliver(Exchange.of(request.scope), answer, generations, len(starts), body).run()
+    exchange = Exchange.of(request.scope)
+    exchange.batch = Served.of(request).writes
+    await deliver(exchange, answer, generations, len(starts), body).run()
 
 
 def _without_special_tokens(

@@ -22,7 +22,7 @@ from baton.gateway.answers import Answer, CompletionForm
 from baton.gateway.app import make_app
 from baton.gateway.bodies import CompletionBody
 from baton.gateway.delivery import StreamDelivery, WholeDelivery
-from baton.gateway.exchange import Exchange
+from baton.gateway.exchange import Exchange, WriteBatch
 from baton.gateway.served import Served
 from baton.gateway.server import LimitedHttp
 from baton.proto.contexts.status import GenerationStatus
@@ -52,7 +52,7 @@ class Generation:
 class Server:
     """One connection to an application that streams the outputs of ``generations``."""
 
-    def __init__(self, count: int = 1, **fields: Any) -> None:
+    def __init__(self, count: int = 1, batch: WriteBatch | None = None, **fields: Any) -> None:
         self.generations: list[list[Generation]] = []
         self.failures: list[Exception] = []
         body = msgspec.convert({"prompt": "x", "stream": True, **fields}, CompletionBody)
@@ -63,6 +63,7 @@ class Server:
             kind = StreamDelivery if body.stream else WholeDelivery
             answer = Answer(CompletionForm(None), "cmpl-1", "demo")
             exchange = Exchange.of(scope)
+            exchange.batch = batch or exchange.batch
             try:
                 await kind(exchange, answer, generations, 1, body).run()  # type: ignore[arg-type]
             except Exception as error:
@@ -341,3 +342,40 @@ def test_an_answered_request_leaves_nothing_to_the_garbage_collector(stream):
         gc.enable()
     assert b'"finish_reason":"length"' in answer
     assert not left & {"AsyncGeneration", "Exchange", "Clock", "StreamDelivery", "WholeDelivery"}
+
+
+def test_the_events_of_one_message_are_written_after_it_once_per_connection():
+    async def run() -> tuple[bytes, bytes]:
+        batch = WriteBatch()
+        servers = [Server(batch=batch) for _ in range(3)]
+        generations = [(await server.ask())[0] for server in servers]
+        writes: list[int] = []
+        for at, server in enumerate(servers):
+            write = server.peer.write
+            server.peer.write = lambda data, at=at, write=write: (writes.append(at), write(data))  # type: ignore[method-assign]
+
+        def broken(_data: bytes) -> None:
+            raise OSError("gone")
+
+        servers[1].peer.write = broken  # type: ignore[method-assign]
+        batch.begin()
+        for generation in generations:
+            generation.say("a")
+            generation.say("b")
+        assert not writes
+        batch.end()
+        assert writes == [0, 2]
+        batch.begin()
+        generations[0].say("c")
+        generations[0].say("", last=True)  # an end does not wait
+        assert writes == [0, 2, 0]
+        batch.end()
+        generations[2].say("c")  # no message is handled, so nothing waits
+        generations[2].say("", last=True)
+        assert writes == [0, 2, 0, 2, 2]
+        assert servers[1].peer.closed
+        await servers[0].settle()
+        return bytes(servers[0].peer.out), bytes(servers[2].peer.out)
+
+    for out in asyncio.run(run()):
+        assert texts(events(out)) == [(0, "a"), (0, "b"), (0, "c"), (0, "")]
