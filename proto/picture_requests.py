@@ -160,7 +160,12 @@ def _check_prompts(request: PixelContext | WirePixelContext, names: tuple[str, .
 
 
 def _check_arrays(request: PixelContext | WirePixelContext) -> None:
-    for name in ("sigmas", "timesteps"):
+    unknown = request.extra_params.keys() - {"seed"}
+    if unknown:
+        raise InputError(f"extra_params has {min(unknown)[:40]!r}; only seed is supported")
+    if request.mask is not None and not request.mask.all():
+        raise InputError("mask is not supported; the encoders read all tokens")
+    for name in ("sigmas", "timesteps", "latent_image_ids"):
         array = getattr(request, name)
         if array is not None and array.size:
             raise InputError(f"{name} are computed by the model; leave them empty")

@@ -91,7 +91,7 @@ def picture_run(wire: WirePixelContext, request_id: RequestID, block_size: int) 
 
 def committed_picture(run: PictureRun) -> WirePixelContext:
     """Return the map of a request whose state was computed, for a decode worker."""
-    wire = to_map(run.picture.request)
+    wire = to_map(run.picture.request)  # its prompts are at most a few thousand ids
     row = WireTokens(run.tokens.ids(), _prompt_length=run.prompt_length)
     made = msgspec.structs.replace(wire, tokens=row, base=run.base, cache_salt=run.cache_salt)
     if not isinstance(made, WirePixelContext):

@@ -308,7 +308,7 @@ def test_png_files_are_read_back(shape):
 
 def broken():
     png = encode_png(np.zeros((4, 4, 3), np.uint8))
-    filtered = zlib.compress(b"\1" + bytes(12) + bytes(3 * 13))
+    filtered = zlib.compress(b"\2" + bytes(12) + bytes(3 * 13))
     yield "cut", png[:-12]
     yield "cut in the data", png[:50]
     yield "text", b"no picture" * 10

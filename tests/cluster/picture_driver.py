@@ -83,7 +83,7 @@ class Drawing:
 
 
 def read_png(content: bytes) -> Pixels:
-    """Return the pixels of a PNG whose rows have no filter, ``[height, width, 3]``."""
+    """Return the pixels of a PNG whose rows have the filter sub, ``[height, width, 3]``."""
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     at, data = 8, b""
     size = (0, 0)
@@ -99,8 +99,8 @@ def read_png(content: bytes) -> Pixels:
         at += length + 12
     width, height = size
     rows = np.frombuffer(zlib.decompress(data), np.uint8).reshape(height, 1 + 3 * width)
-    assert not rows[:, 0].any()
-    return rows[:, 1:].reshape(height, width, 3)
+    assert (rows[:, 0] == 1).all()
+    return np.cumsum(rows[:, 1:].reshape(height, width, 3), axis=1, dtype=np.uint8)
 
 
 @dataclass

@@ -178,3 +178,25 @@ def test_the_name_of_a_model_from_the_hub():
     assert model_name(f"/x/hub/models--org--a--b/snapshots/{COMMIT}") == "org/a--b"
     assert model_name("/models/llama") == "llama"
     assert model_name("/models/snapshots/x") == "x"
+
+
+def test_a_picture_model_is_fetched_with_its_folders_and_nothing_else(hub, tmp_path):
+    flux = Path(__file__).parents[1] / "data" / "pictures" / "flux"
+    files = [path for path in flux.rglob("*") if path.is_file() and path.suffix != ".npz"]
+    wanted = {str(path.relative_to(flux)): path.read_bytes() for path in files}
+    shard = "text_encoder_2/model-00001-of-00002.safetensors"
+    wanted |= {shard: b"s", "text_encoder_2/model.safetensors.index.json": b"{}"}
+    unwanted = {
+        "flux1-dev.safetensors": b"x",
+        "ae.safetensors": b"x",
+        "transformer/diffusion_pytorch_model.fp16.safetensors": b"x",
+        "text_encoder/model.fp16.safetensors": b"x",
+        "text_encoder/pytorch_model.bin": b"x",
+        "model_extra/model.safetensors": b"x",
+        "vae/flax.msgpack": b"x",
+    }
+    hub.files = wanted | unwanted
+    lines = ask(tmp_path, "org/tiny", endpoint=hub.url)
+    folder = Path(lines[-1].removeprefix("folder "))
+    got = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert got == wanted.keys()

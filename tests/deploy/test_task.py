@@ -8,6 +8,8 @@ import pytest
 from baton.deploy.config import ServeSettings, check, demo_model_folder
 from baton.deploy.local import banner
 from baton.deploy.local.cluster import check_model, make_plan
+from baton.deploy.plan import prepare
+from baton.deploy.plan.memory import LEAST_BYTES, folder_memory
 from baton.proto.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -65,3 +67,31 @@ def test_tasks_a_model_cannot_do_are_refused_before_anything_starts():
         check_model(ServeSettings(model=str(DATA / "embedders/bert"), task="generate"))
     with pytest.raises(ConfigError, match="task must be one of"):
         check(ServeSettings(task="sing"))
+
+
+FLUX = "pictures/flux"
+
+
+def test_a_picture_model_has_both_pools_and_its_own_memory(monkeypatch):
+    monkeypatch.setattr(prepare, "free_memory", lambda: 4 << 30)
+    plan = plan_of(FLUX, max_num_seqs=4, prefill_max_num_seqs=2)
+    assert plan.worker_names == ("prefill-0", "decode-0")
+    workers = [spec for spec in plan.processes if spec.name in plan.worker_names]
+    assert {spec.config.runner.task for spec in workers} == {"draw"}
+    model = folder_memory(str(DATA / FLUX), 0, 16)
+    row = 2 * 528 + 1 + 251  # positions of two prompts of 512 tokens, and of the steps
+    assert model.context == row * 32 * 4
+    assert 0 < model.worker("prefill") == model.weights < model.worker("decode") == model.drawing
+    assert plan.kv_default == max(LEAST_BYTES, 2 * 4 * model.context)
+    assert prepare.served_context(plan.settings) == row
+
+
+def test_picture_models_refuse_other_tasks_and_devices():
+    check_model(ServeSettings(model=str(DATA / FLUX)))
+    with pytest.raises(ConfigError, match="is a picture model; its task is draw"):
+        check_model(ServeSettings(model=str(DATA / FLUX), task="generate"))
+    with pytest.raises(ConfigError, match="picture models run on the CPU"):
+        check_model(ServeSettings(model=str(DATA / FLUX), device="cuda"))
+    with pytest.raises(ConfigError, match="cannot draw"):
+        check_model(ServeSettings(model=str(DATA / "checkpoints/qwen3"), task="draw"))
+    assert prepare.memory_refusal(ServeSettings(model=str(DATA / FLUX)), 1 << 20, {}) == ""

@@ -104,8 +104,9 @@ def read_png(data):
     assert (depth, rest) == (8, [0, 0, 0])
     channels = {0: 1, 2: 3, 6: 4}[colour]
     rows = np.frombuffer(zlib.decompress(chunks[1][1]), np.uint8).reshape(height, -1)
-    assert not rows[:, 0].any()
-    return rows[:, 1:].reshape(height, width, channels)
+    assert (rows[:, 0] == 1).all()  # a sample is that of the pixel before plus a difference
+    differences = rows[:, 1:].reshape(height, width, channels)
+    return np.cumsum(differences, axis=1, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 5, 1), (3, 5, 3), (3, 5, 4), (1, 1)])
