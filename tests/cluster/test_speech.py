@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import wave
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from baton.client import AsyncClient
 from baton.client.speech import speech_context
-from baton.deploy.config import demo_model_folder
-from baton.engine.audio.chunks import load_audio
-from baton.engine.audio.pcm import pcm16, wav_header
-from baton.engine.kernels import load_backend
-from baton.engine.loading.loader import RunnerConfig, load_runner
-from baton.engine.pipeline import SpeechPipeline
+from baton.engine.audio.pcm import wav_header
 from baton.proto.errors import DeadlineExceeded, InputError
 from baton.proto.layout import AudioCard
 from baton.proto.sampling import SamplingParams
 
 from .conftest import command_environment
 from .driver import lost_requests
+from .speaker import TEXTS, assert_same, make_speaker, samples_here, speak_all, speech_params
 
 pytestmark = pytest.mark.cluster
-
-CODEC = Path(__file__).parents[1] / "data" / "codecs" / "snac"
-FIRST = 260
-TEXTS = [f"Once upon a time there was a {name}." for name in ("fox", "hen", "cat", "dog")]
-
-
-def speech_params(index: int, new: int = 300) -> SamplingParams:
-    return SamplingParams(max_new_tokens=new, ignore_eos=True, temperature=1.0, seed=index)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The demo model, with some of its tokens taken for audio tokens of the tiny codec."""
-    folder = tmp_path_factory.mktemp("speech") / "speaker"
-    shutil.copytree(demo_model_folder(), folder)
-    shutil.copytree(CODEC, folder / "snac")
-    about = {"first_token": FIRST, "voices": ["ada", "bob"], "end_tokens": [5], "stop_tokens": [7]}
-    (folder / "speech.json").write_text(json.dumps(about))
-    return folder
+    return make_speaker(tmp_path_factory.mktemp("speech") / "speaker")
 
 
 @pytest.fixture(scope="module")
@@ -60,60 +38,26 @@ def pools(shared_cluster, folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(pools, folder):
-    """The samples of each text: those of ``next_chunk`` in this process, 16 bit."""
-    audio = load_audio(folder)[1]
-    runner = load_runner(RunnerConfig(model=str(folder)))
-    pipeline = SpeechPipeline(runner.pipeline, audio)
-    expected = []
     with pools.client() as client:
-        for index, text in enumerate(TEXTS):
-            context = speech_context(client.model(), text, "bob", speech_params(index))
-            context.ignore_eos = True  # workers take it from the sampling parameters
-            chunks = []
-            while not context.is_done:
-                (output,) = pipeline.next_chunk({context.request_id: context}).values()
-                chunks.append(np.frombuffer(pcm16(output.audio_data), np.int16))
-            assert len(chunks) > 4
-            expected.append(np.concatenate(chunks))
-    return expected
-
-
-def run(address, strike=None):
-    """Speak all texts at once; ``strike`` is called after each chunk with the chunks so far."""
-    chunks: list[list[np.ndarray]] = [[] for _ in TEXTS]
-
-    async def follow(client, index):
-        async for chunk in client.speak(TEXTS[index], speech_params(index), voice="bob"):
-            chunks[index].append(chunk)
-            if strike is not None:
-                strike(chunks)
-
-    async def body():
-        async with AsyncClient(address, connect_timeout=20.0) as client:
-            await asyncio.gather(*(follow(client, index) for index in range(len(TEXTS))))
-
-    asyncio.run(body())
-    return [np.concatenate(found) for found in chunks]
-
-
-def same(found, expected):
-    exact = load_backend().row_independent
-    for ours, theirs in zip(found, expected, strict=True):
-        assert len(ours) == len(theirs)
-        off = np.abs(ours.astype(np.int64) - theirs)
-        assert off.max() <= (0 if exact else 1)
+        return samples_here(folder, client.model())
 
 
 def test_the_samples_are_those_of_the_pipeline(pools, undisturbed):
     assert pools.client().model().card.audio == AudioCard(
         sample_rate=8000, frame_samples=96, frame_tokens=7
     )
-    same(run(pools.address), undisturbed)
-    same(run(pools.address), undisturbed)  # the prompts are in the prefix caches now
+    assert_same(speak_all(pools.address), undisturbed)
+    assert_same(speak_all(pools.address), undisturbed)  # the prompts are in the prefix caches now
 
 
 @pytest.mark.parametrize(
-    ("name", "begun"), [("prefill-0", 1), ("decode-0", 1), ("decode-0", 8), ("decode-0", 16)]
+    ("name", "begun"),
+    [
+        ("prefill-0", 1),
+        ("decode-0", 8),
+        pytest.param("decode-0", 1, marks=pytest.mark.long),
+        pytest.param("decode-0", 16, marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_worker_changes_no_sample(pools, undisturbed, name, begun):
     before = lost_requests(pools)
@@ -126,8 +70,8 @@ def test_a_killed_worker_changes_no_sample(pools, undisturbed, name, begun):
                 killed.append(pid)
                 os.kill(pid, signal.SIGKILL)
 
-        found = run(pools.address, strike)
-        same(found, undisturbed)
+        found = speak_all(pools.address, strike)
+        assert_same(found, undisturbed)
         pools.wait_replaced(name, pid)
         if lost_requests(pools) > before or name.startswith("prefill"):
             return
