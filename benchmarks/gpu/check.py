@@ -26,6 +26,7 @@ PARTS = (
     Part("leaks", f"{_HERE}.leaks:leaks", 90),
     Part("memcheck", f"{_HERE}.sanitizer:memcheck", 120, together=True),
     Part("racecheck", f"{_HERE}.sanitizer:racecheck", 120, together=True),
+    Part("words", f"{_HERE}.suite:words", 90),
 )
 
 

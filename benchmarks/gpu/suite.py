@@ -14,6 +14,8 @@ from .machine import ROOT
 from .stage import Stage
 
 TESTS = ROOT / "tests/cuda"
+WORDS = "test_host_execution.py"
+"""Must not run beside other parts, or before them: a hang would cost them their time."""
 
 
 def attention(stage: Stage) -> Iterator[Line]:
@@ -33,9 +35,14 @@ def sampling(stage: Stage) -> Iterator[Line]:
 
 def others(stage: Stage) -> Iterator[Line]:
     """Elementwise kernels, products, graphs, streams, whole models."""
-    own = {"test_attention.py", "test_blocks.py", "test_sampling.py"}
+    own = {"test_attention.py", "test_blocks.py", "test_sampling.py", WORDS}
     names = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in own)
     return _suite(stage, names)
+
+
+def words(stage: Stage) -> Iterator[Line]:
+    """The words of CUDA that kernels use, by themselves: one of the tests spins on a lock."""
+    return _suite(stage, [WORDS])
 
 
 def _suite(stage: Stage, files: Sequence[str]) -> Iterator[Line]:

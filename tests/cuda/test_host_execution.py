@@ -172,6 +172,53 @@ def test_conversions_round_to_nearest_even_and_saturate(device, rng):
     assert (back[~nan, 2] == FP8[fp8[~nan] & 127] * np.where(fp8[~nan] & 128, -1, 1)).all()
 
 
+def test_pairs_are_whole_words(device, rng):
+    """On a GPU each is one instruction, in which the halves are easily swapped."""
+    n = 1024
+    a, b = (rng.standard_normal(n).astype(np.float32) * np.float32(10.0) for _ in range(2))
+    a[:9] = [np.inf, -np.inf, np.nan, 1, 448, 1e9, 3e-3, -7e4, 65520]
+    b[:9] = [1, 2, 3, np.nan, -465, -1e9, 70000, 5, -65520]
+    out, back = device.empty((n, 4), np.uint32), device.empty((n, 2), np.float32)
+    args = (device.upload(a), device.upload(b), out, back, np.int32(n))
+    device.launch(probe("pairs"), (n // 256,), (256,), args)
+    out, back = device.download(out), device.download(back)
+    bf, half, fp8 = (
+        [one(x).astype(np.uint32) for x in (a, b)] for one in (bf16_of, half_of, fp8_of)
+    )
+    assert (out[:, 0] == (bf[0] | bf[1] << 16)).all()
+    assert (out[:, 1] == (half[0] | half[1] << 16)).all()
+    assert (out[:, 2] == (fp8[0] | fp8[1] << 8)).all()
+    either = np.isnan(a) | np.isnan(b)
+    larger = np.where(either, 0x7FFF, np.where(a > b, bf[0], bf[1]))
+    assert (out[:, 3] == (larger | larger << 16)).all()
+    for column, codes in enumerate(fp8):
+        expected = FP8[codes & 127] * np.where(codes & 128, -1, 1)
+        np.testing.assert_array_equal(back[:, column], expected)
+
+
+def bf16_of(values):
+    u = values.view(np.uint32).astype(np.uint64)
+    return np.where(np.isnan(values), 0x7FFF, u + 0x7FFF + (u >> 16 & 1) >> 16)
+
+
+def half_of(values):
+    bits = np.clip(values, -65504, 65504).astype(np.float16).view(np.uint16)
+    return np.where(np.isnan(values), 0x7FFF, bits)
+
+
+def fp8_of(values):
+    return np.where(np.isnan(values), 0x7F, nearest_fp8(np.nan_to_num(values)))
+
+
+def test_short_copies_are_filled_with_zeros(device, rng):
+    data = rng.integers(1, 256, (64, 16), np.uint8)
+    out = device.empty((64, 4), np.uint32)
+    source = device.upload(data.view(np.uint32))
+    device.launch(probe("fills"), (1,), (64,), (source, out))
+    kept = np.arange(16) < (np.arange(64) % 17)[:, None]
+    assert (device.download(out).view(np.uint8) == np.where(kept, data, 0)).all()
+
+
 CODES = np.arange(128)
 FP8 = np.where(CODES < 8, CODES, 8 + CODES % 8) * np.exp2(np.maximum(CODES // 8, 1) - 10.0)
 FP8[127] = np.nan

@@ -95,6 +95,26 @@ extern "C" __global__ void conversions(const float* in, unsigned short* bf, unsi
     if (low_bf16(two) != bf16_to_float(float_to_bf16(in[i])) && in[i] == in[i]) bf[i] = 0x1234;
 }
 
+// Whole words, whose halves must not be swapped: a low, b high; back: the fp8 pair as floats.
+extern "C" __global__ void pairs(const float* a, const float* b, unsigned* out, float* back, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    out[4 * i] = pack_bf16(a[i], b[i]);
+    out[4 * i + 1] = pack_half_saturating(a[i], b[i]);
+    out[4 * i + 2] = pack_fp8(a[i], b[i]);
+    out[4 * i + 3] = max_bf16x2(pack_bf16(a[i], b[i]), pack_bf16(b[i], a[i]));
+    const float2 two = unpack_fp8(out[4 * i + 2]);
+    back[2 * i] = two.x, back[2 * i + 1] = two.y;
+}
+
+// Copies 0 to 16 bytes and fills the rest of 16 with zeros.
+extern "C" __global__ void fills(const uint4* in, uint4* out) {
+    __shared__ uint4 held[64];
+    cp_async16_fill(&held[threadIdx.x], in + threadIdx.x, threadIdx.x % 17);
+    cp_async_wait_all();
+    out[threadIdx.x] = held[threadIdx.x];
+}
+
 // c[16][8] = a[16][16] b[8][16]^T through ldmatrix: rows of a, rows of b; b also transposed twice.
 extern "C" __global__ void tensor(const uint4* a, const uint4* b, const uint4* b_transposed, float* c,
                                   float* c_transposed, unsigned* single,
