@@ -41,6 +41,12 @@ def test_products_have_their_rows_and_columns_in_place(
     np.testing.assert_allclose(out if wide else from_bf16(out), expected, 1e-2, 5e-2)
 
 
+def test_the_library_names_its_version(library: str) -> None:
+    handle = Cublas(library, stream=1, workspace=WORKSPACE_BYTES)
+    assert handle.version == 130101
+    handle.close()
+
+
 def test_a_status_becomes_an_error(library: str) -> None:
     handle = Cublas(library, stream=1, workspace=0)
     with pytest.raises(CublasFailed, match="cublasGemmEx returned status 1"):

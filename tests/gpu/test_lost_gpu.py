@@ -1,7 +1,9 @@
-"""A GPU that fails under a whole cluster: its worker is replaced, and no request is lost."""
+"""A GPU that fails under a whole cluster, and installations that cannot use theirs."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,34 @@ def test_the_worker_is_replaced_and_its_requests_go_on(
         wait_until(replaced, 60.0)
         assert generated(served.client) == undisturbed
     assert "device lost: CUDARuntimeError: cudaErrorIllegalAddress" in served.log.read_text()
+
+
+MAKE = """
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
+from baton.proto.errors import ConfigError
+try:
+    print(CudaBackend(CupyDevice()).numerics)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def made(environment: dict[str, str]) -> str:
+    command = [sys.executable, "-P", "-c", MAKE]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def test_an_installation_that_cannot_compute_is_one_sentence(with_cupy: dict[str, str]) -> None:
+    said = (
+        "this installation of CuPy cannot compute: pip install 'cupy-cuda13x[ctk]' (RuntimeError: "
+    )
+    without = made({**with_cupy, "BATON_FAKE_NO_NVRTC": "1"})
+    assert without == f"{said}CuPy failed to load libnvrtc.so.13: OSError: cannot open)"
+    without = made({**with_cupy, "BATON_FAKE_NO_CUBLAS": "1"})
+    assert without == f"{said}Failure finding libcublas.so.13)"
+
+
+def test_compiler_and_cublas_are_part_of_what_decides_bits(with_cupy: dict[str, str]) -> None:
+    assert made(with_cupy) == "cuda-sm_80-nvrtc13.0-cublas130101-1-bf16"

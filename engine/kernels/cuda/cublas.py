@@ -16,12 +16,15 @@ WORKSPACE_BYTES = 32 << 20
 _CUDA_R_32F, _CUDA_R_16BF = 0, 14
 _COMPUTE_32F, _GEMM_DEFAULT = 68, -1
 _OP_N, _OP_T = 0, 1
+_NO_REDUCED_PRECISION_REDUCTION = 16
 _INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 _SIGNATURES = {
     "cublasCreate_v2": (ctypes.POINTER(_POINTER),),
     "cublasDestroy_v2": (_POINTER,),
     "cublasSetStream_v2": (_POINTER, _POINTER),
     "cublasSetWorkspace_v2": (_POINTER, _POINTER, _SIZE),
+    "cublasSetMathMode": (_POINTER, _INT),
+    "cublasGetVersion_v2": (_POINTER, ctypes.POINTER(_INT)),
     "cublasGemmEx": (
         _POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT,
         _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT,
@@ -67,7 +70,16 @@ class Cublas:
         self._call("cublasSetStream_v2", self._handle, stream)
         # Setting the stream resets the workspace, so the workspace is set second.
         self._call("cublasSetWorkspace_v2", self._handle, workspace, WORKSPACE_BYTES)
+        # By default, products that are split along K may add up their parts in bf16.
+        self._call("cublasSetMathMode", self._handle, _NO_REDUCED_PRECISION_REDUCTION)
         self._one, self._onto = ctypes.c_float(1.0), (ctypes.c_float(0.0), ctypes.c_float(1.0))
+
+    @property
+    def version(self) -> int:
+        """Version of the library: 130101 is 13.1.1."""
+        found = _INT()
+        self._call("cublasGetVersion_v2", self._handle, ctypes.byref(found))
+        return found.value
 
     def close(self) -> None:
         """Destroy the handle. No other method may be called afterwards."""

@@ -24,6 +24,7 @@ _PIECE = 2 << 20
 _OPTIONS = ("-std=c++17",)
 INSTALL_CUPY = "pip install 'cupy-cuda13x[ctk]'"
 """The extra ``ctk`` includes NVRTC, which compiles the kernels."""
+_PROOF = '#line 1 "proof.cu"\nextern "C" __global__ void proof() {}\n'
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _ONCE = "#pragma once\n"
 _LIBRARY = "libcuda.so.1"
@@ -134,8 +135,9 @@ class CupyDevice:
 
     All threads queue on one separate stream: a graph can be captured there, and a launch sees
     earlier writes of other threads. :meth:`another_stream` returns a device with the same memory
-    and another stream.
-    ``source`` returns the text of a kernel's file. Raises ConfigError without CuPy or a GPU.
+    and another stream with a lower priority.
+    ``source`` returns the text of a kernel's file. Raises ConfigError without CuPy or a GPU, and if
+    this installation cannot compile a kernel or load cuBLAS.
     """
 
     def __init__(self, ordinal: int = 0, source: Callable[[str], str] = cuda_source) -> None:
@@ -157,7 +159,8 @@ class CupyDevice:
         self._modules: dict[str, Any] = {}
         self._functions: dict[Kernel, Any] = {}
         with self._device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            # Above the default priority, which moves of blocks have.
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self._lock = threading.RLock()  # keeps other threads' launches out of a capture
         self._streams = [(self._lock, self._stream)]  # all streams that use this memory
         self._load_lock = threading.Lock()
@@ -167,7 +170,8 @@ class CupyDevice:
         self._shared_bytes: dict[Kernel, int] = {}
         self._source = source
         capability = self._device.compute_capability
-        self.name = f"cuda-sm_{capability}"
+        # Other releases of the compiler or of cuBLAS may round or order sums differently.
+        self.name = f"cuda-sm_{capability}-{self._proven()}"
 
     @property
     def cupy(self) -> Any:
@@ -183,6 +187,22 @@ class CupyDevice:
     def lost(self) -> str:
         """Error after which the device can do no more work in this process; "" while it works."""
         return self._fate.lost
+
+    def _proven(self) -> str:
+        """Compile a kernel and load cuBLAS; return their versions. Raises ConfigError."""
+        try:
+            with self._fate, self._lock, self._device, self._stream:
+                module = self._cupy.RawModule(code=_PROOF, options=_OPTIONS)
+                module.get_function("proof")
+                major, minor = self._cupy.cuda.nvrtc.getVersion()
+                cublas = self._cublas = self._new_cublas()
+        except Exception as error:  # of several packages, which need not be importable here
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            why = f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+            raise ConfigError(
+                f"this installation of CuPy cannot compute: {INSTALL_CUPY} ({why})"
+            ) from error
+        return f"nvrtc{major}.{minor}-cublas{cublas.version}"
 
     def compile(self, source: str) -> None:
         """Compile the kernels of a file now, or load them from CuPy's cache."""
@@ -301,7 +321,10 @@ class CupyDevice:
             self._cupy.cuda.runtime.ipcCloseMemHandle(pointer)
 
     def upload(self, array: Array) -> DeviceArray:
-        """Copy a NumPy array to the device, in row-major order."""
+        """Copy a NumPy array to the device, in row-major order.
+
+        CuPy returns before it has read a pinned array, and after it has read another one.
+        """
         with self._fate, self._lock, self._device, self._stream:
             copy: DeviceArray = self._cupy.array(array, order="C")
         return copy

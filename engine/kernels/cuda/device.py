@@ -118,7 +118,7 @@ class Device(Protocol):
         ...
 
     def another_stream(self) -> Device:
-        """Return a device with the same memory and kernels and a new stream.
+        """Return a device with the same memory and kernels and a new stream of low priority.
 
         Only :meth:`wait_for` orders two streams.
         """
@@ -176,7 +176,10 @@ class Device(Protocol):
         ...
 
     def upload(self, array: Array) -> DeviceArray:
-        """Copy a NumPy array to the device."""
+        """Copy a NumPy array to the device.
+
+        An array of :meth:`host_buffer` may be read after this returns, as by :meth:`write`.
+        """
         ...
 
     def download(self, array: DeviceArray) -> Array:

@@ -10,6 +10,8 @@ SOURCE = Path(__file__).resolve().parents[3] / "cuda/host/cublas.cc"
 
 
 def load_nvidia_dynamic_lib(name: str) -> SimpleNamespace:
+    if os.environ.get("BATON_FAKE_NO_CUBLAS"):
+        raise RuntimeError("Failure finding libcublas.so.13")
     digest = hashlib.blake2b(SOURCE.read_bytes(), digest_size=8).hexdigest()
     built = Path(os.environ["BATON_HOST_BUILDS"]) / f"libcublas-{digest}.so"
     if not built.exists():

@@ -8,6 +8,7 @@ Memory is exported between processes as memfds.
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any, Self
 
 import numpy as np
@@ -138,6 +139,10 @@ class RawModule:
         cuda.host()._library(self.source)
 
     def get_function(self, name: str) -> RawKernel:
+        if os.environ.get("BATON_FAKE_NO_NVRTC"):
+            raise RuntimeError("CuPy failed to load libnvrtc.so.13: OSError: cannot open\n\nHint")
+        if self.source == "proof.cu":
+            return RawKernel(self.source, name)
         if name not in cuda.host()._library(self.source).kernels:
             raise cuda.driver_error(f"named symbol not found: {name}")
         return RawKernel(self.source, name)

@@ -303,6 +303,7 @@ def _open(handle: bytes, flags: int = 1) -> int:
     return ptr
 
 
+nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
 driver = SimpleNamespace(CUDADriverError=CUDADriverError)
 runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
