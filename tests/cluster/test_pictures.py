@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.engine.pictures.draw import PictureEngine
 from baton.proto.errors import BatonError, InputError
 from baton.proto.requests import build_wire_context
 from baton.proto.sampling import SamplingParams
@@ -115,6 +116,14 @@ def test_a_known_prompt_is_neither_encoded_nor_sent_again(client, check, referen
     )
     (drawing,) = check(other)
     assert drawing.ended.cached_tokens == 64
+
+
+def test_prompts_of_the_usual_length(client):
+    """512 tokens: so many that a text prompt would be sent layer by layer."""
+    usual = Reference(PictureEngine(FOLDER, prompt_tokens=512))
+    for fields in ({}, {"negative_prompt": "a hat", "true_cfg_scale": 2.0}):
+        request = usual.request("a usual prompt", num_inference_steps=1, **fields)
+        assert np.array_equal(Drawing(client, request).pixels(), usual.draw(request))
 
 
 def test_a_cancelled_picture_frees_its_blocks(pools, client, reference):

@@ -67,6 +67,19 @@ def test_blocks_are_reserved_for_all_steps(bench):
     assert reserve.growth == 151
 
 
+def test_a_long_row_is_sent_at_the_end_of_its_step(monkeypatch):
+    """Its layers are not reported during the step, as those of a long prompt are."""
+    monkeypatch.setattr(core, "CARD", CARD)
+    bench = Bench(stream_tokens=4)
+    bench.computing(context=picture())
+    assert bench.plans[0].chunks[0].stream_layers
+    bench.step(0)
+    commit = bench.commit()
+    assert commit.bytes == 2 * LAYOUT.blocks_for(ROW) * LAYOUT.block_bytes
+    bench.committed(commit)
+    bench.assert_empty()
+
+
 @pytest.mark.parametrize("emitted", [[0], [0, 1, 2], list(range(STEPS + 1))])
 def test_a_replay_starts_from_the_seed(bench, emitted):
     """Also if the client has every step: the picture went down with its decode worker."""

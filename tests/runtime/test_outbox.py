@@ -5,9 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from baton.proto.contexts.pixels import png_bytes
 from baton.proto.errors import LimitExceeded
 from baton.proto.wire.envelope import EnvelopeDecoder
-from baton.proto.wire.messages import Cancel, ClientToRouter, Ping, Submit
+from baton.proto.wire.messages import (
+    Cancel,
+    ClientToRouter,
+    Ping,
+    RouterToClient,
+    Submit,
+    Terminal,
+)
 from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.runtime.net.channel import SendResult
 from baton.runtime.net.outbox import CONTEXTS_PER_ENVELOPE, Outbox
@@ -16,12 +24,12 @@ DECODER = EnvelopeDecoder(ClientToRouter)
 
 
 class Wire:
-    def __init__(self, result=SendResult.SENT):
-        self.result = result
+    def __init__(self, result=SendResult.SENT, decoder=DECODER):
+        self.result, self.decoder = result, decoder
         self.sent = []
 
     def send(self, peer, frames):
-        self.sent.append((peer, DECODER.decode(frames)))
+        self.sent.append((peer, self.decoder.decode(frames)))
         return self.result
 
 
@@ -68,6 +76,19 @@ def test_contexts_are_spread_over_envelopes():
     assert [m.request_id for m in got if isinstance(m, Submit)] == [f"r{n}" for n in range(20)]
     counts = [sum(isinstance(m, Submit) for m in ms) for _, ms in wire.sent]
     assert max(counts) == CONTEXTS_PER_ENVELOPE and len(counts) == 3
+
+
+def test_large_results_share_no_envelope():
+    """The largest pictures of one turn to one client; together they are over the limit."""
+    wire = Wire(decoder=EnvelopeDecoder(RouterToClient))
+    outbox = Outbox(wire.send)
+    pictures = [Terminal(request=bytes([n]), media=bytes(png_bytes(2048, 2048))) for n in range(3)]
+    for one in (Ping(nonce=1), *pictures, Ping(nonce=2)):
+        outbox.put(b"a", one)
+    outbox.flush()
+    got = [m for _, ms in wire.sent for m in ms]
+    assert got == [Ping(nonce=1), *pictures, Ping(nonce=2)]
+    assert outbox.unsent == 0
 
 
 def test_what_was_not_taken_is_reported():
