@@ -19,9 +19,9 @@ from ..proto.errors import BatonError, ConfigError
 from .parser import EXIT_USAGE, Parser, did_you_mean, warn
 
 VERBS = (
-    "serve", "launch", "gateway", "demo", "generate", "chat", "embed", "speak", "bench", "status",
-    "top", "trace", "wait-ready", "scale", "drain", "rollout", "down", "keygen", "ray-config",
-    "ray-certs", "install", "doctor",
+    "serve", "launch", "gateway", "demo", "generate", "chat", "embed", "speak", "draw", "bench",
+    "status", "top", "trace", "wait-ready", "scale", "drain", "rollout", "down", "keygen",
+    "ray-config", "ray-certs", "install", "doctor",
 )  # fmt: skip
 """The commands. Each command has a module with the same name."""
 

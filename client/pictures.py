@@ -7,7 +7,7 @@ alone, so another worker that continues the request draws the same picture.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..proto.requests import check_wire_context
 from ..proto.sampling import MAX_SEED
 from ..proto.value_checks import Check, real, shown, text, whole
 from ..proto.wire.wire_context import WirePixelContext, WireTokens
-from ..text.picture_prompts import MAX_PROMPT_CHARS
+from ..text.picture_prompts import MAX_PROMPT_CHARS, PromptTokens
 from .events import Ended, NewTokens, RequestSpec
 from .model import ServedModel, make_spec
 from .options import RequestOptions, check_options
@@ -69,8 +69,8 @@ class PictureOptions(RequestOptions, total=False):
 class Picture:
     """A finished picture. ``png``: content of a PNG file, RGB with 8 bits per colour.
 
-    ``width``, ``height``: pixels. ``seed``: draws the same picture again. ``prefill``, ``decode``:
-    ids of the workers.
+    ``width``, ``height``: pixels. ``seed``: draws the same picture again. ``prompt_tokens``: of the
+    prompts, by the model's second tokenizer. ``prefill``, ``decode``: ids of the workers.
     """
 
     png: bytes = field(repr=False)
@@ -79,8 +79,14 @@ class Picture:
     seed: int
     steps: int
     request_id: str
+    prompt_tokens: int = 0
     prefill: str = ""
     decode: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the picture has in the model, one per 16 x 16 pixels."""
+        return self.width * self.height // PICTURE_MULTIPLE**2
 
     def save(self, path: str | Path) -> None:
         """Write the PNG file. Raises OSError if that fails."""
@@ -110,21 +116,20 @@ class PictureJob:
         if on_progress is not None and not callable(on_progress):
             raise InputError(f"on_progress must be a function, not {shown(on_progress)}")
         options, own = _checked(settings)
-        wire = _wire_of(model, _prompt("prompt", prompt), own)
+        texts = [_prompt("prompt", prompt)]
+        negative = own.get("negative_prompt")
+        texts += [] if negative is None else [negative]
+        _check_pair(model, own)
+        prompts = [model.pictures.tokenizer.encode(one) for one in texts]
+        wire = _wire_of(model, prompts, own)
         target, salt = options.get("target_endpoint"), options.get("cache_salt", "")
         wire = msgspec.structs.replace(wire, target_endpoint=target, cache_salt=salt)
         check_wire_context(wire, model.card)
         self.spec: RequestSpec = make_spec(wire, options, options.get("request_id"))
         self._wire = wire
+        self._prompt_tokens = sum(one.length for one in prompts)
         self._on_progress = on_progress
         self.picture: Picture | None = None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts, padding included."""
-        wire = self._wire
-        buffers = (wire.tokens, wire.tokens_2, wire.negative_tokens, wire.negative_tokens_2)
-        return sum(len(one) for one in buffers if one is not None)
 
     def take(self, news: NewTokens | Ended) -> None:
         """Report progress, or store the picture. Raises the error of a failed request."""
@@ -147,6 +152,7 @@ class PictureJob:
             seed=int(wire.extra_params["seed"][0]),
             steps=wire.num_inference_steps,
             request_id=ended.request_id,
+            prompt_tokens=self._prompt_tokens,
             prefill=ended.prefill,
             decode=ended.decode,
         )
@@ -192,38 +198,41 @@ def _checked(settings: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any
     }
 
 
-def _wire_of(model: ServedModel, prompt: str, own: dict[str, Any]) -> WirePixelContext:
-    defaults = model.pictures.defaults
+def _check_pair(model: ServedModel, own: Mapping[str, Any]) -> None:
+    """Raise InputError for a setting that would have no effect."""
     negative, true_cfg = own.get("negative_prompt"), own.get("true_cfg")
     if negative is None and (true_cfg or 1) > 1:
         raise InputError("true_cfg needs a negative_prompt, which may be an empty text")
     if negative is not None and true_cfg is not None and true_cfg <= 1:
-        raise InputError(f"a negative_prompt needs a true_cfg above 1, not {true_cfg:g}")
-    if own.get("guidance") and not defaults.takes_guidance:
-        raise InputError(f"{model.card.name!r} was trained without guidance; leave guidance out")
-    clip, t5 = _tokens(model, prompt)
+        raise InputError(f"true_cfg must be above 1 with a negative_prompt, not {true_cfg:g}")
+    if own.get("guidance") and not model.pictures.defaults.takes_guidance:
+        raise InputError(
+            f"guidance has no effect: {model.card.name!r} was trained without it; leave it out"
+        )
+
+
+def _wire_of(
+    model: ServedModel, prompts: Sequence[PromptTokens], own: Mapping[str, Any]
+) -> WirePixelContext:
+    """Return the request. ``prompts``: the prompt, then the negative prompt, if there is one."""
+    defaults = model.pictures.defaults
+    seed = own.get("seed", secrets.randbits(_SEED_BITS))
     wire = WirePixelContext(
-        tokens=clip,
-        tokens_2=t5,
+        tokens=WireTokens(prompts[0].clip),
+        tokens_2=WireTokens(prompts[0].t5),
         model_name=model.card.name,
-        extra_params={"seed": np.array([own.get("seed", secrets.randbits(_SEED_BITS))], np.uint64)},
+        extra_params={"seed": np.array([seed], np.uint64)},
         width=own.get("width", SIDE),
         height=own.get("height", SIDE),
         num_inference_steps=own.get("steps", defaults.steps),
         guidance_scale=own.get("guidance", defaults.guidance),
     )
-    if negative is not None:
-        clip, t5 = _tokens(model, negative)
+    if len(prompts) > 1:
         wire = msgspec.structs.replace(
             wire,
-            negative_tokens=clip,
-            negative_tokens_2=t5,
-            true_cfg_scale=TRUE_CFG if true_cfg is None else true_cfg,
+            negative_tokens=WireTokens(prompts[1].clip),
+            negative_tokens_2=WireTokens(prompts[1].t5),
+            true_cfg_scale=own.get("true_cfg", TRUE_CFG),
         )
     check_picture(wire)  # the area, which no single field exceeds
     return wire
-
-
-def _tokens(model: ServedModel, prompt: str) -> tuple[WireTokens, WireTokens]:
-    tokens = model.pictures.tokenizer.encode(prompt)
-    return WireTokens(tokens.clip), WireTokens(tokens.t5)

@@ -25,6 +25,7 @@ from .errors import (
     status_of,
 )
 from .exchange import Exchange
+from .images_route import images
 from .metrics import CLIENT_GONE, GatewayMetrics
 from .openapi import encoded, openapi
 from .responses_route import responses
@@ -44,7 +45,7 @@ ROUTES = [
     Route("/v1/models", routes.models, methods=["GET"]),
     Route("/v1/models/{name:path}", routes.model, methods=["GET"]),
     Route("/v1/audio/speech", speech, methods=["POST"]),
-    Route("/v1/images/generations", routes.not_served, methods=["POST"]),
+    Route("/v1/images/generations", images, methods=["POST"]),
     Route("/tokenize", routes.tokenize, methods=["POST"]),
     Route("/detokenize", routes.detokenize, methods=["POST"]),
     Route("/health", routes.ready, methods=["GET"]),

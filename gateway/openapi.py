@@ -21,6 +21,7 @@ from .bodies import (
     EmbeddingBody,
     TokenizeBody,
 )
+from .images_route import IMAGES_REFUSED, ImagesBody
 from .responses_bodies import RESPONSES_REFUSED, FunctionTool, ResponsesBody
 from .speech_route import FORMATS, SPEECH_REFUSED, SpeechBody
 
@@ -30,6 +31,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/audio/speech": SpeechBody,
+    "/v1/images/generations": ImagesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -38,6 +40,7 @@ _MORE_REFUSED = {
     ChatBody: CHAT_REFUSED,
     ResponsesBody: RESPONSES_REFUSED,
     SpeechBody: SPEECH_REFUSED,
+    ImagesBody: IMAGES_REFUSED,
 }
 _REF = "#/components/schemas/{name}"
 _TEXT = {

@@ -37,7 +37,7 @@ async def responses(request: Request) -> Response | EventStream:
     served = Served.of(request)
     body = _reader.read(await read_body(request))
     body.check()
-    model = await served.model(body.model)
+    model = await served.text_model(body.model)
     options, name = options_of(body, request.headers), name_of("resp", request)
     plan = await asyncio.to_thread(
         served.planner.plan,

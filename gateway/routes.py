@@ -25,7 +25,7 @@ from ..runtime.metrics.exposition import CONTENT_TYPE, exposition
 from ..runtime.metrics.families import Family
 from ..runtime.metrics.vllm import vllm_families
 from .bodies import MAX_TEXTS, BodyReader, DetokenizeBody, EmbeddingBody, TokenizeBody
-from .errors import ParameterError, RouteNotFound
+from .errors import ParameterError
 from .messages import messages_of
 from .metrics import GatewayMetrics
 from .parameters import list_of
@@ -92,7 +92,7 @@ async def embeddings(request: Request) -> Response:
     body = _embedding_reader.read(await read_body(request))
     if body.encoding_format not in (None, "float", "base64"):
         raise ParameterError("encoding_format must be float or base64", "encoding_format")
-    found = await served.model(body.model)
+    found = await served.text_model(body.model)
     size = found.card.embedding_size
     if body.dimensions not in (None, size) and size:
         raise ParameterError(f"dimensions must be {size}, those of the model", "dimensions")
@@ -134,7 +134,7 @@ async def tokenize(request: Request) -> Response:
     """``POST /tokenize``."""
     served = Served.of(request)
     body = _tokenize_reader.read(await read_body(request))
-    found = await served.model(body.model)
+    found = await served.text_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ParameterError("give either prompt or messages", "prompt")
 
@@ -166,7 +166,7 @@ async def detokenize(request: Request) -> Response:
     """``POST /detokenize``."""
     served = Served.of(request)
     body = _detokenize_reader.read(await read_body(request))
-    found = await served.model(body.model)
+    found = await served.text_model(body.model)
     text = await asyncio.to_thread(found.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return _json({"prompt": text})
 
@@ -343,8 +343,3 @@ async def build(_: Request) -> Response:
         return _json({"version": version("baton-serve")})
     except PackageNotFoundError:
         return _json({"version": "unknown"})
-
-
-async def not_served(request: Request) -> Response:
-    """Routes of models that no worker computes."""
-    raise RouteNotFound(f"{request.url.path}: this cluster serves no model for this route")

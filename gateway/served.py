@@ -106,6 +106,12 @@ class Served:
             raise ModelNotFound(f"the model {wanted[:200]!r} is not served; {self.name!r} is")
         return model
 
+    async def text_model(self, wanted: str | None = None) -> ServedModel:
+        """Return the served model as :meth:`model`. Raises TaskMismatch if it draws pictures."""
+        model = await self.model(wanted)
+        model.check_text()
+        return model
+
 
 def origin_of(request: Request) -> RequestOptions:
     """Return the options that name a native request's origin: gateway and trace."""

@@ -39,7 +39,7 @@ async def chat(request: Request) -> None:
     """``POST /v1/chat/completions``."""
     served = Served.of(request)
     body = _chat_reader.read(await read_body(request))
-    model = await served.model(body.model)
+    model = await served.text_model(body.model)
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -71,7 +71,7 @@ async def completions(request: Request) -> None:
     """``POST /v1/completions``."""
     served = Served.of(request)
     body = _completion_reader.read(await read_body(request))
-    model = await served.model(body.model)
+    model = await served.text_model(body.model)
     prompts: Sequence[TokensOrText] = prompts_of(body)
     if body.add_special_tokens is False:
         prompts = await asyncio.to_thread(_without_special_tokens, prompts, model)

@@ -15,7 +15,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ..client import Client, RequestOptions, Result
+from ..client import Client, Picture, PictureOptions, RequestOptions, Result
 from ..client.calls import Each, Whole
 from ..client.model import Messages, Prompt, Prompts, Sampling, TokensOrText
 from ..proto.errors import ConfigError
@@ -133,6 +133,10 @@ class LLM:
                 parts.append(self.client.embed(texts[at : at + size], **options))
                 progress.add(len(parts[-1]))
             return np.concatenate(parts)
+
+    def image(self, prompt: str, **options: Unpack[PictureOptions]) -> Picture:
+        """Return a picture of a prompt, as :meth:`baton.client.Client.image`."""
+        return self.client.image(prompt, **options)
 
     def _run(self, call: Whole, what: str) -> list[Result]:
         with Progress(len(call.drafts), what, self._progress) as progress:

@@ -70,10 +70,14 @@ class PictureDefaults:
 
 @dataclass(slots=True, frozen=True)
 class PromptTokens:
-    """A prompt for CLIP (int32, up to 77) and for T5 (int32, padded to a fixed length)."""
+    """A prompt for CLIP (int32, up to 77) and for T5 (int32, padded to a fixed length).
+
+    ``length``: tokens for T5 without the padding.
+    """
 
     clip: Int32
     t5: Int32
+    length: int
 
 
 class PromptTokenizer:
@@ -115,7 +119,7 @@ class PromptTokenizer:
         t5 = _cut(self._t5.encode(prompt), self._t5_length)
         padded = np.full(self._t5_length, self._t5.pad_token_id or 0, np.int32)
         padded[: len(t5)] = t5
-        return PromptTokens(clip, padded)
+        return PromptTokens(clip, padded, len(t5))
 
     def close(self) -> None:
         """End the processes of tokenizers that are not plain, if any."""

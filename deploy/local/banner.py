@@ -132,6 +132,9 @@ def _hints(plan: ClusterPlan) -> tuple[str, ...]:
         if plan.settings.task == EMBED and "tokenizer.json" in files:
             verb, rest = "embed", " 'Who are you?'"
             path, body = "embeddings", '{"input": "Who are you?"}'
+        elif "model_index.json" in files:
+            verb, rest = "draw", " 'a red house' -o house.png"
+            path, body = "images/generations", '{"prompt": "a red house"}'
         elif "tokenizer.json" in files:
             chats = "default" in TokenizerSettings(files, plan.model).templates
             verb, rest = "generate", " --chat 'Who are you?'" if chats else " 'Once upon a time'"

@@ -228,7 +228,10 @@ WRONG = [
     ({"true_cfg": math.nan}, "true_cfg"),
     ({"true_cfg": -2}, "true_cfg"),
     ({"true_cfg": 3}, "true_cfg needs a negative_prompt"),
-    ({"true_cfg": 1, "negative_prompt": "a"}, "a true_cfg above 1, not 1"),
+    (
+        {"true_cfg": 1, "negative_prompt": "a"},
+        "true_cfg must be above 1 with a negative_prompt, not 1",
+    ),
     ({"seed": -1}, "seed"),
     ({"seed": 2**64}, "seed"),
     ({"seed": 1.5}, "seed"),
@@ -258,7 +261,7 @@ def test_wrong_prompts_are_named(dev, prompt):
 
 def test_guidance_of_a_model_without_it(schnell):
     assert wire(schnell, guidance=0).guidance_scale == 0
-    with pytest.raises(InputError, match="'flux' was trained without guidance"):
+    with pytest.raises(InputError, match="guidance has no effect: 'flux' was trained without it"):
         wire(schnell, guidance=3.5)
 
 

@@ -33,6 +33,8 @@ class Cluster:
             description=SimpleNamespace(folder="/models/demo"),
             card=SimpleNamespace(name="demo", max_length=LENGTH),
             tokenizer=SimpleNamespace(decode=self._decode),
+            check_text=lambda: None,
+            draws=False,
         )
 
     def _decode(self, ids: list[int]) -> str:

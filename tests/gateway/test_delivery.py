@@ -291,7 +291,8 @@ class Requests:
 
     async def model(self) -> Any:
         description = SimpleNamespace(folder="/models/demo")
-        return SimpleNamespace(description=description, card=SimpleNamespace(name="demo"))
+        card = SimpleNamespace(name="demo")
+        return SimpleNamespace(description=description, card=card, check_text=lambda: None)
 
     def generate(self, _prompt: Any, _params: Any, **options: Any) -> AsyncGeneration:
         generation = AsyncGeneration(self, self, options["request_id"])  # type: ignore[arg-type]

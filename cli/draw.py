@@ -1,0 +1,97 @@
+"""``baton draw TEXT``: write a picture of a text to a PNG file or a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from ..client.pictures import Picture
+from ..proto.errors import ConfigError
+from .cluster import add_address, connect
+from .numbers import number, seconds, whole
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = verbs.add_parser("draw", help="draw a picture of a text, with a picture model")
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="text [standard input]")
+    add_address(parser)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", required=True,
+        help="PNG file; - writes it to standard output",
+    )  # fmt: skip
+    parser.add_argument(
+        "--negative", metavar="TEXT", help="what the picture must not show; takes twice as long"
+    )
+    for name in ("width", "height"):
+        parser.add_argument(
+            f"--{name}", type=whole, metavar="PIXELS", help=f"{name}, a multiple of 16 [1024]"
+        )
+    parser.add_argument("--steps", type=whole, metavar="N", help="steps, 1 to 250 [the model's]")
+    parser.add_argument(
+        "--guidance", type=number, metavar="SCALE", help="how closely to follow TEXT [the model's]"
+    )
+    parser.add_argument(
+        "--true-cfg", type=number, metavar="SCALE", help="weight of --negative, above 1 [4]"
+    )
+    parser.add_argument(
+        "--seed", type=whole, metavar="N", help="the same seed draws the same picture [random]"
+    )
+    parser.add_argument(
+        "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the picture, and show the steps if standard error is a terminal."""
+    text = arguments.text if arguments.text is not None else sys.stdin.read()
+    if not text.strip():
+        raise ConfigError("the text is empty; give TEXT or pipe text to standard input")
+    _check_output(arguments.output)
+    began = time.monotonic()
+    with connect(arguments) as client:
+        picture = client.image(
+            text,
+            negative_prompt=arguments.negative,
+            width=arguments.width,
+            height=arguments.height,
+            steps=arguments.steps,
+            guidance=arguments.guidance,
+            true_cfg=arguments.true_cfg,
+            seed=arguments.seed,
+            deadline=arguments.deadline,
+            on_progress=_show if sys.stderr.isatty() else None,
+        )
+    _write(arguments.output, picture)
+    if arguments.output != "-":
+        size, took = f"{picture.width} x {picture.height}", time.monotonic() - began
+        print(f"{arguments.output}: {size}, seed {picture.seed}, {took:.1f} s")
+    return 0
+
+
+def _show(done: int, total: int) -> None:
+    """Show the steps in one line, which the last step clears."""
+    line = f"step {done} of {total}" if done < total else ""
+    sys.stderr.write(f"\r\x1b[K{line}")
+    sys.stderr.flush()
+
+
+def _check_output(output: str) -> None:
+    """Raise ConfigError, before the picture is drawn, for a file that cannot be written."""
+    path = Path(output)
+    if output != "-" and (path.is_dir() or not path.parent.is_dir()):
+        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"cannot write {output}: {reason}")
+
+
+def _write(output: str, picture: Picture) -> None:
+    if output == "-":
+        sys.stdout.buffer.write(picture.png)
+        return
+    try:
+        picture.save(output)
+    except OSError as problem:
+        raise ConfigError(f"cannot write {output}: {problem.strerror}") from None

@@ -1,0 +1,186 @@
+"""``POST /v1/images/generations``: pictures of a prompt, in the shape of OpenAI's API.
+
+Each picture is a request of its own in the cluster. If one fails, or if the HTTP client closes its
+connection, all of them are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..client.pictures import SIDE, Picture, PictureOptions
+from ..proto.errors import InputError
+from ..proto.picture_requests import PICTURE_MULTIPLE
+from ..proto.sampling import MAX_SEED
+from .bodies import Body, BodyReader, Refused
+from .errors import ParameterError, RouteNotFound
+from .served import Served, name_of, origin_of, read_body
+from .streams import unless_gone
+
+MAX_PICTURES = 10
+_SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
+
+
+class ImagesBody(Body, kw_only=True):
+    """``POST /v1/images/generations``. From ``seed`` on: fields that OpenAI does not have."""
+
+    prompt: str
+    n: Annotated[int, Meta(ge=1, le=MAX_PICTURES)] | None = 1
+    size: str | None = "auto"
+    seed: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    negative_prompt: str | None = None
+    true_cfg_scale: float | None = None
+
+    # Accepted with their neutral values only; see IMAGES_REFUSED.
+    response_format: Any = None
+    output_format: Any = None
+    output_compression: Any = None
+    quality: Any = None
+    style: Any = None
+    background: Any = None
+    moderation: Any = None
+    stream: Any = None
+    partial_images: Any = None
+
+
+IMAGES_REFUSED: Refused = {
+    "response_format": (("b64_json",), "pictures are not stored, so they have no url"),
+    "output_format": (("png",), "pictures are PNG files"),
+    "output_compression": ((100,), "PNG files lose nothing"),
+    "quality": (("auto", "standard"), "use steps"),
+    "style": ((), "describe it in the prompt"),
+    "background": (("auto", "opaque"), "pictures are opaque"),
+    "moderation": (("auto", "low"), "nothing is moderated"),
+    "stream": ((False,), "a picture is sent when it is finished"),
+    "partial_images": ((0,), "a picture is sent when it is finished"),
+}
+_reader = BodyReader(ImagesBody, IMAGES_REFUSED)
+_NAMES = {
+    "width": "size",
+    "height": "size",
+    "picture": "size",
+    "guidance": "guidance_scale",
+    "true_cfg": "true_cfg_scale",
+}
+"""Fields of the body by the first word of the client's error, if the two differ."""
+
+
+async def images(request: Request) -> Response:
+    """``POST /v1/images/generations``. Raises RouteNotFound if the model draws no pictures."""
+    served = Served.of(request)
+    model = await served.model()
+    if not model.draws:
+        raise RouteNotFound(f"{request.url.path}: this cluster serves no picture model")
+    body = _reader.read(await read_body(request))
+    await served.model(body.model)
+    options = _options_of(body, request)
+    pictures = await unless_gone(request.receive, _draw(served, body, options, request))
+    content = await asyncio.to_thread(_content_of, pictures)
+    return Response(content, media_type="application/json")
+
+
+def _options_of(body: ImagesBody, request: Request) -> PictureOptions:
+    width, height = _size_of(body.size)
+    origin = origin_of(request)
+    options = PictureOptions(
+        width=width,
+        height=height,
+        steps=body.steps,
+        guidance=body.guidance_scale,
+        negative_prompt=body.negative_prompt,
+        true_cfg=body.true_cfg_scale,
+        target_endpoint=request.headers.get("x-target-endpoint") or None,
+        gateway=origin.get("gateway", ""),
+    )
+    if "traceparent" in origin:
+        options["traceparent"] = origin["traceparent"]
+    return options
+
+
+def _size_of(size: str | None) -> tuple[int, int]:
+    """Return width and height. Raises ParameterError."""
+    if size in (None, "auto"):
+        return SIDE, SIDE
+    found = _SIZE.fullmatch(size or "")
+    if found is None:
+        raise ParameterError(
+            f"size must be auto or WIDTHxHEIGHT, multiples of {PICTURE_MULTIPLE}, "
+            f"not {str(size)[:40]!r}",
+            "size",
+        )
+    return int(found[1]), int(found[2])
+
+
+async def _draw(
+    served: Served, body: ImagesBody, options: PictureOptions, request: Request
+) -> Sequence[Picture]:
+    """Draw all pictures of the body at a time. The first error cancels the others."""
+    name, count = name_of("img", request), body.n or 1
+    first = secrets.randbits(32) if body.seed is None else body.seed
+    _check_seed(first)
+    tasks = []
+    for at in range(count):
+        own = options.copy()
+        own["seed"] = (first + at) & MAX_SEED
+        own["request_id"] = f"{name}-{at}" if count > 1 else name
+        tasks.append(asyncio.ensure_future(served.client.image(body.prompt, **own)))
+    try:
+        return await asyncio.gather(*tasks)
+    except InputError as error:
+        raise _named(error) from None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed <= MAX_SEED:
+        raise ParameterError(f"seed must be 0 to 2**64 - 1, not {str(seed)[:40]}", "seed")
+
+
+def _named(error: InputError) -> InputError:
+    """Return an error that names the field of the body."""
+    word, _, rest = str(error).partition(" ")
+    field = _NAMES.get(word, word)
+    if type(error) is not InputError or field not in ImagesBody.__struct_fields__:
+        return error
+    return ParameterError(f"size: {error}" if field == "size" else f"{field} {rest}", field)
+
+
+def _content_of(pictures: Sequence[Picture]) -> bytes:
+    """Return the body of the answer, which takes a while: pictures have megabytes."""
+    first = pictures[0]
+    inputs = first.prompt_tokens
+    outputs = sum(one.tokens for one in pictures)
+    return msgspec.json.encode(
+        {
+            "created": int(time.time()),
+            "data": [
+                {"b64_json": base64.b64encode(one.png).decode(), "seed": one.seed}
+                for one in pictures
+            ],
+            "background": "opaque",
+            "output_format": "png",
+            "size": f"{first.width}x{first.height}",
+            "usage": {
+                "input_tokens": inputs,
+                "input_tokens_details": {"text_tokens": inputs, "image_tokens": 0},
+                "output_tokens": outputs,
+                "total_tokens": inputs + outputs,
+            },
+        }
+    )

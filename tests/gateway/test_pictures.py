@@ -1,0 +1,263 @@
+"""``/v1/images/generations``: a real router and native client, a scripted worker that draws."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from baton.client.async_client import AsyncClient
+from baton.gateway.app import ROUTES, make_app
+from baton.gateway.bodies import BodyReader
+from baton.gateway.errors import ParameterError
+from baton.gateway.images_route import IMAGES_REFUSED, ImagesBody
+from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.openapi import document
+from baton.gateway.served import Served
+from baton.proto.contexts.pixels import decode_png, encode_png
+
+from ..client.conftest import Cluster, Playback
+from ..client.test_pictures import FLUX, PAINTER, pixels_of
+
+PATH = "/v1/images/generations"
+TINY = {"prompt": "a red house", "size": "32x16", "steps": 2}
+DOCUMENTED = {
+    "prompt", "background", "model", "moderation", "n", "output_compression", "output_format",
+    "partial_images", "quality", "response_format", "size", "stream", "style", "user",
+}  # fmt: skip
+"""Parameters that OpenAI documents for this route."""
+
+
+def draw(playback: Playback) -> bytes:
+    return encode_png(pixels_of(playback))
+
+
+@pytest.fixture(scope="module")
+def painter(tmp_path_factory):
+    cluster = Cluster(tmp_path_factory.mktemp("painter"), FLUX, PAINTER)
+    cluster.prefill.answer = lambda position: position
+    cluster.prefill.media = draw
+    cluster.start()
+    yield cluster
+    cluster.end()
+
+
+def post(
+    cluster: Cluster, body: Any, path: str = PATH, *, counts: GatewayMetrics | None = None,
+    leave: bool = False,
+) -> tuple[int, Any]:  # fmt: skip
+    """Return status and JSON of an answer; ``leave``: close the connection once a step is done."""
+    sent: list[dict[str, Any]] = []
+    content = [json.dumps(body).encode()]
+
+    async def receive() -> dict[str, Any]:
+        if content:
+            return {"type": "http.request", "body": content.pop(), "more_body": False}
+        while not (leave and cluster.prefill.running):
+            await asyncio.sleep(0.005)
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": b"/",
+        "query_string": b"", "headers": [(b"x-request-id", b"mine")], "scheme": "http",
+        "server": None, "client": None, "root_path": "",
+    }  # fmt: skip
+
+    async def run() -> None:
+        async with AsyncClient(cluster.address) as client:
+            await make_app(Served(client), counts=counts)(scope, receive, send)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    text = b"".join(part.get("body", b"") for part in sent)
+    return sent[0]["status"], json.loads(text) if text else None
+
+
+def refused(cluster: Cluster, **changed: Any) -> tuple[str, str]:
+    count = len(cluster.prefill.assigned)
+    status, answer = post(cluster, {**TINY, **changed})
+    assert status == 400, answer
+    assert len(cluster.prefill.assigned) == count
+    return answer["error"]["param"], answer["error"]["message"]
+
+
+def test_a_picture_in_openais_shape(painter):
+    counts = GatewayMetrics()
+    status, answer = post(painter, {**TINY, "seed": 5, "user": "me"}, counts=counts)
+    assert status == 200, answer
+    (one,) = answer["data"]
+    png = base64.b64decode(one["b64_json"])
+    expected = np.random.default_rng(5).integers(0, 256, (16, 32, 3), np.uint8)
+    assert np.array_equal(decode_png(png), expected)
+    assert one["seed"] == 5
+    assert (answer["size"], answer["output_format"], answer["background"]) == (
+        "32x16", "png", "opaque",
+    )  # fmt: skip
+    usage = answer["usage"]
+    assert usage["output_tokens"] == 2
+    assert usage["input_tokens"] == usage["input_tokens_details"]["text_tokens"] > 2
+    assert usage["total_tokens"] == usage["input_tokens"] + 2
+    assert counts.requests == {(PATH, "200"): 1}
+
+
+def test_several_pictures_have_seeds_that_follow_each_other(painter):
+    status, answer = post(painter, {**TINY, "n": 3, "seed": 2**64 - 2})
+    assert status == 200
+    assert [one["seed"] for one in answer["data"]] == [2**64 - 2, 2**64 - 1, 0]
+    assert len({one["b64_json"] for one in answer["data"]}) == 3
+    assert answer["usage"]["output_tokens"] == 6
+    names = {one.request_id for one in painter.prefill.assigned[-3:]}
+    assert len(names) == 3
+    assert all("img-mine-" in name for name in names)
+
+
+def test_without_a_seed_pictures_differ(painter):
+    (one,), (two,) = (post(painter, TINY)[1]["data"] for _ in range(2))
+    assert one["seed"] != two["seed"]
+
+
+def test_the_fields_reach_the_request(painter):
+    body = {**TINY, "guidance_scale": 2.5, "negative_prompt": "blue", "true_cfg_scale": 3}
+    assert post(painter, body)[0] == 200
+    context = painter.prefill.assigned[-1].context
+    assert (context.guidance_scale, context.true_cfg_scale) == (2.5, 3.0)
+    assert (context.num_inference_steps, context.width, context.height) == (2, 32, 16)
+    assert context.negative_tokens is not None
+
+
+def test_the_size_may_be_left_out(painter):
+    for size in (None, "auto"):
+        status, answer = post(painter, {"prompt": "a", "steps": 1, "size": size})
+        assert (status, answer["size"]) == (200, "1024x1024")
+
+
+def test_neutral_values_are_accepted(painter):
+    neutral = {name: values[0] for name, (values, _) in IMAGES_REFUSED.items() if values}
+    assert post(painter, {**TINY, **neutral, "style": None, "model": "flux"})[0] == 200
+
+
+@pytest.mark.parametrize("leaves_after", [1, 3])
+def test_a_client_that_leaves_frees_its_requests(painter, leaves_after):
+    body = {**TINY, "steps": 250, "n": leaves_after}
+    status, _ = post(painter, body, leave=True)
+    assert status == 499
+    for _ in range(2000):
+        if not painter.prefill.running:
+            break
+        painter.prefill.call(lambda: None)
+    assert not painter.prefill.running
+
+
+WRONG = [
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": "  "}),
+    ("prompt", {"prompt": "a" * 10**6}),
+    ("prompt", {"prompt": 5}),
+    ("n", {"n": 0}),
+    ("n", {"n": 11}),
+    ("size", {"size": "1000x1000"}),
+    ("size", {"size": "0x0"}),
+    ("size", {"size": "99999x16"}),
+    ("size", {"size": "4096x4096"}),
+    ("size", {"size": "big"}),
+    ("size", {"size": "16x16x16"}),
+    ("size", {"size": "-16x16"}),
+    ("size", {"size": "\uff11\uff16x16"}),
+    ("steps", {"steps": 0}),
+    ("steps", {"steps": 10**6}),
+    ("seed", {"seed": -1}),
+    ("seed", {"seed": 2**64}),
+    ("guidance_scale", {"guidance_scale": -1}),
+    ("guidance_scale", {"guidance_scale": 1e30}),
+    ("true_cfg_scale", {"true_cfg_scale": 2}),
+    ("true_cfg_scale", {"true_cfg_scale": 1, "negative_prompt": "a"}),
+    ("negative_prompt", {"negative_prompt": "a" * 10**6}),
+    ("response_format", {"response_format": "url"}),
+    ("output_format", {"output_format": "jpeg"}),
+    ("output_compression", {"output_compression": 50}),
+    ("quality", {"quality": "hd"}),
+    ("style", {"style": "vivid"}),
+    ("background", {"background": "transparent"}),
+    ("stream", {"stream": True}),
+    ("partial_images", {"partial_images": 2}),
+    ("image", {"image": "x"}),
+]
+
+
+@pytest.mark.parametrize(("name", "changed"), WRONG, ids=lambda one: str(one)[:40])
+def test_wrong_fields_are_named(painter, name, changed):
+    parameter, message = refused(painter, **changed)
+    assert parameter == name
+    assert name in message
+
+
+def test_nan_is_not_json(painter):
+    status, answer = post(painter, {**TINY, "guidance_scale": float("nan")})
+    assert (status, answer["error"]["code"]) == (400, "input")
+
+
+def test_another_model_is_not_found(painter):
+    status, answer = post(painter, {**TINY, "model": "dall-e-3"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/completions", {"prompt": [1, 2]}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+def test_a_picture_model_generates_no_text(painter, path, body):
+    status, answer = post(painter, body, path)
+    assert (status, answer["error"]["code"]) == (400, "task_mismatch")
+    assert "is a picture model" in answer["error"]["message"]
+
+
+def test_a_text_model_draws_nothing(tmp_path):
+    cluster = Cluster(tmp_path)
+    cluster.start()
+    try:
+        status, answer = post(cluster, TINY)
+    finally:
+        cluster.end()
+    assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert answer["error"]["message"] == f"{PATH}: this cluster serves no picture model"
+
+
+def test_every_documented_parameter_is_known():
+    assert set(ImagesBody.__struct_fields__) >= DOCUMENTED
+
+
+def test_the_page_has_every_field():
+    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    section = page.split("\n## Pictures\n")[1].split("\n## ")[0]
+    for name in ImagesBody.__struct_fields__:
+        assert f"`{name}`" in section, name
+
+
+@pytest.mark.parametrize("changed", [{}, *(one for _, one in WRONG)], ids=str)
+def test_openapi_refuses_no_good_body(changed):
+    """What the description refuses, the reader refuses too."""
+    schemas = document(ROUTES)["components"]["schemas"]
+    whole = {**schemas["ImagesBody"], "components": {"schemas": schemas}}
+    described = jsonschema.Draft202012Validator(whole).is_valid({**TINY, **changed})
+    try:
+        BodyReader(ImagesBody, IMAGES_REFUSED).read(json.dumps({**TINY, **changed}).encode())
+    except ParameterError:
+        assert not described
+    else:
+        assert described
