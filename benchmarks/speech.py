@@ -4,25 +4,37 @@ A random SNAC codec of the size of the 24 kHz model (19.8M parameters). A chunk 
 own frames and their context, as a decode worker does. The package decodes the frames of the chunk
 alone, so its column does less work. CPU seconds, best of several rounds taken in turn.
 
+Then a cluster of one prefill and one decode worker streams speech of a small random Llama with this
+codec: time to the first samples, audio per second, and the gaps of a text beside it.
+
 ``python -m baton.benchmarks.speech [--peer-python PATH]``; PATH has torch and snac.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 
+from ..client import AsyncClient
+from ..client.speech import I16
+from ..deploy.config import demo_model_folder
 from ..engine.audio.snac import DILATIONS, TAPS, Rows, SnacDecoder
 from ..engine.audio.snac_weights import SnacConfig
 from ..engine.kernels import load_backend
+from ..proto.sampling import SamplingParams
 from ..runtime.process.os_settings import limit_blas_threads
+from .checkpoints import Shape, write_checkpoint
 from .scratch import scratch_folder
+from .served import Served
 
 CONFIG: dict[str, object] = {
     "sampling_rate": 24000,
@@ -39,6 +51,12 @@ CONFIG: dict[str, object] = {
 }
 CHUNKS = (1, 2, 4, 8, 16)
 ROUNDS = 7
+FIRST_TOKEN = 1000
+SPEAKER = Shape("speaker", FIRST_TOKEN + 7 * 4096, 128, 384, 4, 4, 2)
+TOKENS = 700
+"""Per stream: 100 frames, 8.5 s."""
+STREAMS = (1, 2, 4)
+CLUSTER_ROUNDS = 5
 
 
 def tensors(config: SnacConfig) -> dict[str, tuple[int, ...]]:
@@ -160,6 +178,70 @@ def measure(decoders: dict[str, SnacDecoder], peer: Peer | None) -> None:
         print(line + (f", snac / ours {best['snac'] / best[names[0]]:.2f}" if peer else ""))
 
 
+def write_speaker(folder: Path) -> Path:
+    """Write a random speech model with a codec of real size."""
+    write_checkpoint(folder, SPEAKER, "F32")
+    shutil.copy(demo_model_folder() / "tokenizer.json", folder)
+    write_codec(folder / "snac", CONFIG)
+    (folder / "speech.json").write_text(json.dumps({"first_token": FIRST_TOKEN}))
+    return folder
+
+
+async def _stream(chunks: AsyncIterator[I16]) -> tuple[float, float, int]:
+    """Return the seconds until the first and the last chunk, and the number of samples."""
+    began = time.perf_counter()
+    first, count = 0.0, 0
+    async for chunk in chunks:
+        first = first or time.perf_counter() - began
+        count += len(chunk)
+    return first, time.perf_counter() - began, count
+
+
+async def _text_gaps(client: AsyncClient, tokens: int) -> list[float]:
+    """Return the seconds between the outputs of a text."""
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, temperature=0)
+    times = [time.perf_counter() async for _ in client.generate([5, 6, 7], params)]
+    gaps: list[float] = np.diff(times).tolist()
+    return gaps
+
+
+async def _round(client: AsyncClient, streams: int, seed: int) -> tuple[list[float], float, float]:
+    """Return times to first samples, seconds of audio per second, and p99 of a text's gaps."""
+
+    def params(index: int) -> SamplingParams:
+        return SamplingParams(max_new_tokens=TOKENS, ignore_eos=True, seed=100 * seed + index)
+
+    began = time.perf_counter()
+    gaps = asyncio.create_task(_text_gaps(client, TOKENS))
+    done = await asyncio.gather(
+        *(_stream(client.speak(f"Number {n}.", params(n))) for n in range(streams))
+    )
+    seconds = max((last for _, last, _ in done), default=time.perf_counter() - began)
+    audio = sum(count for *_, count in done) / 24000
+    return [first for first, *_ in done], audio / seconds, float(np.quantile(await gaps, 0.99))
+
+
+def measure_cluster(folder: Path, scratch: Path) -> None:
+    """Print one row per number of streams at once."""
+
+    async def body(address: str) -> None:
+        async with AsyncClient(address) as client:
+            await _round(client, 1, 99)
+            print(" streams  first ms  worst ms  audio s/s  text p99 ms")
+            for streams in (0, *STREAMS):
+                rounds = [await _round(client, streams, at) for at in range(CLUSTER_ROUNDS)]
+                firsts = [first for found, *_ in rounds for first in found] or [float("nan")]
+                speed = float(np.median([speed for _, speed, _ in rounds]))
+                p99 = float(np.median([gap for *_, gap in rounds]))
+                print(
+                    f"{streams:>8}{np.median(firsts) * 1e3:>10.0f}{max(firsts) * 1e3:>10.0f}"
+                    f"{speed:>11.1f}{p99 * 1e3:>13.1f}"
+                )
+
+    with Served(scratch, folder) as served:
+        asyncio.run(body(served.address))
+
+
 def main() -> int:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -175,6 +257,7 @@ def main() -> int:
         finally:
             if peer:
                 peer.close()
+        measure_cluster(write_speaker(scratch / "speaker"), scratch)
     return 0
 
 
