@@ -70,27 +70,24 @@ __device__ __forceinline__ void multiply(const Weights<kTiles, kPieces>& weights
 #pragma unroll
         for (int part = 0; part < 2; part++) {
             const int column = (piece + p * kWarps) * kPiece + part * 32 + lane_part() * 8;
-            uint4 other[kHalves];
 #pragma unroll
             for (int half = 0; half < kHalves; half++) {
                 const int r = lane_row() + kHalfRows * half;
                 const bool inside = is_inside(column, k) && r < m;
                 const int at = r * (k / 8) + column / 8;
-                other[half] = inside ? __ldg(reinterpret_cast<const uint4*>(x) + at) : zero16();
-            }
+                const uint4 other =
+                    inside ? __ldg(reinterpret_cast<const uint4*>(x) + at) : zero16();
+                const unsigned b0[2] = {other.x, other.y}, b1[2] = {other.z, other.w};
 #pragma unroll
-            for (int tile = 0; tile < kTiles; tile++) {
-                const uint4 &low = weights.w[p][tile][0][part], &high = weights.w[p][tile][1][part];
-                const unsigned first[4] = {low.x, high.x, low.y, high.y};
+                for (int tile = 0; tile < kTiles; tile++) {
+                    const uint4 &low = weights.w[p][tile][0][part],
+                                &high = weights.w[p][tile][1][part];
+                    const unsigned first[4] = {low.x, high.x, low.y, high.y};
 #ifdef BATON_PLANT_LINEAR_ORDER
-                const unsigned second[4] = {low.z, low.w, high.z, high.w};
+                    const unsigned second[4] = {low.z, low.w, high.z, high.w};
 #else
-                const unsigned second[4] = {low.z, high.z, low.w, high.w};
+                    const unsigned second[4] = {low.z, high.z, low.w, high.w};
 #endif
-#pragma unroll
-                for (int half = 0; half < kHalves; half++) {
-                    const unsigned b0[2] = {other[half].x, other[half].y};
-                    const unsigned b1[2] = {other[half].z, other[half].w};
                     mma_bf16_16816(sums[tile][half], first, b0);
                     mma_bf16_16816(sums[tile][half], second, b1);
                 }
