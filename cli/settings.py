@@ -37,7 +37,7 @@ _SERVICE = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)$")
 HELP = {
     "model": "folder of the checkpoint, or org/name on the Hugging Face hub (default: the embedded "
     "demo model)",
-    "task": "generate text or embed (default: from the model); embed needs no decode workers",
+    "task": "generate text, embed or draw (default: from the model); embed needs no decode workers",
     "prefill": "number of prefill workers",
     "decode": "number of decode workers",
     "routers": "number of routers; give clients all their addresses, separated by commas",

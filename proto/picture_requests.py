@@ -153,7 +153,7 @@ def _check_prompts(request: PixelContext | WirePixelContext, names: tuple[str, .
         if buffer is None:
             continue
         ids = _ids(buffer)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+        if ids.ndim != 1 or ids.dtype not in (np.int32, np.int64) or not len(ids):
             raise InputError(f"{name} must be one-dimensional integers, at least one")
         if len(ids) > MAX_PICTURE_PROMPT_TOKENS:
             raise InputError(f"{name}: {len(ids)} tokens, limit {MAX_PICTURE_PROMPT_TOKENS}")
@@ -216,6 +216,7 @@ def state_parts(request: PixelContext | WirePixelContext, block_size: int) -> tu
     parts: list[StatePart] = []
     start = 0
     for prefix in ("", "negative_") if uses_negative(request) else ("",):
+        _prompt(request, f"{prefix}tokens")
         texts = len(_prompt(request, f"{prefix}tokens_2"))
         end = start + -(-max(texts + 1, STATE_KEY_TOKENS) // block_size) * block_size
         parts.append(StatePart(prefix, start, texts, end))

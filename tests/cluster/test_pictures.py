@@ -253,3 +253,31 @@ def test_a_router_dies(pools, client, reference, name):
         assert drawing.steps == list(range(LONG + 1))
     pools.wait_said(f"{name} serves again")
     wait_until(lambda: set(pools.workers()) >= set(WORKERS), what="all workers to register again")
+
+
+@pytest.mark.long
+def test_workers_die_again_and_again(pools, client, reference):
+    """Eight blows in any order, each when the oldest picture has gone on; no pixel differs."""
+    requests = [
+        reference.request(
+            f"again {n % 5}", seed=n, height=128, width=64, num_inference_steps=60 + n
+        )
+        for n in range(16)
+    ]
+    guided = [n % 3 == 0 for n in range(16)]
+    for request, other in zip(requests, guided, strict=True):
+        if other:
+            request.negative_tokens, request.negative_tokens_2 = request.tokens, request.tokens_2
+            request.true_cfg_scale = 1.5
+    running = [Drawing(client, request) for request in requests]
+    rng = np.random.default_rng(5)
+    for blow in range(8):
+        running[blow].until(int(rng.integers(0, 40)))
+        name = str(rng.choice(WORKERS))
+        pid = pools.pids().get(name)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            pools.wait_replaced(name, pid)
+    for drawing, request in zip(running, requests, strict=True):
+        assert np.array_equal(drawing.pixels(), reference.draw(request))
+        assert drawing.steps[-1] == request.num_inference_steps

@@ -10,9 +10,15 @@ import pytest
 
 from baton.proto.contexts.pixels import PixelContext, png_bytes
 from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.errors import InputError
+from baton.proto.ids import RequestID
 from baton.proto.layout import KVLayout
+from baton.proto.picture_requests import STATE_VOCABULARY
+from baton.proto.picture_runs import committed_picture, picture_run
+from baton.proto.requests import check_continued, check_wire_context, check_wire_shape
 from baton.proto.wire.context_maps import to_map
 from baton.proto.wire.messages import Assign, Submit, Terminal, TerminalAck, Tokens
+from baton.proto.wire.wire_context import WireTokens
 from baton.router.requests import context_bytes
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=16)
@@ -21,8 +27,9 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=16)
 @pytest.fixture
 def draws(card):
     return msgspec.structs.replace(
-        card, task="draw", kinds=["PixelContext"], layout=LAYOUT, max_length=64
-    )
+        card, task="draw", kinds=["PixelContext"], layout=LAYOUT, max_length=64,
+        vocab_size=STATE_VOCABULARY,
+    )  # fmt: skip
 
 
 def picture(prompt=5, texts=8, steps=3, **fields):
@@ -150,3 +157,56 @@ def test_the_picture_is_charged():
     small, large = picture(), picture(height=2048, width=2048)
     assert context_bytes(large) - context_bytes(small) == png_bytes(2048, 2048) - png_bytes(64, 32)
     assert context_bytes(large) > 12 << 20
+
+
+_ODD = [
+    np.zeros(0, np.int32),
+    np.array(3, np.int32),
+    np.zeros((2, 3), np.int32),
+    np.array([1.5], np.float32),
+    np.array([True, False]),
+    np.array([-(1 << 40), 1 << 40], np.int64),
+    np.array([1 << 63], np.uint64),
+    np.array([np.nan], np.float64),
+    np.arange(1025, dtype=np.int32),
+]
+
+
+def _odd_fields(rng):
+    """Some fields of a request, each with a value that a decoder accepts."""
+    arrays = [None, *_ODD]
+    prompts = [None, *map(WireTokens, _ODD), picture().tokens_2]
+    numbers = [0, 1, 16, 64, 250, 251, 4096, 1 << 40]
+    floats = [0.0, 1.0, 1.5, -1.0, 1e6, float("nan"), float("inf")]
+    pools = {
+        **dict.fromkeys(("mask", "timesteps", "sigmas", "latents", "guidance"), arrays),
+        **dict.fromkeys(("tokens_2", "negative_tokens", "negative_tokens_2"), prompts),
+        **dict.fromkeys(("height", "width", "num_inference_steps", "base"), numbers),
+        **dict.fromkeys(("guidance_scale", "true_cfg_scale"), floats),
+        "extra_params": [{}, *({"seed": one} for one in _ODD), {"other": _ODD[0]}],
+        "num_images_per_prompt": [0, 1, 2],
+    }
+    names = rng.choice(sorted(pools), int(rng.integers(1, 5)), replace=False)
+    return {str(name): pools[str(name)][rng.integers(len(pools[str(name)]))] for name in names}
+
+
+def test_any_fields_give_an_input_error_or_a_row(draws):
+    """What the checks accept, a worker can run; nothing raises another error."""
+    rng = np.random.default_rng(11)
+    accepted = 0
+    for _ in range(4000):
+        wire = msgspec.structs.replace(picture(), **_odd_fields(rng))
+        try:
+            check_wire_shape(wire)
+            check_wire_context(wire, draws)
+        except InputError:
+            continue
+        run = picture_run(wire, RequestID("r"), LAYOUT.block_size)
+        check_continued(grown_picture(run), draws)
+        accepted += 1
+    assert 100 < accepted < 3000
+
+
+def grown_picture(run):
+    run.update(0)
+    return committed_picture(run)
