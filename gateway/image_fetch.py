@@ -18,12 +18,14 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 import httptools
 
 from ..images.processor import MAX_IMAGE_BYTES
-from ..proto.errors import ConfigError, InputError
+from ..proto.errors import CapacityError, ConfigError, InputError
 
 FETCH_TIMEOUT_S = 10.0
 """Of one image, with all redirects."""
 MAX_FETCHES = 16
 """Images of one gateway that are fetched at a time."""
+MAX_FETCHED_BYTES = 256 << 20
+"""Of the fetched images of all requests of one gateway, until they are prepared."""
 MAX_REDIRECTS = 3
 MAX_URL_CHARS = 4096
 _MAX_HEAD_BYTES = 32 << 10
@@ -66,6 +68,7 @@ class ImageFetcher:
         self._timeout = timeout
         self._tls = tls
         self._room = asyncio.Semaphore(MAX_FETCHES)
+        self.held_bytes = 0
 
     def check(self, url: str) -> SplitResult:
         """Return the parts of an allowed URL. Raises ImageHostRefused, InputError."""
@@ -89,7 +92,11 @@ class ImageFetcher:
         return parts
 
     async def fetch(self, url: str, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
-        """Return the content of an allowed URL. Raises InputError, as the classes above."""
+        """Return the content of an allowed URL. Raises InputError, as the classes above.
+
+        Its bytes count as held until :meth:`release`. Raises CapacityError if all requests together
+        would hold too many.
+        """
         parts = self.check(url)
         try:
             async with asyncio.timeout(self._timeout), self._room:
@@ -97,6 +104,7 @@ class ImageFetcher:
                     found = await self._get(parts, max_bytes)
                     if found.location is None:
                         return bytes(found.body)
+                    self.release(len(found.body))
                     further = self.check(urljoin(parts.geturl(), found.location))
                     if not _same_host(parts, further):
                         raise ImageHostRefused(f"{parts.hostname} redirects to another host")
@@ -131,15 +139,28 @@ class ImageFetcher:
             head = f"GET {target} HTTP/1.1\r\nhost: {named}\r\naccept: image/*\r\n"
             writer.write(f"{head}user-agent: baton\r\nconnection: close\r\n\r\n".encode())
             answer = _Answer(host, max_bytes)
-            while not answer.complete:
-                part = await reader.read(1 << 16)
-                if not part:
-                    answer.ended()
-                    break
-                answer.feed(part)
+            held = 0
+            try:
+                while not answer.complete:
+                    part = await reader.read(1 << 16)
+                    if not part:
+                        answer.ended()
+                        break
+                    answer.feed(part)
+                    self.held_bytes += len(answer.body) - held
+                    held = len(answer.body)
+                    if self.held_bytes > MAX_FETCHED_BYTES:
+                        raise CapacityError("too many bytes of fetched images", retry_after=1.0)
+            except BaseException:
+                self.release(held)
+                raise
             return answer
         finally:
             writer.transport.abort()
+
+    def release(self, count: int) -> None:
+        """Stop counting bytes that nothing holds any more."""
+        self.held_bytes -= count
 
     async def _resolve(self, host: str, port: int) -> str:
         """Return an address of a name. Raises ImageHostRefused if one of them is not allowed."""

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from .errors import ParameterError
 
-ImageUrl = tuple[str, str]
-"""Name of the field, as ``messages[0].content[1].image_url.url``, and the URL in it."""
+LOW_DETAIL_SIDE = 512
+"""Longest side, in pixels, of an image with ``detail: low``, before it is prepared."""
+
+
+class ImageUrl(NamedTuple):
+    """A URL of an image. ``place``: the field, as ``messages[0].content[1].image_url.url``."""
+
+    place: str
+    url: str
+    max_side: int = 0
 
 
 def messages_of(
@@ -71,10 +79,14 @@ def _image_url(part: dict[str, Any], place: str) -> ImageUrl:
     if unknown := value.keys() - {"url", "detail"}:
         name = f"{place}.{min(unknown)[:80]}"
         raise ParameterError(f"{name} is not a known parameter", name)
-    if value.get("detail") not in (None, "auto", "high"):
-        text = f"{place}.detail must be auto or high: send a smaller image for less detail"
-        raise ParameterError(text, f"{place}.detail")
-    return f"{place}.url", value["url"]
+    return ImageUrl(f"{place}.url", value["url"], side_of(value.get("detail"), f"{place}.detail"))
+
+
+def side_of(detail: object, place: str) -> int:
+    """Return the longest side of an image with this detail, 0: any. Raises ParameterError."""
+    if detail not in (None, "auto", "low", "high"):
+        raise ParameterError(f"{place} must be auto, low or high", place)
+    return LOW_DETAIL_SIDE if detail == "low" else 0
 
 
 def _text_of(parts: list[Any], place: str) -> str:

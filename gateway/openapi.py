@@ -56,7 +56,10 @@ _IMAGE = {
         "image_url": {
             "type": "object",
             "required": ["url"],
-            "properties": {"url": {"type": "string"}, "detail": {"enum": ["auto", "high", None]}},
+            "properties": {
+                "url": {"type": "string"},
+                "detail": {"enum": ["auto", "low", "high", None]},
+            },
         },
     },
 }

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from .bodies import MAX_TOP_LOGPROBS, Count, JsonSchema, Refused, ResponseFormat, SamplingBody
 from .errors import ParameterError
-from .messages import arguments_of
+from .messages import ImageUrl, arguments_of, side_of
 from .tools import Tools, tools_of
 
 LOG_PROBS = "message.output_text.logprobs"
@@ -144,8 +144,11 @@ RESPONSES_REFUSED: Refused = {
 # --------------------------------------------------------------------------- input
 
 
-def messages_of_input(body: ResponsesBody) -> list[Message]:
-    """Return instructions and input as messages for the chat template. Raises ParameterError."""
+def messages_of_input(body: ResponsesBody, images: list[ImageUrl]) -> list[Message]:
+    """Return instructions and input as messages for the chat template. Raises ParameterError.
+
+    ``images``: gets the URLs of images, in order; their messages have parts of type image.
+    """
     messages: list[Message] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -153,7 +156,7 @@ def messages_of_input(body: ResponsesBody) -> list[Message]:
         return [*messages, {"role": "user", "content": body.input}]
     first = len(messages)
     for at, item in enumerate(body.input):
-        found = _message(f"input[{at}]", item)
+        found = _message(f"input[{at}]", item, images)
         last = messages[-1] if len(messages) > first else {}
         if last.get("role") == found["role"] == "assistant" and _fits(last, found):
             _join(last, found)
@@ -221,21 +224,51 @@ def _join(last: Message, found: Message) -> None:
             last[name] = value
 
 
-def _message(place: str, item: Mapping[str, Any]) -> Message:
+def _message(place: str, item: Mapping[str, Any], images: list[ImageUrl]) -> Message:
     kind = item.get("type", "message")
+    if kind == "message":
+        return _plain_message(place, item, images)
     read = _ITEMS.get(kind) if isinstance(kind, str) else None
     if read is None:
-        text = f"{place}.type must be one of {', '.join(_ITEMS)}, not {_shown(kind)}"
+        text = f"{place}.type must be one of {', '.join(('message', *_ITEMS))}, not {_shown(kind)}"
         raise ParameterError(text, f"{place}.type")
     return read(place, item)
 
 
-def _plain_message(place: str, item: Mapping[str, Any]) -> Message:
+def _plain_message(place: str, item: Mapping[str, Any], images: list[ImageUrl]) -> Message:
     # ``id`` and ``status`` of an item change nothing.
     _check_names(place, item, {"type", "role", "content", "id", "status"})
     role = _text(place, item, "role")
-    content = _text_of(f"{place}.content", item.get("content"), _TEXT_PARTS)
+    content = _content_of(f"{place}.content", item.get("content"), images)
     return {"role": _ROLES.get(role, role), "content": content}
+
+
+def _content_of(place: str, content: Any, images: list[ImageUrl]) -> str | list[dict[str, str]]:
+    """Return a text, or with images a list of parts as chat templates know them."""
+    parts = content if isinstance(content, list) else []
+    if not any(_is_image(part) for part in parts):
+        return _text_of(place, content, _TEXT_PARTS)
+    found: list[dict[str, str]] = []
+    for at, part in enumerate(parts):
+        if _is_image(part):
+            images.append(_image_url(f"{place}[{at}]", part))
+            found.append({"type": "image"})
+        else:
+            found.append({"type": "text", "text": _text_of(place, [part], _TEXT_PARTS)})
+    return found
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _image_url(place: str, part: Mapping[str, Any]) -> ImageUrl:
+    if part.get("file_id") is not None:
+        text = f"{place}.file_id is not supported: nothing is stored; give image_url"
+        raise ParameterError(text, f"{place}.file_id")
+    _check_names(place, part, {"type", "image_url", "detail"})
+    side = side_of(part.get("detail"), f"{place}.detail")
+    return ImageUrl(f"{place}.image_url", _text(place, part, "image_url"), side)
 
 
 def _call(place: str, item: Mapping[str, Any]) -> Message:
@@ -261,7 +294,6 @@ def _reasoning(place: str, item: Mapping[str, Any]) -> Message:
 
 
 _ITEMS: Mapping[str, Callable[[str, Mapping[str, Any]], Message]] = {
-    "message": _plain_message,
     "function_call": _call,
     "function_call_output": _call_output,
     "reasoning": _reasoning,

@@ -16,6 +16,7 @@ from ..client.async_generation import AsyncGeneration
 from ..client.output import Output
 from .answers import Choice, TokenTexts
 from .bodies import BodyReader
+from .messages import ImageUrl
 from .parameters import content_of, options_of, sampling_of
 from .response_items import ResponseItems, Shown
 from .responses_bodies import (
@@ -39,16 +40,22 @@ async def responses(request: Request) -> Response | EventStream:
     body.check()
     model = await served.text_model(body.model)
     options, name = options_of(body, request.headers), name_of("resp", request)
+    urls: list[ImageUrl] = []
+    messages = messages_of_input(body, urls)
+    images = await served.images(model, urls) if urls else []
     plan = await asyncio.to_thread(
         served.planner.plan,
         model,
-        messages_of_input(body),
+        messages,
         variables=body.chat_template_kwargs,
         tools=tools_of_body(body),
         content=content_of(body),
     )
     options |= {**origin_of(request), **plan.constraint, "request_id": name, "show_text": True}
+    if images:
+        options["images"] = images
     generation = served.client.generate(plan.tokens, sampling_of(body, 0), **options)
+    images.clear()  # the generation has a copy, until they are prepared
     reader = plan.new_reader and plan.new_reader()
     items = ResponseItems(name, reader, streamed=bool(body.stream))
     answer = ResponseAnswer(body, name, served.name, items, token_texts(model, body))

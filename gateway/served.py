@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from ..client.async_client import AsyncClient
 from ..client.images import data_url_content
 from ..client.model import ServedModel
 from ..client.options import RequestOptions
-from ..images.processor import MAX_IMAGE_BYTES
+from ..images.processor import MAX_IMAGE_BYTES, ScaledImage
 from ..proto.errors import CapacityError, InputError, RequestCancelled
 from ..proto.layout import model_name
 from ..proto.limits import MAX_REQUEST_ID_CHARS, MAX_REQUEST_IMAGES
@@ -58,30 +59,40 @@ class Served:
     _known: tuple[str, ...] = field(default=(), init=False)
     _model: ServedModel | None = field(default=None, init=False)
 
-    async def images(self, model: ServedModel, urls: Sequence[ImageUrl]) -> list[bytes]:
+    async def images(self, model: ServedModel, urls: Sequence[ImageUrl]) -> list[ScaledImage]:
         """Return the encoded images of a request's URLs.
 
-        Raises ParameterError, ImageHostRefused, ImageNotFetched.
+        The bytes of fetched images count as held as long as these objects exist. Raises
+        ParameterError, ImageHostRefused, ImageNotFetched, CapacityError.
         """
         if urls and not model.takes_images:
-            raise ParameterError(f"the model {self.name!r} takes no images", urls[0][0])
+            raise ParameterError(f"the model {self.name!r} takes no images", urls[0].place)
         if len(urls) > MAX_REQUEST_IMAGES:
             text = f"{len(urls)} images, at most {MAX_REQUEST_IMAGES} are allowed"
-            raise ParameterError(text, urls[MAX_REQUEST_IMAGES][0])
-        images: list[bytes] = []
-        for place, url in urls:
-            images.append(await self._image(place, url, MAX_IMAGE_BYTES - sum(map(len, images))))
+            raise ParameterError(text, urls[MAX_REQUEST_IMAGES].place)
+        images: list[ScaledImage] = []
+        try:
+            for one in urls:
+                left = MAX_IMAGE_BYTES - sum(len(image.content) for image in images)
+                images.append(await self._image(one, left))
+        except BaseException:
+            images.clear()  # the error's traceback refers to the list
+            raise
         return images
 
-    async def _image(self, place: str, url: str, left: int) -> bytes:
+    async def _image(self, url: ImageUrl, left: int) -> ScaledImage:
         """Return one encoded image. ``left``: bytes that may be fetched for the request."""
         try:
-            if url.startswith("data:"):
-                return await asyncio.to_thread(data_url_content, url)
-            return await (self.fetcher or ImageFetcher(())).fetch(url, left)
+            if url.url.startswith("data:"):
+                content = await asyncio.to_thread(data_url_content, url.url)
+                return ScaledImage(content, url.max_side)
+            fetcher = self.fetcher or ImageFetcher(())
+            image = ScaledImage(await fetcher.fetch(url.url, left), url.max_side)
+            weakref.finalize(image, fetcher.release, len(image.content))
+            return image
         except InputError as error:
             if type(error) is InputError:
-                raise ParameterError(f"{place}: {error}", place) from None
+                raise ParameterError(f"{url.place}: {error}", url.place) from None
             raise
 
     @classmethod

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from ..client.async_generation import AsyncGeneration
 from ..client.model import ServedModel, TokensOrText, encode
 from ..client.options import RequestOptions
+from ..images.processor import ScaledImage
 from ..proto.sampling import SamplingParams
 from .answers import Answer, ChatForm, CompletionForm, TokenTexts
 from .bodies import (
@@ -45,7 +46,7 @@ async def chat(request: Request) -> None:
         variables["add_generation_prompt"] = body.add_generation_prompt
     urls: list[ImageUrl] = []
     messages = messages_of(body.messages, urls)
-    images = await served.images(model, urls) if urls else None
+    images = await served.images(model, urls) if urls else []
     plan = await asyncio.to_thread(
         served.planner.plan,
         model,
@@ -58,13 +59,13 @@ async def chat(request: Request) -> None:
     def start(params: SamplingParams, options: RequestOptions) -> AsyncGeneration:
         options |= {**plan.constraint, "show_text": True}
         if images:
-            options["images"] = images
+            options["images"] = images  # copied, so the list may be cleared
         return served.client.generate(plan.tokens, params, **options)
 
     form = ChatForm(token_texts(model, body), plan.new_reader)
     name = name_of("chatcmpl", request)
     answer = Answer(form, name, served.name)
-    await _respond(request, name, answer, body, [start])
+    await _respond(request, name, answer, body, [start], images)
 
 
 async def completions(request: Request) -> None:
@@ -102,8 +103,12 @@ async def _respond(
     answer: Answer,
     body: GenerationBody,
     starts: Sequence[_Start],
+    images: list[ScaledImage] | None = None,
 ) -> None:
-    """Start ``n`` requests for each prompt and answer with their outputs."""
+    """Start ``n`` requests for each prompt and answer with their outputs.
+
+    ``images``: of the prompt; the list is cleared, so that they are free once they are prepared.
+    """
     if body.stream_options is not None and not body.stream:
         raise ParameterError("stream_options needs stream: true", "stream_options")
     target = header_of(request, TARGET_HEADER.encode())
@@ -115,6 +120,8 @@ async def _respond(
         for index in range(number):
             own = f"{name}-{at * number + index}" if len(starts) * number > 1 else name
             generations.append(start(params[index], {**options, "request_id": own}))
+    if images:
+        images.clear()
     deliver = StreamDelivery if body.stream else WholeDelivery
     exchange = Exchange.of(request.scope)
     exchange.batch = Served.of(request).writes

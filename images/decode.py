@@ -55,9 +55,12 @@ def check_size(width: int, height: int) -> None:
         )
 
 
-def resized_pixels(image: Any, settings: ImageSettings) -> tuple[int, int, bytes]:
+def resized_pixels(
+    image: Any, settings: ImageSettings, max_side: int = 0
+) -> tuple[int, int, bytes]:
     """Return height, width, and the RGB bytes of a Pillow image, resized for the model.
 
+    ``max_side``: the image is first scaled down, so that no side has more pixels; 0: it is not.
     Orientation in the file's metadata is applied, and transparency is shown on white. Raises
     InputError for a damaged image, an animation, and more than 8 bits per channel.
     """
@@ -72,6 +75,10 @@ def resized_pixels(image: Any, settings: ImageSettings) -> tuple[int, int, bytes
         image.load()
         image = ImageOps.exif_transpose(image)
         image = _as_rgb(image, module)
+        if max_side and max(image.size) > max_side:
+            scale = max_side / max(image.size)
+            size = [max(1, round(side * scale)) for side in image.size]
+            image = image.resize(size, resample=settings.resample)
         height, width = settings.resized(image.height, image.width)
         image = image.resize((width, height), resample=settings.resample)
     except (InputError, MemoryError):

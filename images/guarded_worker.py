@@ -1,7 +1,8 @@
 """The helper process that decodes images: ``... MEMORY_BYTES CPU_SECONDS``.
 
-A request is the settings as JSON, a newline, and the encoded image. The answer is JSON, a newline,
-and the pixels: ``{"size": [height, width]}``, or ``{"error": message}`` without pixels.
+A request is the longest side and the settings as JSON, a newline, and the encoded image. The answer
+is JSON, a newline, and the pixels: ``{"size": [height, width]}``, or ``{"error": message}`` without
+pixels.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from .settings import ImageSettings
 def answer(request: bytes) -> bytes:
     """Decode one image."""
     head, _, content = request.partition(b"\n")
-    settings = ImageSettings(*json.loads(head))
+    max_side, *fields = json.loads(head)
     try:
-        height, width, pixels = resized_pixels(open_image(content), settings)
+        height, width, pixels = resized_pixels(
+            open_image(content), ImageSettings(*fields), max_side
+        )
     except InputError as error:
         return json.dumps({"error": str(error)}).encode() + b"\n"
     except MemoryError:

@@ -47,6 +47,17 @@ _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG"
 _MAX_HEAD_BYTES = 4096
 
 
+@dataclass(slots=True, frozen=True, eq=False, weakref_slot=True)
+class ScaledImage:
+    """An image that is scaled down before it is prepared: no side is longer than ``max_side``.
+
+    ``content``: bytes of a file. ``max_side``: pixels; 0: the image is not scaled.
+    """
+
+    content: bytes
+    max_side: int = 0
+
+
 @dataclass(slots=True, frozen=True, eq=False)
 class PreparedImage:
     """``pixels``: uint8 ``[height, width, 3]``. ``grid``: (1, rows, columns) in patches.
@@ -72,7 +83,6 @@ class ImageProcessor:
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self.settings = settings
-        self._head = json.dumps(astuple(settings)).encode() + b"\n"
         self._helpers: queue.LifoQueue[_Helper] = queue.LifoQueue()
         self._all = [_Helper(timeout, str(memory_bytes), str(cpu_seconds)) for _ in range(HELPERS)]
         for helper in self._all:
@@ -90,12 +100,14 @@ class ImageProcessor:
         """Return an image in the model's size.
 
         ``image``: bytes of a PNG, JPEG, WebP, GIF or BMP file, the path of one, a Pillow image, or
-        an array, uint8 ``[height, width]`` or ``[height, width, 3 or 4]``. Raises InputError for
-        everything else. Without Pillow it raises ConfigError for all but RGB arrays in the model's
-        size.
+        an array, uint8 ``[height, width]`` or ``[height, width, 3 or 4]``, or a ScaledImage. Raises
+        InputError for everything else. Without Pillow it raises ConfigError for all but RGB arrays
+        in the model's size.
         """
         if isinstance(image, str | os.PathLike):
             image = _file_content(Path(image))
+        if isinstance(image, ScaledImage):
+            return self._decoded(image.content, image.max_side)
         if isinstance(image, bytes | bytearray | memoryview):
             return self._decoded(bytes(image))
         if isinstance(image, np.ndarray):
@@ -117,19 +129,19 @@ class ImageProcessor:
         for helper in self._all:
             helper.end()
 
-    def _decoded(self, content: bytes) -> PreparedImage:
+    def _decoded(self, content: bytes, max_side: int = 0) -> PreparedImage:
         """Return an encoded image. Each turn of a chat sends its images again, so some are kept."""
         if not content:
             raise InputError("the image is empty")
         if len(content) > MAX_IMAGE_BYTES:
             raise InputError(f"the image has {len(content)} bytes, limit {MAX_IMAGE_BYTES}")
-        key = blake2b(content, digest_size=32).digest()
+        key = blake2b(content, digest_size=32, salt=max_side.to_bytes(8, "little")).digest()
         with self._lock:
             known = self._recent.get(key)
             if known is not None:
                 self._recent.move_to_end(key)
                 return known
-        prepared = self._prepared(*self._decode(content))
+        prepared = self._prepared(*self._decode(content, max_side))
         with self._lock:
             if key not in self._recent:
                 self._recent[key] = prepared
@@ -149,15 +161,16 @@ class ImageProcessor:
         tokens = height * width // self.settings.token_side**2
         return PreparedImage(array, self.settings.grid(height, width), tokens, image_hash(array))
 
-    def _decode(self, content: bytes) -> tuple[int, int, bytes]:
+    def _decode(self, content: bytes, max_side: int) -> tuple[int, int, bytes]:
         pillow()  # an error here is clear, and one in the helper is not
         helper = self._helpers.get()
         try:
-            answer = helper.ask(self._head + content, 3 * self._most_pixels() + _MAX_HEAD_BYTES)
+            head = json.dumps([max_side, *astuple(self.settings)]).encode() + b"\n"
+            answer = helper.ask(head + content, 3 * self._most_pixels() + _MAX_HEAD_BYTES)
         finally:
             self._helpers.put(helper)
-        head, _, pixels = answer.partition(b"\n")
-        found = json.loads(head)
+        about, _, pixels = answer.partition(b"\n")
+        found = json.loads(about)
         if "error" in found:
             raise InputError(found["error"])
         height, width = found["size"]

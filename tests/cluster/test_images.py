@@ -156,6 +156,16 @@ def test_chat_over_http_is_the_native_chat(pools, client, tmp_path):
         }  # fmt: skip
         status, answer, _ = gateway.ask("POST", "/v1/chat/completions", body)
         assert (status, answer["choices"][0]["message"]["content"]) == (200, native)
+        same = [
+            {"type": "input_image", "image_url": url, "detail": "low"},
+            {"type": "input_text", "text": QUESTION},
+        ]
+        asked = {
+            "input": [{"role": "user", "content": same}],
+            "temperature": 0, "max_output_tokens": 16, "ignore_eos": True,
+        }  # fmt: skip
+        status, answer, _ = gateway.ask("POST", "/v1/responses", asked)
+        assert (status, answer["output"][0]["content"][0]["text"]) == (200, native)
         with ThreadingHTTPServer(("127.0.0.1", 0), serve) as files:
             threading.Thread(target=files.serve_forever).start()
             try:

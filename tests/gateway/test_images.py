@@ -26,9 +26,9 @@ from baton.gateway.image_fetch import (
     _same_host,
     parse_hosts,
 )
-from baton.gateway.messages import messages_of
+from baton.gateway.messages import ImageUrl, messages_of
 from baton.gateway.served import Served
-from baton.proto.errors import ConfigError, InputError
+from baton.proto.errors import CapacityError, ConfigError, InputError
 
 CONTENT = b"\x89PNG" + bytes(5000)
 URL = "data:image/png;base64," + base64.b64encode(CONTENT).decode()
@@ -51,8 +51,8 @@ class TestMessages:
         found = messages_of(user(image("a"), TEXT, image("b", detail="auto")), urls)
         assert found[0]["content"] == [{"type": "image"}, TEXT, {"type": "image"}]
         assert urls == [
-            ("messages[0].content[0].image_url.url", "a"),
-            ("messages[0].content[2].image_url.url", "b"),
+            ("messages[0].content[0].image_url.url", "a", 0),
+            ("messages[0].content[2].image_url.url", "b", 0),
         ]
 
     def test_contents_without_images_stay_text(self):
@@ -61,14 +61,20 @@ class TestMessages:
     def test_a_url_may_be_text(self):
         urls = []
         messages_of(user({"type": "image_url", "image_url": "a"}), urls)
-        assert [url for _, url in urls] == ["a"]
+        assert [one.url for one in urls] == ["a"]
+
+    def test_low_detail_limits_the_sides(self):
+        urls = []
+        parts = [image("a", detail=one) for one in ("low", "high", "auto", None)]
+        messages_of(user(*parts), urls)
+        assert [one.max_side for one in urls] == [512, 0, 0, 0]
 
     @pytest.mark.parametrize(
         ("part", "parameter"),
         [
             ({"type": "image_url"}, "messages[0].content[0].image_url.url"),
             (image(5), "messages[0].content[0].image_url.url"),
-            (image("a", detail="low"), "messages[0].content[0].image_url.detail"),
+            (image("a", detail="lowest"), "messages[0].content[0].image_url.detail"),
             (image("a", size=4), "messages[0].content[0].image_url.size"),
         ],
     )  # fmt: skip
@@ -92,8 +98,8 @@ SEER = SimpleNamespace(takes_images=True)
 def images(*urls, model=SEER, fetcher=None):
     served = Served(None, fetcher=fetcher)
     served._known = ("seer",)
-    named = [(f"at[{at}]", url) for at, url in enumerate(urls)]
-    return asyncio.run(served.images(model, named))
+    named = [ImageUrl(f"at[{at}]", url) for at, url in enumerate(urls)]
+    return [one.content for one in asyncio.run(served.images(model, named))]
 
 
 def test_data_urls():
@@ -262,6 +268,46 @@ def test_a_redirect_between_allowed_hosts_is_refused():
 def test_a_silent_host_times_out():
     with pytest.raises(ImageNotFetched, match=r"no image within 0\.2 s"):
         fetched("/silent", timeout=0.2)
+
+
+@pytest.fixture
+def little_room(monkeypatch):
+    """Fetched images of all requests have room for two, and a bit."""
+    monkeypatch.setattr(image_fetch, "MAX_FETCHED_BYTES", 2 * len(CONTENT) + 100)
+
+
+def test_fetched_images_are_limited_together(little_room):
+    async def run():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        served = Served(None, fetcher=ImageFetcher(["127.0.0.1"]))
+        served._known = ("seer",)
+
+        def fetch(*paths):
+            named = [ImageUrl("at", f"http://127.0.0.1:{port}{path}", 512) for path in paths]
+            return served.images(SEER, named)
+
+        async with server:
+            held = await fetch("/plain", "/near")
+            assert [(one.content, one.max_side) for one in held] == [(CONTENT, 512)] * 2
+            assert served.fetcher.held_bytes == 2 * len(CONTENT)
+            with pytest.raises(CapacityError, match="fetched images") as caught:
+                await fetch("/plain")
+            assert status_of(caught.value) == 429
+            del caught
+            assert served.fetcher.held_bytes == 2 * len(CONTENT)
+            held.pop()
+            with pytest.raises(CapacityError):
+                await fetch("/plain", "/plain")  # the first of them is freed too
+            assert served.fetcher.held_bytes == len(CONTENT)
+            held += await fetch("/chunked")
+            held.clear()
+            for path in ("/truncated", "/garbage", "/missing", "/loop"):
+                with pytest.raises(ImageNotFetched):
+                    await fetch("/plain", path)
+            assert served.fetcher.held_bytes == 0
+
+    asyncio.run(run())
 
 
 def test_the_wait_for_others_counts():

@@ -26,6 +26,51 @@ def body(**fields) -> ResponsesBody:
     return found
 
 
+def input_image(**fields):
+    return {"type": "input_image", "image_url": "data:image/png;base64,AAAA", **fields}
+
+
+class TestImages:
+    def test_images_keep_their_place_among_texts(self):
+        urls = []
+        content = [input_image(detail="low"), {"type": "input_text", "text": "What?"},
+                   input_image(file_id=None, detail="auto")]  # fmt: skip
+        found = messages_of_input(body(input=[{"role": "user", "content": content}]), urls)
+        assert found == [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image"},
+                    {"type": "text", "text": "What?"},
+                    {"type": "image"},
+                ],
+            }
+        ]
+        assert [(one.place, one.max_side) for one in urls] == [
+            ("input[0].content[0].image_url", 512), ("input[0].content[2].image_url", 0),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("part", "parameter"),
+        [
+            ({"type": "input_image"}, "input[0].content[0].image_url"),
+            (input_image(image_url={"url": "x"}), "input[0].content[0].image_url"),
+            (input_image(detail="original"), "input[0].content[0].detail"),
+            (input_image(file_id="f"), "input[0].content[0].file_id"),
+            (input_image(size=5), "input[0].content[0].size"),
+        ],
+    )
+    def test_wrong_parts_are_named(self, part, parameter):
+        with pytest.raises(ParameterError) as raised:
+            messages_of_input(body(input=[{"role": "user", "content": [part]}]), [])
+        assert raised.value.parameter == parameter
+
+    def test_outputs_of_functions_are_texts(self):
+        item = {"type": "function_call_output", "call_id": "1", "output": [input_image()]}
+        with pytest.raises(ParameterError, match="the model takes text"):
+            messages_of_input(body(input=[item]), [])
+
+
 def test_every_field_is_used_or_refused():
     used = {
         "model", "user", "metadata", "stream", "stream_options", "temperature", "top_p", "top_k",
@@ -81,7 +126,10 @@ def test_a_field_without_effect_is_refused_unless_it_is_neutral(name):
         ({"input": [{"role": "user", "content": "x", "name": "y"}]}, "input[0].name"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
@@ -100,13 +148,13 @@ def test_a_field_without_effect_is_refused_unless_it_is_neutral(name):
 def test_what_is_not_offered_is_named(fields, parameter):
     with pytest.raises(ParameterError) as raised:
         found = body(**fields)
-        sampling_of(found, 0), options_of(found, {}), messages_of_input(found)
+        sampling_of(found, 0), options_of(found, {}), messages_of_input(found, [])
         tools_of_body(found)
     assert raised.value.parameter == parameter
 
 
 def test_input_becomes_messages():
-    assert messages_of_input(body()) == [{"role": "user", "content": "hello"}]
+    assert messages_of_input(body(), []) == [{"role": "user", "content": "hello"}]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     answer = [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}]
     given = [
@@ -114,7 +162,7 @@ def test_input_becomes_messages():
         {"type": "message", "role": "user", "content": parts},
         {"id": "msg-1", "status": "completed", "role": "assistant", "content": answer},
     ]
-    assert messages_of_input(body(input=given, instructions="i")) == [
+    assert messages_of_input(body(input=given, instructions="i"), []) == [
         {"role": "system", "content": "i"},
         {"role": "system", "content": "x"},
         {"role": "user", "content": "a\nb"},
@@ -154,7 +202,7 @@ def test_the_items_of_a_turn_become_one_message():
         function = {"name": "now", "arguments": arguments}
         return {"id": name, "type": "function", "function": function}
 
-    assert messages_of_input(body(input=given)) == [
+    assert messages_of_input(body(input=given), []) == [
         {"role": "user", "content": "When?"},
         {"role": "assistant", "reasoning_content": "Hm.", "content": "I look.",
          "tool_calls": [call("1", a=1), call("2", a=1)]},

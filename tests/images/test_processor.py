@@ -18,7 +18,7 @@ from PIL import Image
 
 from baton.images import processor as processors
 from baton.images.decode import MAX_IMAGE_PIXELS
-from baton.images.processor import ImageProcessor
+from baton.images.processor import ImageProcessor, ScaledImage
 from baton.images.settings import ImageSettings
 from baton.proto.contexts.images import image_hash
 from baton.proto.errors import CheckpointError, InputError
@@ -322,3 +322,33 @@ class TestSettings:
             height, width = settings.resized(*size)
             assert height % settings.token_side == width % settings.token_side == 0
             assert settings.min_pixels <= height * width <= settings.max_pixels
+
+
+@pytest.mark.parametrize("size", [(1000, 400), (300, 1024), (513, 513), (512, 100), (40, 30)])
+def test_a_scaled_image_is_one_that_was_scaled_before(size):
+    """``detail: low`` equals an image that the sender scales to 512 pixels."""
+    processor = ImageProcessor(ImageSettings())
+    noise = np.random.default_rng(5).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    image = Image.fromarray(noise)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    if max(size) > 512:
+        scale = 512 / max(size)
+        sides = tuple(round(side * scale) for side in size)
+        image = image.resize(sides, resample=Image.Resampling.BICUBIC)
+    try:
+        expected = processor.process(image)
+        for _ in range(2):  # the second is one of the kept images
+            found = processor.process(ScaledImage(file.getvalue(), 512))
+            assert np.array_equal(found.pixels, expected.pixels)
+        whole = processor.process(file.getvalue())
+        assert (whole.content_hash == found.content_hash) == (max(size) <= 512)
+    finally:
+        processor.close()
+
+
+def test_scaling_keeps_a_pixel_of_each_side(processor):
+    line = io.BytesIO()
+    Image.new("RGB", (2000, 1)).save(line, "PNG")
+    with pytest.raises(InputError, match="200"):
+        processor.process(ScaledImage(line.getvalue(), 512))
