@@ -103,8 +103,10 @@ class DecodeGraph:
         self._tables: Any = device.zeros((rows, sizes.table_width), np.int32)
         self._sent: list[I32 | None] = [None] * rows  # the block tables on the device
         self._plan = GraphPlan(device, rows, sizes.max_length, sizes.pool_tokens)
-        self._tokens = device.zeros((rows,), np.int32)
-        self._errors = device.zeros((rows,), np.int32)
+        # Tokens and errors are read with one copy.
+        self._drawn = cast("Any", device.zeros((2, rows), np.int32))
+        self._tokens, self._errors = self._drawn[0], self._drawn[1]
+        self._seen = device.host_buffer((2, rows), np.int32)
         self._space = sampler.workspace(rows)
         self._pool: Any = None
         self._graph: Graph | None = None
@@ -125,9 +127,9 @@ class DecodeGraph:
         if self._graph is None:
             self._graph = self._capture(inputs.pool)
         self._graph.replay()
-        count = len(chunks)
-        tokens = self._device.download(self._tokens)[:count]
-        errors = self._device.download(self._errors)[:count]
+        self._device.read(self._drawn, self._seen)
+        self._device.synchronize()
+        tokens, errors = self._seen[:, : len(chunks)]
         return collect(chunks, tokens, errors, None, set(), failed)
 
     def _fill(self, chunks: Sequence[Chunk], inputs: ModelInputs, asked: SampleRows) -> None:
