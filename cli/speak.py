@@ -1,14 +1,15 @@
-"""``baton speak TEXT``: write the speech of a text to a WAV file, or raw samples to a pipe."""
+"""``baton speak TEXT``: write the speech of a text to a file, or raw samples to a pipe."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 from ..client.speech import I16, audio_card
+from ..engine.audio.flac import FlacEncoder
 from ..engine.audio.pcm import wav_header
 from ..proto.errors import ConfigError
 from .cluster import add_address, connect
@@ -26,7 +27,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_address(parser)
     parser.add_argument(
         "-o", "--output", metavar="FILE", required=True,
-        help="WAV file; - writes raw 16-bit samples to standard output",
+        help="WAV file, FLAC if it ends with .flac; - writes raw 16-bit samples to a pipe",
     )  # fmt: skip
     parser.add_argument("--voice", metavar="NAME", help="voice [the model's first]")
     add_sampling(parser, max_new_tokens=MAX_NEW_TOKENS)
@@ -47,24 +48,38 @@ def run(arguments: argparse.Namespace) -> int:
             text, sampling_of(arguments), voice=arguments.voice, deadline=arguments.deadline
         )
         if arguments.output == "-":
-            _write(sys.stdout.buffer, chunks)
+            _write(sys.stdout.buffer, chunks, lambda chunk: chunk.tobytes())
             return 0
         try:
             with Path(arguments.output).open("wb") as file:
-                file.write(wav_header(rate, 0))
-                count = _write(file, chunks)
-                file.seek(0)
-                file.write(wav_header(rate, count))
+                count = _write_file(file, chunks, rate)
         except OSError as problem:
             raise ConfigError(f"cannot write {arguments.output}: {problem.strerror}") from None
-    print(f"{arguments.output}: {count / 2 / rate:.2f} s")
+    print(f"{arguments.output}: {count / rate:.2f} s")
     return 0
 
 
-def _write(file: BinaryIO, chunks: Chunks) -> int:
-    """Write the chunks; return the number of bytes."""
-    total = 0
+def _write_file(file: BinaryIO, chunks: Chunks, rate: int) -> int:
+    """Write the chunks and a header with their number, and return it."""
+    if str(file.name).endswith(".flac"):
+        encoder = FlacEncoder(rate)
+        file.write(encoder.header())
+        count = _write(file, chunks, encoder.encode)
+        header = encoder.header(count)
+    else:
+        file.write(wav_header(rate, 0))
+        count = _write(file, chunks, lambda chunk: chunk.tobytes())
+        header = wav_header(rate, 2 * count)
+    file.seek(0)
+    file.write(header)
+    return count
+
+
+def _write(file: BinaryIO, chunks: Chunks, encode: Callable[[I16], bytes]) -> int:
+    """Write the chunks; return the number of samples."""
+    count = 0
     for chunk in chunks:
-        total += file.write(chunk.tobytes())
+        file.write(encode(chunk))
         file.flush()
-    return total
+        count += len(chunk)
+    return count

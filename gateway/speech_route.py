@@ -7,7 +7,7 @@ later error the connection ends before the body does.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ..client.speech import I16, audio_card
+from ..engine.audio.flac import FlacEncoder
 from ..engine.audio.pcm import wav_header
 from ..proto.contexts.speech import TTSContext
 from ..proto.errors import InputError, RequestCancelled
@@ -26,9 +27,10 @@ from .streams import unless_gone
 
 MAX_INPUT_CHARS = 4096
 DEFAULT_TOKENS = 2048
-FORMATS = {"wav": b"audio/wav", "pcm": b"audio/pcm"}
+FORMATS = {"wav": b"audio/wav", "pcm": b"audio/pcm", "flac": b"audio/flac"}
 """Content types of the formats that are written."""
 Chunks = AsyncGenerator[I16, None]
+Encode = Callable[[I16], bytes]
 
 
 class SpeechBody(Body, kw_only=True):
@@ -72,7 +74,7 @@ async def speech(request: Request) -> AudioResponse:
     form = body.response_format or "wav"
     if form not in FORMATS:
         raise ParameterError(
-            f"response_format {form} is not supported, only {' and '.join(FORMATS)} are",
+            f"response_format {form} is not supported, only {', '.join(FORMATS)} are",
             "response_format",
         )
     if len(body.input) > MAX_INPUT_CHARS:
@@ -102,23 +104,24 @@ def _sampling_of(body: SpeechBody) -> SamplingParams:
 class AudioResponse:
     """Chunks of audio as the body of a response, an ASGI application."""
 
-    def __init__(self, first: bytes, chunks: Chunks, form: str) -> None:
+    def __init__(self, first: bytes, chunks: Chunks, form: str, encode: Encode) -> None:
         self._first = first
         self._chunks = chunks
         self._form = form
+        self._encode = encode
 
     @classmethod
     async def begin(
         cls, receive: Receive, chunks: Chunks, form: str, sample_rate: int
     ) -> AudioResponse:
         """Wait for the first chunk. Raises the error of a request that fails before."""
-        head = wav_header(sample_rate) if form == "wav" else b""
+        head, encode = _format(form, sample_rate)
         try:
-            first = await unless_gone(receive, _next(chunks))
+            first = await unless_gone(receive, anext(chunks, None))
         except BaseException:
             await chunks.aclose()
             raise
-        return cls(head + first, chunks, form)
+        return cls(head + (b"" if first is None else encode(first)), chunks, form, encode)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the chunks until the last one, or until the client is gone."""
@@ -134,12 +137,13 @@ class AudioResponse:
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": chunk.tobytes(), "more_body": True})
+            body = self._encode(chunk)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _next(chunks: Chunks) -> bytes:
-    """Return the first chunk as bytes; no bytes if there is no audio."""
-    try:
-        return (await anext(chunks)).tobytes()
-    except StopAsyncIteration:
-        return b""
+def _format(form: str, sample_rate: int) -> tuple[bytes, Encode]:
+    """Return the beginning of a body, and the function that encodes its chunks."""
+    if form == "flac":
+        encoder = FlacEncoder(sample_rate)
+        return encoder.header(), encoder.encode
+    return wav_header(sample_rate) if form == "wav" else b"", lambda chunk: chunk.tobytes()
