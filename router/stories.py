@@ -112,7 +112,7 @@ class Story(msgspec.Struct, array_like=True, gc=False):
     prompt_tokens: int
     new_tokens: int
     cached_tokens: int
-    embeds: bool
+    task: str  # "generate", "embed" or "draw"
     resumed: bool
     attempts: list[StoryAttempt]
     status: str | None = None
@@ -238,7 +238,8 @@ class Stories:
         story = Story(
             key, asked.request_id[:MAX_REQUEST_ID_CHARS], identity, owner,
             asked.gateway[:MAX_ORIGIN_CHARS], asked.traceparent[:MAX_ORIGIN_CHARS], "refused",
-            now, NEVER, NEVER, now, len(context.tokens.array), 0, 0, context.task == "embed",
+            now, NEVER, NEVER, now, len(context.tokens.array), 0, 0,
+            context.task if context.task in _OTHER_TASKS else _GENERATE,
             type(asked) is Resume, [], None, error.code, str(error)[:MAX_MESSAGE_CHARS],
         )  # fmt: skip
         self._refused.append(story)
@@ -383,9 +384,18 @@ def _fields(request: Request, now: float) -> tuple[Any, ...]:
         request.key, request.request_id, request.identity, request.owner, request.gateway,
         request.traceparent, state, request.began, request.first_at, request.token_at,
         now if ended == NEVER else ended, request.base, request.next - request.base, cached,
-        request.embeds, request.submitted_at == NEVER, attempts, status, code, message,
+        _task(request), request.submitted_at == NEVER, attempts, status, code, message,
         request.times, request.decoded,
     )  # fmt: skip
+
+
+_GENERATE, _OTHER_TASKS = "generate", ("embed", "draw")
+
+
+def _task(request: Request) -> str:
+    """Return the task of a request, whose context may be freed."""
+    embed, draw = _OTHER_TASKS
+    return embed if request.embeds else draw if request.draws else _GENERATE
 
 
 def _attempt(attempt: Attempt) -> tuple[Any, ...]:

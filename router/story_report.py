@@ -26,7 +26,7 @@ def story_record(story: Story, policy: str, now: float) -> Record:
         "gateway": story.gateway,
         "traceparent": story.traceparent,
         "state": story.state,
-        "task": "embed" if story.embeds else "generate",
+        "task": story.task,
         "resumed": story.resumed,
         "finish_reason": story.status,
         "code": story.code,

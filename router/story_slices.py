@@ -189,12 +189,19 @@ def _span_id(key: bytes, router: str, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) or 1
 
 
+_OPERATIONS = {
+    "generate": "text_completion",
+    "embed": "embeddings",
+    "draw": "generate_content",
+}
+"""The names that OpenTelemetry has for a request's task."""
+
+
 def _facts(record: Record, model: str) -> dict[str, AttributeValue]:
     """Return the attributes of the whole request."""
-    operation = "embeddings" if record["task"] == "embed" else "text_completion"
     reason = record["finish_reason"]
     found: dict[str, AttributeValue] = {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": _OPERATIONS[record["task"]],
         "gen_ai.provider.name": "baton",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,

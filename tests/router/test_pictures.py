@@ -17,7 +17,15 @@ from baton.proto.picture_requests import STATE_VOCABULARY
 from baton.proto.picture_runs import committed_picture, picture_run
 from baton.proto.requests import check_continued, check_wire_context, check_wire_shape
 from baton.proto.wire.context_maps import to_map
-from baton.proto.wire.messages import Assign, Submit, Terminal, TerminalAck, Tokens
+from baton.proto.wire.messages import (
+    Assign,
+    Status,
+    StatusReport,
+    Submit,
+    Terminal,
+    TerminalAck,
+    Tokens,
+)
 from baton.proto.wire.wire_context import WireTokens
 from baton.router.requests import context_bytes
 
@@ -59,6 +67,9 @@ def test_a_whole_life(bench, draws):
     assert bench.one(b"client", Terminal).media == b"png"
     bench.ack(key)
     bench.assert_nothing_kept()
+    bench.client(Status(requests=1), b"operator")
+    (story,) = msgspec.json.decode(bench.one(b"operator", StatusReport).report)["requests"]
+    assert (story["task"], story["new_tokens"], story["state"]) == ("draw", 4, "finished")
 
 
 def test_a_picture_waits_for_the_client(bench, draws):
