@@ -310,6 +310,11 @@ def demo_model_folder() -> Path:
     return Path(__file__).parent / "demo_model"
 
 
+def demo_flux_folder() -> Path:
+    """Return the folder of the embedded Flux model, which draws coloured shapes."""
+    return Path(__file__).parent / "demo_flux"
+
+
 def shares_memory(settings: ServeSettings) -> bool:
     """Whether decode workers should read KV blocks from the prefill workers' memory.
 
