@@ -160,6 +160,13 @@ def _latencies(metrics: Metrics) -> list[Family]:
             metrics.first_tokens_s,
         ),
         _latency(
+            "baton_time_to_first_audio_seconds",
+            "Time from the arrival of a request for speech to its first samples.",
+            LATENCY_S,
+            metrics.first_audio,
+            metrics.first_audio_s,
+        ),
+        _latency(
             "baton_inter_token_latency_seconds",
             "Time between two tokens of a request at the router.",
             GAP_S,

@@ -88,13 +88,14 @@ class Metrics:
     """Numbers of requests by outcome since the start, their latencies and their sizes.
 
     ``refused``: by error code. ``dropped``: messages and token runs without effect, by reason.
-    ``first_tokens``: TTFT; ``between_tokens``: ITL; ``first_tokens_s`` and ``between_tokens_s``:
-    their sums in seconds.
+    ``first_tokens``: TTFT; ``between_tokens``: ITL; ``first_audio``: until the first samples of
+    speech; ``first_tokens_s``, ``between_tokens_s`` and ``first_audio_s``: their sums in seconds.
     """
 
     __slots__ = (
         "_attempts", "_lost", "_requests", "_served", "between_tokens", "between_tokens_s",
-        "dropped", "first_tokens", "first_tokens_s", "moved", "refused", "replayed", "submitted",
+        "dropped", "first_audio", "first_audio_s", "first_tokens", "first_tokens_s",
+        "moved", "refused", "replayed", "submitted",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -103,7 +104,8 @@ class Metrics:
         self.dropped: Counter[str] = Counter()
         self.first_tokens = Latency()
         self.between_tokens = Latency()
-        self.first_tokens_s = self.between_tokens_s = 0.0
+        self.first_audio = Latency()
+        self.first_tokens_s = self.between_tokens_s = self.first_audio_s = 0.0
         self._lost: Counter[tuple[str, str]] = Counter()  # outcomes of requests without a result
         self._served = Served()
         self._requests = Rows(8, self._served.count_requests)

@@ -155,6 +155,8 @@ class WorkerMessages:
                 run = checked
             total += len(run.tokens)
             request.keep(run)
+            if run.media is not None:
+                self._sounded(request, now)
             # Most runs of a step have the same previous step; their equal gaps are counted at once.
             if request.token_at != since:
                 if since != NEVER:
@@ -178,6 +180,13 @@ class WorkerMessages:
         self._admission.tokens.new += total
         if touched:
             self._flush(touched)
+
+    def _sounded(self, request: Request, now: float) -> None:
+        """Note the first samples of a request for speech."""
+        if request.submitted_at != NEVER and request.media is not None and len(request.media) == 1:
+            seconds, metrics = now - request.submitted_at, self._metrics
+            metrics.first_audio.add_to_bucket(bucket(seconds), now)
+            metrics.first_audio_s += seconds
 
     def _waited(self, worker: Worker, since: float, runs: int, now: float) -> None:
         """Add the ITL of ``runs`` requests whose previous tokens arrived at ``since``."""

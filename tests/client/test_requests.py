@@ -118,6 +118,23 @@ def test_logprobs_are_cut_with_their_tokens():
 # --------------------------------------------------------------------------- positions
 
 
+def test_media_come_with_the_last_token_of_their_run():
+    bench = Bench()
+    bench.open()
+    runs = [
+        TokenRun(KEY, 1, 3, [7, 8], None, b"a"),
+        TokenRun(KEY, 1, 4, [8, 9], None, b"b"),  # its second token is new
+        TokenRun(KEY, 1, 3, [7, 8], None, b"a"),
+        TokenRun(KEY, 1, 7, [11], None, b"c"),  # after a gap
+    ]
+    actions = [action for run in runs for action in bench.hear(Tokens(runs=[run]))]
+    news = [one for one in actions if isinstance(one, NewTokens)]
+    assert [(one.position, one.tokens, one.media) for one in news] == [
+        (3, [7, 8], b"a"),
+        (5, [9], b"b"),
+    ]
+
+
 def test_tokens_pass_once_and_in_order():
     bench = Bench()
     bench.open()

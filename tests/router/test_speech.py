@@ -79,6 +79,18 @@ def test_a_client_that_resumes_gets_the_samples_from_its_position_on(bench, posi
     assert runs(bench) == expected
 
 
+def test_the_time_to_the_first_samples_is_measured_once(bench):
+    key = bench.run(context=speech())[0]
+    prefill, decode = bench.workers
+    prefill.tokens(key, 10, 1)
+    for position, seconds in ((11, 0.5), (12, 1.0)):
+        bench.advance(seconds)
+        decode.say(Tokens(runs=[TokenRun(key, 1, position, [2], None, b"aa")]))
+    metrics = bench.core.metrics
+    assert metrics.first_audio_s == pytest.approx(0.5)
+    assert metrics.first_audio.summary(bench.now)["count"] == 1
+
+
 def test_the_new_part_of_a_repeated_run_keeps_its_samples(bench):
     key, decode = begin(bench)
     runs(bench)
