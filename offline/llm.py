@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ..client import Client, Picture, PictureOptions, RequestOptions, Result
 from ..client.calls import Each, Whole
 from ..client.model import Messages, Prompt, Prompts, Sampling, TokensOrText
+from ..client.pictures import OnProgress
 from ..proto.errors import ConfigError
 from ..text.tokenizer import Tokenizer
 from .cluster import OwnCluster
@@ -134,9 +135,15 @@ class LLM:
                 progress.add(len(parts[-1]))
             return np.concatenate(parts)
 
-    def image(self, prompt: str, **options: Unpack[PictureOptions]) -> Picture:
+    def image(
+        self,
+        prompt: str,
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[PictureOptions],
+    ) -> Picture:
         """Return a picture of a prompt, as :meth:`baton.client.Client.image`."""
-        return self.client.image(prompt, **options)
+        return self.client.image(prompt, on_progress=on_progress, **options)
 
     def _run(self, call: Whole, what: str) -> list[Result]:
         with Progress(len(call.drafts), what, self._progress) as progress:

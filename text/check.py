@@ -1,4 +1,4 @@
-"""Load a model folder's tokenizer as a client would: ``python -m baton.text.check FOLDER``.
+"""Load a model folder's tokenizers as a client would: ``python -m baton.text.check FOLDER``.
 
 The check is a separate process, because a damaged or hostile file can hang the library, exhaust
 memory or end the process. Exit code 0, or 1 with the error on one line of standard output.
@@ -7,8 +7,11 @@ memory or end the process. Exit code 0, or 1 with the error on one line of stand
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from ..runtime.process.helper import limit_process
+from .model_files import PICTURE_FILES
+from .picture_prompts import PicturePrompts, read_picture_files
 from .tokenizer import Tokenizer
 
 MEMORY_BYTES = 4 << 30
@@ -19,11 +22,19 @@ def main() -> int:
     """Entry point."""
     limit_process(MEMORY_BYTES)
     try:
-        Tokenizer.from_folder(sys.argv[1])
+        load(sys.argv[1])
     except BaseException as problem:
         sys.stdout.write(f"{problem}\n")
         return 1
     return 0
+
+
+def load(folder: str) -> None:
+    """Load the tokenizer of a text model or both of a picture model. Raises CheckpointError."""
+    if (Path(folder) / PICTURE_FILES[0]).is_file():
+        PicturePrompts.from_files(read_picture_files(folder), trusted=True, origin=folder)
+    else:
+        Tokenizer.from_folder(folder)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def check_tokenizer(settings: ServeSettings) -> None:
     """
     folder = model_folder(settings)
     command = [sys.executable, "-P", "-m", "baton.text.check", folder]
-    if not (Path(folder) / "tokenizer.json").is_file():
+    if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "model_index.json")):
         return
     try:
         ended = subprocess.run(  # noqa: S603 -- our own interpreter and module

@@ -23,6 +23,7 @@ ENVIRONMENTS = Path(os.environ.get("CLIENT_VENVS", ROOT / ".venv-clients"))
 SCRIPTS = ROOT / "tests" / "clients"
 RECORDINGS = ROOT / "tests" / "data" / "http"
 MODEL = "demo_model"
+FLUX = ROOT / "tests" / "data" / "pictures" / "flux"
 SCRIPTED = ("openai_python", "litellm_client", "langchain_client")
 
 
@@ -83,6 +84,22 @@ def test_scripts(name, url, tmp_path):
     python = environment(name) / "bin" / "python"
     said = run([python, SCRIPTS / f"{name}.py", f"{url}/v1", MODEL], tmp_path)
     assert said.rstrip().endswith(": ok")
+
+
+def test_openai_python_draws(start_cluster, tmp_path):
+    python = environment("openai_python") / "bin" / "python"
+    painter = start_cluster(model=FLUX, prefill=1, decode=1)
+    gateway = Gateway(painter, tmp_path).wait_ready()
+    recorder = Recorder(gateway.port) if os.environ.get("RECORD") else None
+    try:
+        url = f"http://127.0.0.1:{(recorder or gateway).port}/v1"
+        said = run([python, SCRIPTS / "openai_pictures.py", url, "flux"], tmp_path)
+        assert said.rstrip().endswith(": ok")
+        if recorder is not None:
+            write_recording(RECORDINGS / "pictures" / "openai_python.http", recorder.close())
+        painter.wait_idle()
+    finally:
+        assert gateway.end() == 0, gateway.text()
 
 
 def test_openai_node(url, tmp_path):

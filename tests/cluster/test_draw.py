@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +21,17 @@ from baton.engine.pictures.draw import PictureEngine
 from baton.proto.contexts.pixels import decode_png
 from baton.proto.errors import InputError, TaskMismatch
 
+from ..clients.recorder import read_recording
 from ..processes import wait_until
 from .conftest import command_environment
 from .picture_driver import FOLDER
+from .test_recorded_clients import exchange
 
 pytestmark = pytest.mark.cluster
 
 TEXT = "a red house by the sea"
 SETTINGS = {"width": 32, "height": 48, "steps": 3, "seed": 7}
+RECORDING = Path(__file__).parents[1] / "data" / "http" / "pictures" / "openai_python.http"
 ROUTE = "/v1/images/generations"
 HTTP = {"prompt": TEXT, "size": "32x48", "steps": 3, "seed": 7}
 
@@ -194,6 +199,17 @@ def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
     wait_until(lambda: any(one["requests_running"] for one in pools.workers().values()))
     connection.close()
     pools.wait_idle()
+
+
+def test_recorded_requests_of_openai_python_get_their_answers(gateway):
+    """As ``tests/clients/openai_pictures.py`` sent them."""
+    records = list(read_recording(RECORDING))
+    assert {status for status, _ in records} == {200, 400}
+    for status, request in records:
+        found, _, body = exchange(gateway.port, request)
+        assert found == status, (request, body)
+        answer = json.loads(body)
+        assert answer["data"][0]["b64_json"] if found == 200 else answer["error"]["message"]
 
 
 def test_http_refuses_text(gateway):

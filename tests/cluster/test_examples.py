@@ -10,7 +10,10 @@ import pytest
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-EMBEDDER = ROOT / "tests" / "data" / "embedders" / "bert"
+ARGUMENTS = {
+    "embeddings": ROOT / "tests" / "data" / "embedders" / "bert",
+    "picture": ROOT / "tests" / "data" / "pictures" / "flux",
+}
 SAID = {
     "chat_stream": r"> What is Baton\?\n.*two pools.*\n  \((stop|length), read by prefill-0, wri",
     "batch": r"'Once upon a time' \(\d+ tokens\)\n  0 \w+ +'.*\n  1 \w+ +'.*\n'The fox'",
@@ -18,6 +21,7 @@ SAID = {
     "cancel": r"^cancelled after \d+ tokens\nDeadlineExceeded: ",
     "target_endpoint": r"(decode-\d) at \S+: \1 wrote the answer\n(decode-\d) at \S+: \2 wrote",
     "structured_output": r"^{'name': '(fox|hen)', 'legs': -?\d+} stop$",
+    "picture": r"^256 x 256, seed 7: \d+% of the pixels differ$",
     "embeddings": r"(?m)^1?0?\.\d+ the cat|^-?\d\.\d{3} ",
 }
 """What each example prints, in part."""
@@ -38,8 +42,9 @@ def test_every_example_is_here_and_in_their_readme():
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_an_example(name, address, monkeypatch, capsys):
-    arguments = [str(EMBEDDER)] if name == "embeddings" else []
+def test_an_example(name, address, monkeypatch, capsys, tmp_path):
+    arguments = [str(ARGUMENTS[name])] if name in ARGUMENTS else []
+    monkeypatch.chdir(tmp_path)  # one of them writes files
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from baton.deploy.config import ServeSettings
+from baton.deploy.plan.prepare import check_tokenizer
 from baton.proto.errors import CheckpointError, InputError
 from baton.router.describe import read_text_files
+from baton.text.model_files import PICTURE_FILES
 from baton.text.picture_prompts import (
     MAX_PROMPT_CHARS,
     PictureDefaults,
@@ -99,6 +103,18 @@ def test_a_missing_file_is_named(files, missing):
 def test_malformed_files_are_checkpoint_errors(files, name, content, said):
     with pytest.raises(CheckpointError, match=said):
         PromptTokenizer({**older(files), name: content})
+
+
+def test_a_damaged_tokenizer_is_found_before_any_process_starts(tmp_path):
+    folder = tmp_path / "flux"
+    for name in PICTURE_FILES:
+        if (FOLDER / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(FOLDER / name, folder / name)
+    check_tokenizer(ServeSettings(model=str(folder)))
+    (folder / "tokenizer_2" / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"flux/tokenizer_2: tokenizer\.json cannot be read"):
+        check_tokenizer(ServeSettings(model=str(folder)))
 
 
 class TestDefaults:

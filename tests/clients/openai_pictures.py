@@ -1,0 +1,66 @@
+"""openai-python draws pictures: ``python openai_pictures.py URL MODEL``."""
+
+import asyncio
+import base64
+import struct
+import sys
+
+import openai
+from openai import AsyncOpenAI, OpenAI
+
+URL, MODEL = sys.argv[1:]
+PROMPT = "a red house by the sea"
+
+
+def main() -> None:
+    client = OpenAI(base_url=URL, api_key="k", max_retries=0)
+    answer = client.images.generate(
+        model=MODEL,
+        prompt=PROMPT,
+        n=2,
+        size="64x32",
+        response_format="b64_json",
+        quality="standard",
+        user="somebody",
+        extra_body={"seed": 7, "steps": 2},
+    )
+    pictures = [base64.b64decode(one.b64_json) for one in answer.data]
+    for picture in pictures:
+        assert struct.unpack(">II", picture[16:24]) == (64, 32)
+    assert pictures[0] != pictures[1]
+    assert answer.created > 0
+    assert answer.usage.output_tokens == 2 * 4 * 2
+    assert answer.usage.input_tokens_details.text_tokens == answer.usage.input_tokens > 0
+    assert (answer.size, answer.output_format, answer.background) == ("64x32", "png", "opaque")
+    refused = [{"response_format": "url"}, {"size": "1000x1000"}, {"stream": True}]
+    for fields in refused:
+        try:
+            client.images.generate(prompt=PROMPT, **fields)
+        except openai.BadRequestError as error:
+            assert error.param == next(iter(fields)), error
+        else:
+            raise AssertionError(fields)
+    try:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+    except openai.BadRequestError as error:
+        assert error.code == "task_mismatch"
+    else:
+        raise AssertionError("a picture model answered")
+    asyncio.run(at_once())
+    print(f"openai-python {openai.__version__}: ok")
+
+
+async def at_once() -> None:
+    async with AsyncOpenAI(base_url=URL, api_key="k", max_retries=0) as client:
+
+        async def draw(seed: int) -> str:
+            own = {"seed": seed, "steps": 2}
+            found = await client.images.generate(prompt=PROMPT, size="32x32", extra_body=own)
+            return found.data[0].b64_json
+
+        found = await asyncio.gather(*(draw(at % 4) for at in range(8)))
+    assert found[:4] == found[4:]
+    assert len(set(found)) == 4
+
+
+main()
