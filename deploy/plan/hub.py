@@ -45,6 +45,9 @@ FILES = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "*_Pooling/config.json",
+    "speech.json",  # speech models, with the codec in its default folder
+    "snac/config.json",
+    "snac/model.safetensors",
     "model_index.json",  # picture models, with one folder per part
     "scheduler/scheduler_config.json",
     *(f"{part}/config.json" for part in _PARTS),

@@ -21,7 +21,9 @@ from baton.proto.layout import model_name
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SPEECH = {"speech.json": b"{ }", "snac/config.json": b"{}", "snac/model.safetensors": b"y"}
 UNWANTED = {
+    "snac/pytorch_model.bin": b"x",
     "modeling_own.py": b"raise SystemExit('code of a model was run')",
     "pytorch_model.bin": b"x",
     "original/model.safetensors": b"x",
@@ -36,7 +38,7 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {path.name: path.read_bytes() for path in MODEL.iterdir() if path.is_file()}
-        self.files |= UNWANTED
+        self.files |= SPEECH | UNWANTED
         self.fetched: list[str] = []
         self.tokens: set[str] = set()
         self.status = 0  # of every answer, unless 0
@@ -138,8 +140,9 @@ def test_a_model_of_the_hub_is_fetched_once_and_without_code(hub, tmp_path):
     folder = Path(lines[2].removeprefix("folder "))
     assert folder == tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT
     wanted = set(hub.files) - set(UNWANTED)
-    assert {path.name for path in folder.iterdir()} == wanted
-    assert sorted(hub.fetched) == sorted(path.name for path in folder.iterdir())
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    assert found == set(hub.fetched) == wanted
+    assert len(hub.fetched) == len(wanted)
     assert all((folder / name).read_bytes() == hub.files[name] for name in hub.fetched)
     assert "Bearer hf_secret" in hub.tokens and "hf_secret" not in "".join(lines)
     sentence = f"refused org/none is no folder here, and {hub.url} has no such model, or shows it"
