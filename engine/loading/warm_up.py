@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...proto.errors import InternalError
-from ..scheduling.plan import StepPlan
+from ..scheduling.plan import Chunk, StepPlan
 from ..scheduling.step_time import StepTime
 from .loader import StepPipeline
 
@@ -17,10 +17,17 @@ def warm_up(pipeline: StepPipeline, times: StepTime) -> None:
     Raises InternalError if a step fails, so that a worker which cannot compute ends instead of
     reporting that it is ready.
     """
-    for chunk in pipeline.trials():
-        result = pipeline.execute(StepPlan(0, (chunk,)))
-        if result.failed:
-            raise InternalError(f"the first step failed: {result.failed[chunk.request]}")
-    times.learn(chunk.rows, result.seconds)
-    for block in chunk.block_table:
+    *first, last = pipeline.trials()
+    for chunk in first:
+        _run(pipeline, chunk)
+    times.learn(last.rows, _run(pipeline, last))
+    for block in last.block_table:
         pipeline.clear(int(block))
+
+
+def _run(pipeline: StepPipeline, chunk: Chunk) -> float:
+    """Run a step of one chunk; returns its seconds."""
+    result = pipeline.execute(StepPlan(0, (chunk,)))
+    if result.failed:
+        raise InternalError(f"the first step failed: {result.failed[chunk.request]}")
+    return result.seconds
