@@ -29,6 +29,8 @@ from .served import Served, name_of, origin_of, read_body
 from .streams import unless_gone
 
 MAX_PICTURES = 10
+MAX_ANSWER_PIXELS = 16 << 20
+"""Of all pictures of one answer, which is made in memory: as PNG files up to 48 MiB."""
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 
 
@@ -94,6 +96,13 @@ async def images(request: Request) -> Response:
 
 def _options_of(body: ImagesBody, request: Request) -> PictureOptions:
     width, height = _size_of(body.size)
+    count = body.n or 1
+    if count > 1 and count * width * height > MAX_ANSWER_PIXELS:
+        raise ParameterError(
+            f"n: {count} pictures of {width}x{height} have {count * width * height} pixels, "
+            f"at most {MAX_ANSWER_PIXELS} are allowed in one answer",
+            "n",
+        )
     origin = origin_of(request)
     options = PictureOptions(
         width=width,

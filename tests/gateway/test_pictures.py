@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,36 @@ def painter(tmp_path_factory):
     cluster.end()
 
 
+class Fuzz:
+    """Bodies whose fields have values of wrong types and sizes, and some that are no JSON."""
+
+    FIELDS = (*ImagesBody.__struct_fields__, "foo")
+    VALUES = (
+        None, True, False, 0, 1, -1, 2, 16, 10**6, 2**64, -(2**63), 1.5, -0.0, 1e300, "", "16x16",
+        "0x16", "png", "url", "a" * 70_000, "\0", "\U0001f600", [], {}, ["a"], {"a": 1}, "high",
+    )  # fmt: skip
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def body(self) -> bytes:
+        """Return the next body; none asks for a large picture."""
+        pick = self._random
+        fields: dict[str, Any] = {"prompt": "a", "size": "16x16", "steps": 1}
+        for _ in range(pick.randrange(4)):
+            fields[pick.choice(self.FIELDS)] = pick.choice(self.VALUES)
+        fields["size"] = fields["size"] or "16x16"
+        content = json.dumps(fields).encode()
+        return content[: pick.randrange(len(content))] if pick.random() < 0.05 else content
+
+
 def post(
     cluster: Cluster, body: Any, path: str = PATH, *, counts: GatewayMetrics | None = None,
     leave: bool = False,
 ) -> tuple[int, Any]:  # fmt: skip
     """Return status and JSON of an answer; ``leave``: close the connection once a step is done."""
     sent: list[dict[str, Any]] = []
-    content = [json.dumps(body).encode()]
+    content = [body if isinstance(body, bytes) else json.dumps(body).encode()]
 
     async def receive() -> dict[str, Any]:
         if content:
@@ -163,6 +187,7 @@ WRONG = [
     ("prompt", {"prompt": 5}),
     ("n", {"n": 0}),
     ("n", {"n": 11}),
+    ("n", {"n": 5, "size": "2048x2048"}),
     ("size", {"size": "1000x1000"}),
     ("size", {"size": "0x0"}),
     ("size", {"size": "99999x16"}),
@@ -197,6 +222,18 @@ def test_wrong_fields_are_named(painter, name, changed):
     parameter, message = refused(painter, **changed)
     assert parameter == name
     assert name in message
+
+
+def test_mutated_bodies_get_typed_errors(painter):
+    """No body is an internal error, and each refusal has a text."""
+    fuzz, found = Fuzz(5), set()
+    for _ in range(100):
+        body = fuzz.body()
+        status, answer = post(painter, body)
+        found.add(status)
+        assert status in (200, 400, 404), (body[:200], answer)
+        assert answer["data"] if status == 200 else answer["error"]["message"]
+    assert found >= {200, 400}
 
 
 def test_nan_is_not_json(painter):
