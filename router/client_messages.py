@@ -58,6 +58,8 @@ ENDED_ABSENT_S = 30.0
 """Seconds for which a terminal is kept for a disconnected client; native clients retry as long."""
 CLOSING_WINDOW_S = 1.0
 """Seconds for which a closing router lets requests of disconnected clients run on."""
+MEDIA_BYTES = 1024
+"""Bytes of samples per token of speech, if no worker has registered yet; SNAC at 24 kHz has 586."""
 _ENDED = State.ENDED
 
 
@@ -288,8 +290,10 @@ class ClientMessages:
         request.pool = message.pool
         request.strict = strict
         request.unchecked = card is None
-        if card is not None and card.audio is not None and isinstance(context, WireSpeechContext):
-            request.media_bytes = card.audio.nbytes(request.max_new)
+        if isinstance(context, WireSpeechContext):
+            audio = None if card is None else card.audio
+            new = request.max_new
+            request.media_bytes = new * MEDIA_BYTES if audio is None else audio.nbytes(new)
         request.began = now
         if message.gateway or message.traceparent:
             request.gateway = message.gateway[:MAX_ORIGIN_CHARS]

@@ -110,6 +110,12 @@ def test_a_replay_has_the_tokens_whose_samples_arrived(bench):
     assert (assign.request, assign.emitted) == (key, [1, 2, 3, 4, 5])
 
 
+def test_speech_is_charged_before_any_worker_has_registered(make_bench):
+    bench = make_bench()
+    bench.submit("speech", context=speech(new=2100))
+    assert bench.core.admission.context_bytes > 2100 * 1024
+
+
 def test_all_samples_that_may_come_are_charged_and_released(bench):
     bench.run("text")
     before = bench.core.admission.context_bytes
