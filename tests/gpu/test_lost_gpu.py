@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.benchmarks.checkpoints import Shape, write_checkpoint
+from baton.benchmarks.scratch import scratch_folder
 from baton.benchmarks.served import Served
 from baton.client import Client
 from baton.proto.sampling import SamplingParams
@@ -42,7 +43,9 @@ def test_the_worker_is_replaced_and_its_requests_go_on(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("BATON_FAKE_GPU_FAILS", f"{kernel}:{order}")
     folder = write_checkpoint(tmp_path / "model", SHAPE, "BF16")
-    with Served(tmp_path, folder, flags=("--device=cuda", "--kv-blocks=64")) as served:
+    flags = ("--device=cuda", "--kv-blocks=64")
+    # Paths of sockets are too long below tmp_path.
+    with scratch_folder() as place, Served(place, folder, flags=flags) as served:
         undisturbed = generated(served.client)
         before = pids(served.client)
         order.touch()
@@ -55,7 +58,8 @@ def test_the_worker_is_replaced_and_its_requests_go_on(
 
         wait_until(replaced, 60.0)
         assert generated(served.client) == undisturbed
-    assert "device lost: CUDARuntimeError: cudaErrorIllegalAddress" in served.log.read_text()
+        said = served.log.read_text()
+    assert "device lost: CUDARuntimeError: cudaErrorIllegalAddress" in said
 
 
 MAKE = """
