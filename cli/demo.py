@@ -1,6 +1,6 @@
 """``baton demo``: start a whole cluster, answer prompts, survive a killed worker, and stop.
 
-One answer comes over HTTP.
+One answer comes over HTTP. With ``--images`` the questions are about pictures.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable
 
 from ..client import Client
-from ..deploy.config import ServeSettings
+from ..deploy.config import ServeSettings, demo_vision_model_folder
 from ..deploy.local.cluster import LocalCluster, check_model
 from ..deploy.local.terminal import terminal
 from ..proto.errors import BatonError
 from ..proto.sampling import SamplingParamsInput
+from .demo_images import PictureTour
 from .demo_steps import KILL_TOKENS, Question, show, show_http, show_kill
 from .serve import run_cluster
 
@@ -40,13 +41,23 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the command."""
     parser = verbs.add_parser("demo", help="start a cluster, answer prompts, kill a worker, stop")
     parser.add_argument("--address", default="", help="client address [a private socket file]")
+    parser.add_argument(
+        "--images", action="store_true", help="ask about generated pictures, with a model that sees"
+    )
+    parser.add_argument(
+        "--pictures",
+        metavar="FOLDER",
+        help="where --images writes its pictures as PNG files [a new temporary folder]",
+    )
     parser.add_argument("questions", metavar="QUESTION", nargs="*", help="prompts [examples]")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the supervisor in the main thread, and ask the questions from another thread."""
+    seeing = arguments.images or arguments.pictures is not None
     settings = ServeSettings(
+        model=str(demo_vision_model_folder()) if seeing else "",
         prefill=1,
         decode=2,
         http_port=0,
@@ -55,7 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         stats_interval=0,
     )
     check_model(settings)
-    tour = text_tour(tuple(arguments.questions) or QUESTIONS)
+    tour = (
+        PictureTour(arguments.pictures, arguments.questions)
+        if seeing
+        else text_tour(tuple(arguments.questions) or QUESTIONS)
+    )
     print("starting a gateway, a router, one prefill worker and two decode workers ...", flush=True)
     cluster = LocalCluster(settings, terminal, private=not arguments.address)
     asker = _Asker(cluster, tour)

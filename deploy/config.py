@@ -315,6 +315,11 @@ def demo_flux_folder() -> Path:
     return Path(__file__).parent / "demo_flux"
 
 
+def demo_vision_model_folder() -> Path:
+    """Return the folder of the embedded model that sees (``baton demo --images``)."""
+    return Path(__file__).parent / "demo_vision_model"
+
+
 def shares_memory(settings: ServeSettings) -> bool:
     """Whether decode workers should read KV blocks from the prefill workers' memory.
 

@@ -1,10 +1,17 @@
+import json
+import random
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
+
+from baton.cli.demo_images import PICTURES, SEED, random_scene
+from baton.tools.demo_model.sights import Sight, description, held_out
 
 from ..suite.short import some_long
 from .conftest import command_environment
@@ -18,10 +25,10 @@ def shape(line):
     return re.sub(r"\d+(\.\d+)?", "N", re.sub(r'"[^"]*"', "TEXT", line))
 
 
-def start_demo(folder):
+def start_demo(folder, *options):
     """Start the demo with its files in ``folder``."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "baton.cli", "demo"],
+        [sys.executable, "-P", "-m", "baton.cli", "demo", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -68,6 +75,51 @@ def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_pat
     (printed,) = re.findall(r"```\n(\$ curl.*?> Tell me.*?)```", README.read_text(), re.DOTALL)
     shown = {shape(line) for line in done.stdout.splitlines()}
     assert [line for line in printed.splitlines() if shape(line) not in shown] == []
+
+
+def test_the_demo_with_images_answers_right_and_survives_a_kill(tmp_path_factory):
+    folder, pictures = tmp_path_factory.mktemp("d"), tmp_path_factory.mktemp("p") / "new"
+    with start_demo(folder, "--images", "--pictures", str(pictures)) as demo:
+        output, errors = demo.communicate(timeout=90)
+    assert demo.returncode == 0, output + errors
+    assert "Traceback" not in output + errors
+    rng = random.Random(SEED)
+    asked = dict(re.findall(r"\n> (.*)\n  (.*)\n  \[prefill-0 read the prompt", output))
+    assert asked["How many objects are there?"] == "Two."
+    for index in range(PICTURES):
+        sight = Sight(random_scene(rng))
+        assert held_out(sight)  # no training picture has these shapes together
+        file = pictures / f"picture-{index}.png"
+        assert np.array_equal(np.array(Image.open(file)), sight.pixels())
+        block = output.partition(f"--- {file}")[2].partition("---")[0]
+        assert f"> What is in the picture?\n  {description(sight)}\n" in block
+        for thing in sight.things:
+            assert asked[f"What shape is the {thing.colour} object?"] == f"A {thing.shape}."
+        if index == 0:
+            over_http = re.search(r"\n\$ curl .* -d @(.*)\n  (.*)\n  \[HTTP 200", output)
+            assert over_http is not None
+            assert over_http[2] == description(sight)
+            assert json.loads(Path(over_http[1]).read_text())["messages"]
+        else:
+            assert f': "{description(sight)}' in output  # of the answer with the kill
+    killed = re.search(r"(\d+) tokens  SIGKILL to (decode-\d), pid \d+\n", output)
+    went_on = re.search(r"(\d+) tokens  completed by (decode-\d)", output)
+    assert killed is not None
+    assert went_on is not None
+    assert int(killed[1]) < int(went_on[1])
+    assert {killed[2], went_on[2]} == {"decode-0", "decode-1"}
+    assert f"all {went_on[1]} tokens equal those of the undisturbed answer" in output
+    assert output.splitlines()[-1].startswith("demo finished: the cluster is stopped")
+    assert list(folder.iterdir()) == []
+
+
+def test_pictures_that_cannot_be_written_are_one_error(tmp_path):
+    (tmp_path / "file").touch()
+    with start_demo(tmp_path, "--images", "--pictures", str(tmp_path / "file")) as demo:
+        _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 2
+    assert errors.startswith("baton: cannot write the pictures: ")
+    assert errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("moment", some_long("> ", "starting", "tokens/s"))

@@ -124,6 +124,17 @@ def test_the_commands_of_the_operations_page(installed, home):
 PAGE = (ROOT / "docs/operations.md").read_text()
 
 
+def test_the_commands_of_the_page_about_images(installed, home):
+    demo, served = blocks("docs/images.md", "## Try it")
+    said = script(f"{demo}\n{served}", installed, home)
+    assert "demo finished" in said
+    answers = re.findall(r'"content":"([^"]*)"', said)
+    assert len(answers) == 2
+    for answer in answers:
+        assert f"> What is in the picture?\n  {answer}\n" in said
+    assert said.count(answers[0]) >= 4  # shown, over HTTP in the demo, by curl and by generate
+
+
 def test_the_first_commands_of_the_http_page(installed, home):
     text = (ROOT / "docs/http.md").read_text()
     first = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0]

@@ -29,6 +29,7 @@ def data_files():
         *sorted((ROOT / "engine/kernels/csrc").glob("*")),
         *sorted((ROOT / "deploy/demo_model").glob("*")),
         *(p for p in sorted((ROOT / "deploy/demo_flux").rglob("*")) if p.is_file()),
+        *sorted((ROOT / "deploy/demo_vision_model").glob("*")),
         *(p for p in sorted((ROOT / "deploy/ray").rglob("*")) if p.suffix in RAY_DATA),
         ROOT / "deploy/ray/kuberay/Dockerfile",
     ]

@@ -1,1 +1,1 @@
-"""The texts and the training of the demo model in ``deploy/demo_model``."""
+"""The texts, pictures and training of the demo models in ``deploy/``, for text and for images."""
