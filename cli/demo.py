@@ -1,6 +1,7 @@
 """``baton demo``: start a whole cluster, answer prompts, survive a killed worker, and stop.
 
-One answer comes over HTTP. With ``--images`` the questions are about pictures.
+One answer comes over HTTP. With ``--images`` the questions are about pictures, and
+with ``--draw`` the prompts become pictures.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import threading
 from collections.abc import Callable
 
 from ..client import Client
-from ..deploy.config import ServeSettings, demo_vision_model_folder
+from ..deploy.config import ServeSettings, demo_flux_folder, demo_vision_model_folder
 from ..deploy.local.cluster import LocalCluster, check_model
 from ..deploy.local.terminal import terminal
 from ..proto.errors import BatonError
 from ..proto.sampling import SamplingParamsInput
+from .demo_draw import DrawTour
 from .demo_images import PictureTour
 from .demo_steps import KILL_TOKENS, Question, show, show_http, show_kill
 from .serve import run_cluster
@@ -41,13 +43,17 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the command."""
     parser = verbs.add_parser("demo", help="start a cluster, answer prompts, kill a worker, stop")
     parser.add_argument("--address", default="", help="client address [a private socket file]")
-    parser.add_argument(
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
         "--images", action="store_true", help="ask about generated pictures, with a model that sees"
+    )
+    kind.add_argument(
+        "--draw", action="store_true", help="draw the prompts, with a model of coloured shapes"
     )
     parser.add_argument(
         "--pictures",
         metavar="FOLDER",
-        help="where --images writes its pictures as PNG files [a new temporary folder]",
+        help="where --images or --draw writes PNG files [a new temporary folder]",
     )
     parser.add_argument("questions", metavar="QUESTION", nargs="*", help="prompts [examples]")
     parser.set_defaults(run=run)
@@ -55,9 +61,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the supervisor in the main thread, and ask the questions from another thread."""
-    seeing = arguments.images or arguments.pictures is not None
+    model, make_tour = _model_and_tour(arguments)
     settings = ServeSettings(
-        model=str(demo_vision_model_folder()) if seeing else "",
+        model=model,
         prefill=1,
         decode=2,
         http_port=0,
@@ -66,11 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         stats_interval=0,
     )
     check_model(settings)
-    tour = (
-        PictureTour(arguments.pictures, arguments.questions)
-        if seeing
-        else text_tour(tuple(arguments.questions) or QUESTIONS)
-    )
+    tour = make_tour()
     print("starting a gateway, a router, one prefill worker and two decode workers ...", flush=True)
     cluster = LocalCluster(settings, terminal, private=not arguments.address)
     asker = _Asker(cluster, tour)
@@ -82,6 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
     if code == 0:
         print("demo finished: the cluster is stopped and its files are removed", flush=True)
     return code
+
+
+def _model_and_tour(arguments: argparse.Namespace) -> tuple[str, Callable[[], Tour]]:
+    """Return the model, empty for the embedded text model, and what makes its tour."""
+    folder, questions = arguments.pictures, tuple(arguments.questions)
+    if arguments.draw:
+        return str(demo_flux_folder()), lambda: DrawTour(folder, questions)
+    if arguments.images or folder is not None:
+        return str(demo_vision_model_folder()), lambda: PictureTour(folder, questions)
+    return "", lambda: text_tour(questions or QUESTIONS)
 
 
 def text_tour(questions: tuple[str, ...]) -> Tour:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.cli import demo, doctor, status
+from baton.cli import demo_steps, doctor, status
 from baton.cli.command import VERBS, asked_verbs, build_parser, main
 from baton.cli.settings import GROUPS
 from baton.deploy.config import CHOICES, RENAMED, ServeSettings, demo_model_folder
@@ -411,7 +411,7 @@ def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():
 
 
 def test_demo_timing_counts_from_the_start():
-    timing = demo.Timing(began=1.0)
+    timing = demo_steps.Timing(began=1.0)
     timing.count(0, 1.1)
     timing.count(1, 1.25)
     timing.count(4, 1.5)
@@ -420,17 +420,17 @@ def test_demo_timing_counts_from_the_start():
 
 @pytest.mark.parametrize("tokens", [[1, 2], [1, 2, 4], [1, 2, 3, 4]])
 def test_demo_refuses_an_answer_that_a_kill_changed(tokens):
-    assert "all 3 tokens equal" in demo.compare([1, 2, 3], [1, 2, 3])
+    assert "all 3 tokens equal" in demo_steps.compare([1, 2, 3], [1, 2, 3])
     same = 3 if len(tokens) == 4 else 2
     with pytest.raises(InternalError, match=f"after {same} tokens: {len(tokens)} .* of 3"):
-        demo.compare([1, 2, 3], tokens)
+        demo_steps.compare([1, 2, 3], tokens)
 
 
 def test_demo_kills_no_process_that_the_router_does_not_name():
     report = {"workers": [{"id": "decode-0", "role": "decode", "pid": 0}]}
     client = SimpleNamespace(status=lambda handoffs: report)
     with pytest.raises(InternalError, match="no process id for decode-0"):
-        demo._pid(client, "decode-0")
+        demo_steps.worker_pid(client, "decode-0")
 
 
 def test_demo_waits_for_no_handoff_of_an_answer_of_one_token(capsys):
@@ -440,8 +440,8 @@ def test_demo_waits_for_no_handoff_of_an_answer_of_one_token(capsys):
         def status(self, handoffs):
             return {"handoffs": {"count": 0}}
 
-        def chat(self, messages, params):
+        def chat(self, messages, params, *, images):
             return [SimpleNamespace(tokens=[2], text="", prefill="prefill-0", decode="")]
 
-    demo.show(OneToken(), "Hush?")
+    demo_steps.show(OneToken(), demo_steps.Question("Hush?"))
     assert "[prefill-0 read the prompt and ended the answer]" in capsys.readouterr().out

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from baton.cli.demo_draw import PROMPTS
 from baton.cli.demo_images import PICTURES, SEED, random_scene
+from baton.proto.contexts.pixels import decode_png
+from baton.tools.demo_flux.scenes import all_scenes, shows
 from baton.tools.demo_model.sights import Sight, description, held_out
 
 from ..suite.short import some_long
@@ -120,6 +123,29 @@ def test_pictures_that_cannot_be_written_are_one_error(tmp_path):
     assert demo.returncode == 2
     assert errors.startswith("baton: cannot write the pictures: ")
     assert errors.count("\n") == 1
+
+
+def test_the_demo_draws_pictures_and_a_kill_changes_none(tmp_path_factory):
+    folder, pictures = tmp_path_factory.mktemp("d"), tmp_path_factory.mktemp("p") / "new"
+    with start_demo(folder, "--draw", "--pictures", str(pictures)) as demo:
+        output, errors = demo.communicate(timeout=90)
+    assert demo.returncode == 0, output + errors
+    drawn = re.findall(r"\n> (.+)\n  (/.+\.png)\n", output)
+    assert [prompt for prompt, _ in drawn] == list(PROMPTS)
+    scenes = {scene.prompt: scene for scene in all_scenes()}
+    for prompt, path in drawn:
+        assert shows(decode_png(Path(path).read_bytes()), scenes[prompt]), prompt
+    killed = re.search(r"  step (\d+) of (\d+)  SIGKILL to (decode-\d), pid \d+\n", output)
+    went_on = re.search(r"  finished by (decode-\d): all \d+ bytes equal", output)
+    assert killed is not None
+    assert went_on is not None
+    assert int(killed[1]) < int(killed[2])
+    assert killed[3] != went_on[1]
+    assert f"{killed[3]} ended (killed by signal 9)" in output
+    assert list(folder.iterdir()) == []
+    files = {path.name: path.read_bytes() for path in pictures.iterdir()}
+    assert sorted(files) == ["1.png", "2.png", "3.png", "killed.png", "undisturbed.png"]
+    assert files["killed.png"] == files["undisturbed.png"]
 
 
 @pytest.mark.parametrize("moment", some_long("> ", "starting", "tokens/s"))
