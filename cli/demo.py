@@ -1,7 +1,7 @@
 """``baton demo``: start a whole cluster, answer prompts, survive a killed worker, and stop.
 
 One answer comes over HTTP. With ``--images`` the questions are about pictures, and
-with ``--draw`` the prompts become pictures.
+with ``--draw`` the prompts become pictures. With ``--speech`` the cluster speaks digits.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ import threading
 from collections.abc import Callable
 
 from ..client import Client
-from ..deploy.config import ServeSettings, demo_flux_folder, demo_vision_model_folder
+from ..deploy.config import (
+    ServeSettings,
+    demo_flux_folder,
+    demo_speech_folder,
+    demo_vision_model_folder,
+)
 from ..deploy.local.cluster import LocalCluster, check_model
 from ..deploy.local.terminal import terminal
 from ..proto.errors import BatonError
 from ..proto.sampling import SamplingParamsInput
 from .demo_draw import DrawTour
 from .demo_images import PictureTour
+from .demo_speech import SpeechTour
 from .demo_steps import KILL_TOKENS, Question, show, show_http, show_kill
 from .serve import run_cluster
 
@@ -49,6 +55,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     kind.add_argument(
         "--draw", action="store_true", help="draw the prompts, with a model of coloured shapes"
+    )
+    kind.add_argument(
+        "--speech", action="store_true", help="speak digits, with a model that speaks"
+    )
+    parser.add_argument(
+        "--wav", metavar="FOLDER", help="where --speech writes WAV files [a new temporary folder]"
     )
     parser.add_argument(
         "--pictures",
@@ -91,6 +103,8 @@ def _model_and_tour(arguments: argparse.Namespace) -> tuple[str, Callable[[], To
     folder, questions = arguments.pictures, tuple(arguments.questions)
     if arguments.draw:
         return str(demo_flux_folder()), lambda: DrawTour(folder, questions)
+    if arguments.speech or arguments.wav is not None:
+        return str(demo_speech_folder()), lambda: SpeechTour(arguments.wav, questions)
     if arguments.images or folder is not None:
         return str(demo_vision_model_folder()), lambda: PictureTour(folder, questions)
     return "", lambda: text_tour(questions or QUESTIONS)

@@ -320,6 +320,11 @@ def demo_vision_model_folder() -> Path:
     return Path(__file__).parent / "demo_vision_model"
 
 
+def demo_speech_folder() -> Path:
+    """Return the folder of the embedded model that speaks (``baton demo --speech``)."""
+    return Path(__file__).parent / "demo_speech"
+
+
 def shares_memory(settings: ServeSettings) -> bool:
     """Whether decode workers should read KV blocks from the prefill workers' memory.
 

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import wave
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,36 @@ def test_the_demo_draws_pictures_and_a_kill_changes_none(tmp_path_factory):
     files = {path.name: path.read_bytes() for path in pictures.iterdir()}
     assert sorted(files) == ["1.png", "2.png", "3.png", "killed.png", "undisturbed.png"]
     assert files["killed.png"] == files["undisturbed.png"]
+
+
+def test_demo_speaks_digits_into_wav_files_also_while_a_worker_is_killed(tmp_path_factory):
+    folder, wav = tmp_path_factory.mktemp("d"), tmp_path_factory.mktemp("wav")
+    with start_demo(folder, "--speech", "--wav", str(wav)) as demo:
+        output, errors = demo.communicate(timeout=90)
+    assert demo.returncode == 0, output + errors
+    assert f"WAV files: {wav}\n" in output
+    victims = re.findall(r"SIGKILL to (decode-\d), pid \d+\n", output)
+    spoken = re.search(r"killed.wav: ([\d.]+) s of speech in .*, from (decode-\d)\n", output)
+    assert spoken is not None
+    assert {victims[-1], spoken[2]} == {"decode-0", "decode-1"}
+    audio = {}
+    for path in wav.iterdir():
+        with wave.open(str(path)) as file:
+            assert file.getparams()[:3] == (1, 2, 16000)
+            audio[path.name] = file.readframes(file.getnframes())
+    assert set(audio) == {"one-two-three.wav", "7-0-4.wav", "undisturbed.wav", "killed.wav"}
+    assert audio["killed.wav"] == audio["undisturbed.wav"]
+    assert len(audio["killed.wav"]) / 32000 == pytest.approx(float(spoken[1]), abs=0.01)
+    assert f"all {len(audio['killed.wav']) // 2} samples equal" in output
+    assert list(folder.iterdir()) == []
+
+
+def test_wav_files_that_cannot_be_written_are_one_error(tmp_path):
+    (tmp_path / "file").touch()
+    with start_demo(tmp_path, "--wav", str(tmp_path / "file")) as demo:
+        _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 2
+    assert errors == f"baton: cannot make {tmp_path / 'file'}: File exists\n"
 
 
 @pytest.mark.parametrize("moment", some_long("> ", "starting", "tokens/s"))

@@ -30,6 +30,7 @@ def data_files():
         *sorted((ROOT / "deploy/demo_model").glob("*")),
         *(p for p in sorted((ROOT / "deploy/demo_flux").rglob("*")) if p.is_file()),
         *sorted((ROOT / "deploy/demo_vision_model").glob("*")),
+        *(p for p in sorted((ROOT / "deploy/demo_speech").rglob("*")) if p.is_file()),
         *(p for p in sorted((ROOT / "deploy/ray").rglob("*")) if p.suffix in RAY_DATA),
         ROOT / "deploy/ray/kuberay/Dockerfile",
     ]
