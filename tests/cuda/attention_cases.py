@@ -130,12 +130,20 @@ def expected_decode(case: Case) -> npt.NDArray[np.float64]:
 
 
 def rising_case(rng: np.random.Generator, length: int, **shape: int) -> Case:
-    """The last key outweighs all others so far that a smaller maximum overflows 2^(score - max)."""
+    """The last key outweighs all others by a factor of 2^250.
+
+    The kernel shifts exponents of its 2^(score - maximum). With a maximum that omits this key the
+    exponent, 127 + 250, runs into the sign, and the weight is negative.
+    """
     case = decode_case(rng, [length], kv_heads=1, **shape)
     block_size = case.kv_layer.shape[3]
+    used = case.tables[0, : -(-length // block_size)]
+    keys = from_bf16(case.kv_layer[used, 0, 0]).reshape(-1, case.q.shape[2])
+    query = from_bf16(case.q[0, 0]).astype(np.float64)
+    margin = query @ query - float((keys[: length - 1] @ query).max())
     at = (case.tables[0, (length - 1) // block_size], 0, 0, (length - 1) % block_size)
     case.kv_layer[at] = case.q[0, 0]
-    return replace(case, scale=4.0)
+    return replace(case, scale=250 / (margin * np.log2(np.e)))
 
 
 # ----------------------------------------------------------------------------------------- prefill
