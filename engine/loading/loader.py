@@ -18,7 +18,6 @@ from ..audio.chunks import read_layout
 from ..kernels import load_backend
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros
-from ..models.decoder import Decoder
 from ..models.registry import architecture_of
 from ..models.vision_decoder import VisionDecoder
 from ..models.weights import Progress
@@ -214,7 +213,9 @@ def load_runner(
     if not backend.on_host:
         if issubclass(make, VisionDecoder):
             raise ConfigError("models with images run on the CPU: leave --device cuda out")
-        _check_device(checkpoint, layout)
+        from ..pipeline.device_steps import check_device
+
+        check_device(checkpoint.folder, checkpoint.config, layout)
     if config.num_blocks or config.kv_bytes or backend.on_host:
         _num_blocks(config.num_blocks, config.kv_bytes, layout)  # fail before reading the weights
     extra = {"vision": False} if issubclass(make, VisionDecoder) and not config.vision else {}
@@ -236,26 +237,9 @@ def load_runner(
 def _load_backend(name: str) -> Backend:
     if name != "cuda":
         return load_backend(name)
-    from ..kernels.cuda.backend import CudaBackend
-    from ..kernels.cuda.cupy_device import CupyDevice
+    from ..pipeline.device_steps import load_device
 
-    return CudaBackend(CupyDevice())
-
-
-def _check_device(checkpoint: Checkpoint, layout: KVLayout) -> None:
-    """Raise ConfigError for a model that the GPU's kernels do not support."""
-    from ..kernels.cuda import attention, elementwise, sampling
-
-    config = checkpoint.config
-    why = (
-        attention.refusal(
-            layout.head_dim, layout.block_size, config.num_heads // layout.num_kv_heads
-        )
-        or elementwise.refusal(config.hidden_size, config.intermediate_size)
-        or sampling.refusal(config.vocab_size)
-    )
-    if why:
-        raise ConfigError(f"{checkpoint.folder}: {why}")
+    return load_device()
 
 
 def _device_steps(
@@ -264,14 +248,9 @@ def _device_steps(
     """Return the object that computes steps on a GPU; None for a model on the host."""
     if backend.on_host:
         return None
-    from ..kernels.cuda.backend import CudaBackend
-    from ..pipeline.decode_graph import GraphSizes
-    from ..pipeline.device_steps import DeviceSteps
+    from ..pipeline.device_steps import make_device_steps
 
-    if not isinstance(backend, CudaBackend) or not isinstance(model, Decoder):
-        raise ConfigError(f"{type(model).__name__} models are not supported on {backend.name}")
-    sizes = GraphSizes(layout.blocks_for(length), length, blocks * layout.block_size)
-    return DeviceSteps(model, backend, sizes)
+    return make_device_steps(model, backend, length, layout, blocks)
 
 
 def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> EmbeddingRunner:

@@ -10,24 +10,62 @@ whose launches the driver refuses to capture.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...proto.errors import BatonError, InternalError
+from ...proto.errors import BatonError, ConfigError, InternalError
+from ...proto.layout import KVLayout
 from ...runtime.process.log import get_logger
+from ..kernels.backend import Backend
+from ..kernels.cuda import attention, elementwise, sampling
 from ..kernels.cuda.backend import CudaBackend
+from ..kernels.cuda.cupy_device import CupyDevice
 from ..kernels.cuda.device import CaptureFailed
+from ..loading.model_config import ModelConfig
+from ..models.decoder import Decoder
 from ..scheduling.plan import Chunk, Sampled
 from .decode_graph import DecodeGraph, GraphModel, GraphSizes
 from .device_sampler import DeviceSampler, SampleRows
-from .model import LayerDone, ModelInputs
+from .model import LayerDone, ModelInputs, PipelineModel
 
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 """Row counts for which graphs are captured; larger steps are launched kernel by kernel."""
 
 
 _log = get_logger()
+
+
+def load_device() -> CudaBackend:
+    """Return the kernels of this machine's GPU. Raises ConfigError if they cannot run."""
+    return CudaBackend(CupyDevice())
+
+
+def check_device(folder: Path, config: ModelConfig, layout: KVLayout) -> None:
+    """Raise ConfigError for a model that the GPU's kernels do not support."""
+    group = config.num_heads // layout.num_kv_heads
+    why = (
+        attention.refusal(layout.head_dim, layout.block_size, group)
+        or elementwise.refusal(config.hidden_size, config.intermediate_size)
+        or sampling.refusal(config.vocab_size)
+    )
+    if why:
+        raise ConfigError(f"{folder}: {why}")
+
+
+def make_device_steps(
+    model: PipelineModel, backend: Backend, length: int, layout: KVLayout, blocks: int
+) -> DeviceSteps:
+    """Return the object that computes the steps of a model on a GPU.
+
+    ``length``: longest context served. ``blocks``: of the KV pool. Raises ConfigError for a model
+    that runs on the host alone.
+    """
+    if not isinstance(backend, CudaBackend) or not isinstance(model, Decoder):
+        raise ConfigError(f"{type(model).__name__} models are not supported on {backend.name}")
+    sizes = GraphSizes(layout.blocks_for(length), length, blocks * layout.block_size)
+    return DeviceSteps(model, backend, sizes)
 
 
 class DeviceSteps:

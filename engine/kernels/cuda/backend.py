@@ -18,7 +18,7 @@ from ..backend import F32, I32, U8, A, Mapping, PackedLinear, Weights
 from . import attention, elementwise
 from .bfloat16 import bfloat16_bits
 from .block_moves import BlockMover, BlockStream, LayerMarks
-from .device import Device, DeviceArray
+from .device import Device
 from .linear import linear
 from .row_plan import RowPlan
 
@@ -247,7 +247,19 @@ class CudaBackend:
         out = out.reshape(rows, heads, dim)
         kv_heads, decoded = kv_layer.shape[2], plan.decoded
         if decoded:
-            self._decode(q[:decoded], kv_layer, block_tables, plan, scale, window, out[:decoded])
+            work = plan.decode(kv_heads, window)
+            attention.decode_attention(
+                self.device,
+                q[:decoded],
+                kv_layer,
+                block_tables[:decoded],
+                work.plan,
+                work.shape,
+                scale,
+                work.partial(q[:decoded]),
+                work.stats(q[:decoded]),
+                out[:decoded],
+            )
         if decoded < rows:
             attention.prefill_attention(
                 self.device,
@@ -260,30 +272,6 @@ class CudaBackend:
                 window,
                 out[decoded:],
             )
-
-    def _decode(
-        self,
-        q: DeviceArray,
-        kv_layer: DeviceArray,
-        block_tables: Any,
-        plan: RowPlan,
-        scale: float,
-        window: int,
-        out: DeviceArray,
-    ) -> None:
-        work = plan.decode(kv_layer.shape[2], window)
-        attention.decode_attention(
-            self.device,
-            q,
-            kv_layer,
-            block_tables[: plan.decoded],
-            work.plan,
-            work.shape,
-            scale,
-            work.partial(q),
-            work.stats(q),
-            out,
-        )
 
     # ------------------------------------------------------------------ blocks
 

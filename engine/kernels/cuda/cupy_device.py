@@ -363,21 +363,17 @@ class CupyDevice:
             kept: list[Any] = []
             self._kept = kept
             try:
-                graph = self._captured(work)
+                self._stream.begin_capture()
+                try:
+                    work()
+                finally:
+                    graph = self._stream.end_capture()
+                graph.upload(self._stream)
             except self._fate.fatal as error:
                 raise CaptureFailed(f"{type(error).__name__}: {error}") from error
             finally:
                 self._kept = None
         return CupyGraph(self, graph, kept)
-
-    def _captured(self, work: Callable[[], None]) -> Any:
-        self._stream.begin_capture()
-        try:
-            work()
-        finally:
-            graph = self._stream.end_capture()
-        graph.upload(self._stream)
-        return graph
 
     def replay(self, graph: Any) -> None:
         """Queue a CuPy graph."""
