@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .async_client import AsyncClient
     from .async_generation import AsyncGeneration
     from .client import Client, Generation
+    from .description import Description
     from .logprobs import TokenLogprob
-    from .model import Description
     from .options import RequestOptions
     from .output import Output
     from .pictures import Picture, PictureOptions
@@ -48,7 +48,7 @@ _HOME = {
     "AsyncGeneration": "async_generation",
     "Client": "client",
     "Completion": "result",
-    "Description": "model",
+    "Description": "description",
     "Generation": "client",
     "Output": "output",
     "Picture": "pictures",

@@ -24,13 +24,12 @@ from ..runtime.net.loop import Loop
 from .async_generation import AsyncGeneration
 from .calls import Answer, Calls, Draft, Each, Whole, answer_of_kind, at_prompt
 from .connection import Batch, Connection
+from .description import DESCRIBED_FILES, Description, described
 from .embedding import Embedding, embed_specs
 from .environment import find_cluster
 from .events import Ended, NewTokens
 from .images import image_threads
 from .model import (
-    DESCRIBED_FILES,
-    Description,
     Messages,
     ModelCache,
     Prepared,
@@ -39,7 +38,6 @@ from .model import (
     Sampling,
     ServedModel,
     TokensOrText,
-    described,
 )
 from .options import (
     RequestOptions,

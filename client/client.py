@@ -23,12 +23,11 @@ from ..runtime.keys.keyring import GivenKeys, Keys, client_keys
 from ..runtime.net.loop import Loop
 from .calls import Answer, Calls, Draft, Each, Whole, answer_of_kind, at_prompt
 from .connection import Connection
+from .description import DESCRIBED_FILES, Description, described
 from .embedding import Embedding, embed_specs
 from .environment import find_cluster
 from .events import Ended, NewTokens, RequestSpec
 from .model import (
-    DESCRIBED_FILES,
-    Description,
     Messages,
     ModelCache,
     Prepared,
@@ -37,7 +36,6 @@ from .model import (
     Sampling,
     ServedModel,
     TokensOrText,
-    described,
 )
 from .options import (
     RequestOptions,

@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from typing import Any, cast
@@ -18,11 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..images.settings import SETTINGS_FILES
 from ..proto.contexts.text import TextContext
-from ..proto.errors import BatonError, InputError, InternalError, TaskMismatch
+from ..proto.errors import BatonError, InputError, TaskMismatch
 from ..proto.ids import RequestID
-from ..proto.layout import ModelCard
 from ..proto.limits import MAX_TOP_K
 from ..proto.requests import build_wire_context
 from ..proto.sampling import (
@@ -37,10 +35,11 @@ from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.wire.messages import ClientToRouter, Described, Message, Submit
 from ..proto.wire.wire_context import WireContext
 from ..text.detokenizer import IncrementalDetokenizer
-from ..text.model_files import PICTURE_FILES, SPEECH_FILE, has_tokenizer_files
+from ..text.model_files import PICTURE_FILES, has_tokenizer_files
 from ..text.picture_prompts import PicturePrompts
 from ..text.stop import stop_sequences
-from ..text.tokenizer import TOKENIZER_FILES, Tokenizer
+from ..text.tokenizer import Tokenizer
+from .description import Description
 from .events import RequestSpec
 from .images import ModelImages, PlacedImages, split_messages
 from .options import RequestOptions
@@ -52,21 +51,6 @@ Prompt = TokensOrText | TextContext
 Prompts = list[str] | list[list[int]] | list[npt.NDArray[Any]] | list[TextContext]
 Messages = Sequence[Mapping[str, Any]]
 Sampling = SamplingParams | SamplingParamsInput | None
-DESCRIBED_FILES: list[str] = [*TOKENIZER_FILES, *SETTINGS_FILES, SPEECH_FILE, *PICTURE_FILES]
-
-
-@dataclass(slots=True, frozen=True)
-class Description:
-    """The served model.
-
-    ``card``: facts of the model. ``folder``: the model's folder on the cluster. ``files``: its
-    text files by name. ``available``: names of files that the router can send.
-    """
-
-    card: ModelCard
-    folder: str
-    files: dict[str, bytes]
-    available: list[str] = field(default_factory=list)
 
 
 class ServedModel:
@@ -204,13 +188,6 @@ class ModelCache:
         if self._model is not None:
             self._model.close()
         self._model = None
-
-
-def described(answer: Described) -> Description:
-    """Convert a router's answer to a Description. Raises InternalError if the model is missing."""
-    if answer.model is None:
-        raise InternalError("the router's description has no model")
-    return Description(answer.model, answer.folder, answer.files, answer.available)
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,11 +6,9 @@ compute thread owns the model and the blocks of the step it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..engine.audio.chunks import AudioDecoder
-from ..engine.audio.pcm import pcm16
 from ..engine.loading.loader import StepRunner
 from ..engine.loading.warm_up import warm_up
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -22,19 +20,16 @@ from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.compute import ComputeThread
-from ..runtime.process.log import get_logger
 from ..worker.host import TextHost
 from ..worker.membership import Membership
 from ..worker.router_links import routing_identity
 from . import events
+from .codec_thread import CodecThread
 from .config import DecodeWorkerConfig
 from .core import DecodeCore
 from .handoffs import GrantStore
 from .prefill_sockets import ControlSocket, DataSocket, PeerGate
 from .voice import Codec
-
-_log = get_logger()
 
 FRAME_BYTES = 2 << 20
 """Initial size of the buffers for frames into a GPU, in bytes: the senders' default frame size."""
@@ -114,38 +109,6 @@ class DecodeShell(TextHost):
     def _flush(self) -> None:
         super()._flush()
         self._peers.flush()
-
-
-class CodecThread:
-    """Decodes chunks of samples one after the other, while steps run on the compute thread.
-
-    Each request has at most one chunk in the queue, so requests take turns.
-    """
-
-    def __init__(
-        self, loop: Loop, audio: AudioDecoder, feed: Callable[[events.ChunkDecoded], None]
-    ) -> None:
-        self._audio = audio
-        self._feed = feed
-        self._thread: ComputeThread[events.DecodeChunk, bytes] = ComputeThread(
-            loop, self._decode, self._done, name="codec"
-        )
-
-    def submit(self, wanted: events.DecodeChunk) -> None:
-        """Queue a chunk."""
-        self._thread.submit(wanted)
-
-    def stop(self) -> bool:
-        """Drop queued chunks and wait for the running one. Return False if it still runs."""
-        return self._thread.stop()
-
-    def _decode(self, wanted: events.DecodeChunk) -> bytes:
-        return pcm16(self._audio.decode(wanted.window, wanted.entries))
-
-    def _done(self, wanted: events.DecodeChunk, result: bytes | Exception) -> None:
-        if isinstance(result, Exception):
-            _log.error("codec.failed", error=repr(result))
-        self._feed(events.ChunkDecoded(wanted.key, wanted.window.first, result))
 
 
 def _make_core(

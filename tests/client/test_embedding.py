@@ -4,9 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.client.description import Description
 from baton.client.embedding import WINDOW, Embedding, embed_specs
 from baton.client.events import Ended
-from baton.client.model import Description, ServedModel
+from baton.client.model import ServedModel
 from baton.proto.errors import (
     CapacityError,
     DeadlineExceeded,

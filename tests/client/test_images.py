@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from PIL import Image
 
 from baton.client.calls import Draft
-from baton.client.model import Description, ServedModel
+from baton.client.description import Description
+from baton.client.model import ServedModel
 from baton.client.options import check_options, options_of_each
 from baton.proto.contexts.images import image_hash
 from baton.proto.errors import InputError

@@ -13,7 +13,8 @@ import pytest
 
 from baton.client import AsyncClient, Client
 from baton.client.calls import Draft
-from baton.client.model import Description, ServedModel, prepare
+from baton.client.description import Description
+from baton.client.model import ServedModel, prepare
 from baton.client.options import (
     LONGEST_WAIT_S,
     MAX_GATEWAY_CHARS,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.client.model import Description, ServedModel
+from baton.client.description import Description
+from baton.client.model import ServedModel
 from baton.deploy.config import demo_model_folder
 
 from ..model_cards import model_card

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from baton.client import AsyncClient, Client, Picture, PictureOptions
+from baton.client.description import Description
 from baton.client.events import Ended
-from baton.client.model import Description, ServedModel
+from baton.client.model import ServedModel
 from baton.client.options import RequestOptions
 from baton.client.pictures import _CHECKS, _OPTIONS, PictureJob
 from baton.proto.contexts.pixels import decode_png, encode_png, png_size

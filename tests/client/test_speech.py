@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.client.model import Description, ServedModel
+from baton.client.description import Description
+from baton.client.model import ServedModel
 from baton.client.speech import speech_format
 from baton.proto.errors import CheckpointError, TaskMismatch
 from baton.proto.layout import AudioCard, KVLayout, ModelCard
