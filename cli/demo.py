@@ -135,6 +135,7 @@ class _Asker(threading.Thread):
 
     def run(self) -> None:
         try:
+            terminal.flush()  # else a late line of the cluster comes between question and answer
             with Client(self._cluster.plan.address) as client:
                 self._tour(client, self._cluster.plan.http_url)
             self.done = True
