@@ -13,6 +13,7 @@ after the last member has ended. After :class:`End`, it returns no actions.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from typing import Self
 
@@ -54,6 +55,10 @@ from .pools import ControllerLimits, Pools
 from .rollout import Replacement
 
 GOING_DOWN = "the cluster is going down"
+
+
+_STOPPED = (0, -signal.SIGTERM)
+"""Exit codes of a router that was told to end; the second if it had only just been started."""
 
 
 class ControllerCore:
@@ -250,7 +255,7 @@ class ControllerCore:
         if member is None:
             return []
         actions: list[Action] = [*self._waiters.end_drains(member, event.code)]
-        if member.role == ROUTER and self.phase is Phase.DRAINING and event.code != 0:
+        if member.role == ROUTER and self.phase is Phase.DRAINING and event.code not in _STOPPED:
             self._exit_code = 1
         if member.left and event.code == 0 and not self._ending:
             return [*actions, Log("retired", member.name)]

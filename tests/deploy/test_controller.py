@@ -208,6 +208,17 @@ def test_a_pool_whose_last_workers_cannot_be_replaced_is_tried_again():
     assert len(world.serving("decode")) == 1
 
 
+@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (-15, 0), (1, 1), (-9, 1)])
+def test_a_router_that_was_starting_again_ends_like_the_others(code, exit_code):
+    """SIGTERM ends a process that has no handler yet."""
+    world = serving()
+    router = world.processes["router"]
+    world.feed(Down(None))
+    world.end(router, MemberEnded("router", code))
+    world.settle(10)
+    assert world.ended == exit_code
+
+
 def test_the_grace_of_a_rollout_that_stopped_is_the_one_before():
     world = serving()
     ticket = world.ticket()
