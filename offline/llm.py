@@ -19,6 +19,7 @@ from ..client import Client, Picture, PictureOptions, RequestOptions, Result
 from ..client.calls import Each, Whole
 from ..client.model import Messages, Prompt, Prompts, Sampling, TokensOrText
 from ..client.pictures import OnProgress
+from ..client.speech import I16
 from ..proto.errors import ConfigError
 from ..text.tokenizer import Tokenizer
 from .cluster import OwnCluster
@@ -144,6 +145,18 @@ class LLM:
     ) -> Picture:
         """Return a picture of a prompt, as :meth:`baton.client.Client.image`."""
         return self.client.image(prompt, on_progress=on_progress, **options)
+
+    def speak(
+        self,
+        text: str,
+        sampling_params: Sampling = None,
+        *,
+        voice: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> I16:
+        """Return the samples of a text, int16 ``[n]``, as :meth:`baton.client.Client.speak`."""
+        parts = list(self.client.speak(text, sampling_params, voice=voice, **options))
+        return np.concatenate(parts) if parts else np.zeros(0, np.int16)
 
     def _run(self, call: Whole, what: str) -> list[Result]:
         with Progress(len(call.drafts), what, self._progress) as progress:

@@ -13,6 +13,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from baton import LLM
 from baton.client.speech import speech_context
 from baton.engine.audio.pcm import wav_header
 from baton.proto.errors import DeadlineExceeded, InputError
@@ -194,3 +195,8 @@ def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
 def test_what_http_cannot_speak_is_refused(gateway, fields, parameter):
     status, content, _ = gateway.ask("POST", ROUTE, {**ASKED, **fields})
     assert (status, content["error"]["param"]) == (400, parameter), content
+
+
+def test_llm_speaks(undisturbed, folder, tmp_path):
+    with LLM(str(folder), kv_memory="8MiB", log=str(tmp_path / "log")) as llm:
+        assert_same([llm.speak(TEXTS[0], speech_params(0), voice="bob")], undisturbed[:1])
