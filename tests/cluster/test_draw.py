@@ -81,6 +81,7 @@ def test_the_async_client_draws_several_at_a_time(pools, engine):
         assert np.array_equal(picture.pixels(), drawn(engine, width=16 * at, seed=at))
 
 
+@pytest.mark.long
 def test_a_killed_worker_changes_no_picture(pools, client, engine):
     pools.wait_ready()
     pids, killed = pools.pids(), []
