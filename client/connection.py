@@ -63,7 +63,7 @@ AnswerSink = Callable[[Message | BatonError], object]
 
 
 class Batch(Protocol):
-    """What is told of the messages of the router. Neither method may raise."""
+    """Observer of the router's messages. Neither method may raise."""
 
     def begin(self) -> None:
         """Sinks are going to be called for a message."""
@@ -76,7 +76,8 @@ class Connection:
     """One client's connection to one of the routers at ``addresses``.
 
     The first router is drawn at random, to spread the clients over the routers; the others follow
-    in their order. ``batch``: is told of each message. Raises ConfigError for an invalid address.
+    in their order. ``batch``: its methods are called for each message. Raises
+    ConfigError for an invalid address.
     """
 
     def __init__(

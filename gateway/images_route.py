@@ -1,6 +1,6 @@
 """``POST /v1/images/generations``: pictures of a prompt, in the shape of OpenAI's API.
 
-Each picture is a request of its own in the cluster. If one fails, or if the HTTP client closes its
+Each picture is a separate request in the cluster. If one fails, or if the HTTP client closes its
 connection, all of them are cancelled.
 """
 
