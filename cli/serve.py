@@ -81,7 +81,7 @@ def _type(field: str, kind: type) -> Callable[[str], object]:
 def _metavar(field: str, kind: type) -> str:
     if field in CHOICES:
         return shown(CHOICES[field])
-    if field.endswith("kv_memory"):
+    if field.endswith("_memory"):
         return "SIZE"
     if field in ("run_dir", "keys"):
         return "FOLDER"

@@ -86,6 +86,8 @@ HELP = {
     "prefill_max_num_seqs": "maximum running requests of a prefill worker",
     "decode_kv_blocks": "KV blocks per decode worker (0: kv_blocks)",
     "decode_kv_memory": "memory for KV blocks per decode worker (default: kv_memory)",
+    "picture_memory": "memory of a decode worker for the arrays of a picture, which limits its "
+    "size (default: from free memory)",
     "decode_max_num_batched_tokens": "maximum tokens a decode worker recomputes per step after a "
     "preemption (0: no maximum)",
     "max_model_len": "maximum context length in tokens (0: the model's maximum)",
@@ -125,7 +127,7 @@ GROUPS = {
     "addresses and keys": ("address", "admin", "keys", "transport", "handoff", "run_dir"),
     "KV memory": (
         "block_size", "kv_memory", "kv_blocks", "prefill_kv_memory", "prefill_kv_blocks",
-        "decode_kv_memory", "decode_kv_blocks",
+        "decode_kv_memory", "decode_kv_blocks", "picture_memory",
     ),
     "routing and batching": (
         "policy", "prefill_order", "max_num_seqs", "prefill_max_num_seqs", "max_num_batched_tokens",

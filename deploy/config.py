@@ -127,6 +127,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefill_max_num_seqs: int = 16
     decode_kv_blocks: int = 0
     decode_kv_memory: str = ""
+    picture_memory: str = ""
     decode_max_num_batched_tokens: int = 256
     max_model_len: int = 0
     device: str = "cpu"
@@ -226,6 +227,7 @@ def check(settings: ServeSettings) -> ServeSettings:
         parse_size(getattr(settings, memory), memory)
         both = getattr(settings, blocks) and getattr(settings, memory)
         _require(not both, blocks, f"cannot be combined with {memory}")
+    parse_size(settings.picture_memory, "picture_memory")
     _check_counts(settings)
     _check_http(settings)
     most = MAX_TRACE_REQUESTS

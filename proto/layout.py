@@ -84,6 +84,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     embeddings. ``kinds``: classes of the contexts that the model takes, by name. ``features``:
     parameters of requests that the process reads, but not every process of its protocol version;
     they never prevent a handoff. ``audio``: of a speech model, whose decode workers have its codec.
+    ``max_pixels``: of a picture, by the memory of the process; 0: as many as the protocol allows.
     """
 
     name: str
@@ -102,6 +103,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     )
     features: Annotated[list[Name], Meta(max_length=MAX_FEATURES)] = []
     audio: AudioCard | None = None
+    max_pixels: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
 
     def mismatch(self, other: ModelCard) -> tuple[str, str, str] | None:
         """Return the first field that prevents a handoff, ``(field, mine, theirs)``, or None."""

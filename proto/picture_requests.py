@@ -91,6 +91,17 @@ def check_picture_room(wire: WirePixelContext, card: ModelCard) -> None:
         )
 
 
+def check_picture_area(wire: WirePixelContext, card: ModelCard) -> None:
+    """Raise InputError if the picture needs more memory than the decode workers have for it."""
+    pixels, limit = wire.height * wire.width, card.max_pixels
+    if limit and pixels > limit:
+        side = math.isqrt(limit) // PICTURE_MULTIPLE * PICTURE_MULTIPLE
+        raise InputError(
+            f"picture too large: {wire.height} x {wire.width} are {pixels} pixels, limit {limit} "
+            f"by the memory of the decode workers, such as {side} x {side}"
+        )
+
+
 def picture_seed(request: PixelContext | WirePixelContext) -> int | None:
     """Return the seed of a request modulo 2**64, None if unset.
 

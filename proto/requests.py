@@ -24,7 +24,7 @@ from .limits import (
     MAX_JSON_SCHEMA_CHARS,
     MAX_LOG_PROBABILITIES,
 )
-from .picture_requests import check_picture_room, check_picture_shape
+from .picture_requests import check_picture_area, check_picture_room, check_picture_shape
 from .sampling import SamplingParams
 from .vision_requests import check_images
 from .wire.endpoints import check_target_endpoint
@@ -146,6 +146,8 @@ def check_continued(wire: WireContext, card: ModelCard) -> None:
     _check_array(wire.tokens.array)
     _check_vocabulary(wire.tokens.array, card)
     _check_kind_fields(wire, committed=True)
+    if isinstance(wire, WirePixelContext):
+        check_picture_area(wire, card)
     if wire.generated_length < 1:
         raise InputError("a context without a generated token has nothing to continue")
     _check_room(wire, wire.generated_length)
@@ -336,6 +338,7 @@ def _check_vocabulary(tokens: Int32, card: ModelCard) -> None:
 def _check_lengths(wire: WireContext, card: ModelCard) -> None:
     count = len(wire.tokens.array)
     if isinstance(wire, WirePixelContext):
+        check_picture_area(wire, card)
         check_picture_room(wire, card)
     if wire.max_length > card.max_length or wire.max_length > MAX_CONTEXT_TOKENS:
         raise InputError(f"max_length {wire.max_length} is over the served {card.max_length}")

@@ -345,10 +345,13 @@ class Registry:
 def joint_card(cards: Sequence[ModelCard], default: ModelCard | None = None) -> ModelCard | None:
     """Return the card with the shortest context length, which every worker can serve.
 
-    It has the features of all cards.
+    It has the features of all cards, and the smallest limit of a picture's size.
     """
     shortest = min(cards, key=lambda card: card.max_length, default=default)
-    if shortest is None or all(card.features == shortest.features for card in cards):
+    if shortest is None or not cards:
+        return shortest
+    pixels = min((card.max_pixels for card in cards if card.max_pixels), default=0)
+    if pixels == shortest.max_pixels and all(c.features == shortest.features for c in cards):
         return shortest
     features = dict.fromkeys(feature for card in cards for feature in card.features)
-    return msgspec.structs.replace(shortest, features=list(features))
+    return msgspec.structs.replace(shortest, features=list(features), max_pixels=pixels)

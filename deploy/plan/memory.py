@@ -1,7 +1,7 @@
-"""The default size of a worker's KV memory.
+"""The default sizes of a worker's KV memory, and of its memory for pictures.
 
 :func:`free_memory` reads the free memory of this machine and its control groups. :func:`kv_share`
-is pure and divides the free memory among the workers.
+and :func:`picture_share` are pure and divide the free memory among the workers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ...engine.pictures.loading import (
     parts_bytes,
     state_layout,
 )
+from ...engine.pictures.memory import USUAL_PIXELS, picture_bytes
 from ..controller.backend import DECODE
 
 _FAIR, _MOST = 0.5, 0.8
@@ -38,12 +39,14 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of the model in bytes. ``weights``: of a prefill worker, or of the larger worker.
 
     ``context``: KV of one context. ``drawing``: weights of a decode worker of a picture model,
-    which has other parts of the model; 0 for other models.
+    which has other parts of the model; 0 for other models. ``picture``: arrays of a picture of a
+    usual size, 0 for other models.
     """
 
     weights: int
     context: int
     drawing: int = 0
+    picture: int = 0
 
     def worker(self, role: str) -> int:
         """Return the bytes of the weights of a worker."""
@@ -65,6 +68,7 @@ def folder_memory(folder: str, max_length: int, block_size: int) -> ModelMemory:
         weights=parts_bytes(pictures, ENCODER_PARTS),
         context=layout.token_bytes * row,
         drawing=parts_bytes(pictures, DRAWING_PARTS),
+        picture=picture_bytes(pictures, USUAL_PIXELS),
     )
 
 
@@ -86,6 +90,14 @@ def kv_share(free: int, workers: int, batch: int, model: ModelMemory) -> int:
     fair, most = (int(free * part) // workers - weights for part in (_FAIR, _MOST))
     useful = _BATCHES * batch * model.context
     return max(LEAST_BYTES, min(useful, max(fair, min(model.context, most))))
+
+
+def picture_share(free: int, used: int, decode: int, model: ModelMemory) -> int:
+    """Bytes for the arrays of a picture in each of ``decode`` workers of a picture model.
+
+    ``used``: bytes that all workers need besides. At least enough for a picture of a usual size.
+    """
+    return max(model.picture, (int(free * _MOST) - used) // decode)
 
 
 PROCESS_BYTES = 64 << 20

@@ -25,6 +25,7 @@ from ..config import (
     ServeSettings,
     demo_model_folder,
     kv_size,
+    parse_size,
     shares_memory,
 )
 from ..controller.backend import GATEWAY, POOLS, PREFILL, ROUTER
@@ -359,6 +360,7 @@ def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig
         max_length=settings.max_model_len,
         task=settings.task,
         vision=role == "prefill",  # a decode worker gets images as KV
+        picture_bytes=parse_size(settings.picture_memory) if role == "decode" else 0,
     )
 
 

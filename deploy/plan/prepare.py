@@ -21,7 +21,7 @@ from ...proto.errors import BatonError, CheckpointError, ConfigError
 from ...runtime.keys.allowed import OPERATOR
 from ...runtime.keys.keyring import CONTROLLER, client_keys, load_keys
 from ...runtime.process.otlp import check_installed
-from ..config import ServeSettings, kv_size
+from ..config import ServeSettings, kv_size, parse_size
 from ..controller.backend import GATEWAY
 from ..local.run_folder import RunFolder
 from ..messages import mebibytes
@@ -35,6 +35,7 @@ from .memory import (
     folder_memory,
     free_memory,
     kv_share,
+    picture_share,
     total_memory,
 )
 from .plan import (
@@ -158,6 +159,23 @@ def default_kv_bytes(settings: ServeSettings) -> int:
     return kv_share(free, sized_for(settings), batch, model)
 
 
+def with_picture_memory(settings: ServeSettings, kv_default: int) -> ServeSettings:
+    """Set the default memory for pictures, from the free memory, for a picture model."""
+    free = free_memory()
+    if settings.task != DRAW or settings.picture_memory or free is None:
+        return settings
+    try:
+        folder = model_folder(settings)
+        token = folder_memory(folder, 1, settings.block_size)
+    except BatonError:
+        return settings  # the workers report the error
+    decode = max(settings.decode, settings.decode_max)
+    counts = {"prefill": sized_for(settings) - decode, "decode": decode}
+    used = sum(n * _worker_bytes(settings, r, kv_default, token) for r, n in counts.items())
+    memory = picture_share(free, used, decode, token)
+    return msgspec.structs.replace(settings, picture_memory=str(memory))
+
+
 def make_plan(settings: ServeSettings, folder: RunFolder | None, http_port: int = 0) -> ClusterPlan:
     """Choose addresses and resolve the plan. Without a folder (``--dry-run``), use a placeholder.
 
@@ -166,6 +184,7 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None, http_port: int 
     """
     settings = with_task(settings)
     kv_default = default_kv_bytes(settings)
+    settings = with_picture_memory(settings, kv_default)
     problem = memory_refusal(settings, kv_default, {})
     if problem:
         raise ConfigError(f"{problem}; give fewer workers or a smaller kv_memory")
@@ -255,4 +274,5 @@ def _worker_bytes(settings: ServeSettings, role: str, kv_default: int, token: Mo
         return PROCESS_BYTES + weights
     blocks, memory = kv_size(settings, role)
     kv = blocks * settings.block_size * token.context or memory or kv_default
-    return PROCESS_BYTES + weights + kv
+    pictures = parse_size(settings.picture_memory) if role == "decode" else 0
+    return PROCESS_BYTES + weights + kv + pictures

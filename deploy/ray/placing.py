@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ...decode_worker.config import DecodeWorkerConfig
+from ...engine.loading.embedding_config import DRAW
 from ...engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
 from ...gateway.config import GatewayConfig
 from ...prefill_worker.config import PrefillWorkerConfig
@@ -19,7 +20,7 @@ from ...proto.errors import BatonError, ConfigError
 from ...router.config import RouterConfig
 from ..config import demo_model_folder
 from ..controller.backend import DECODE, GATEWAY, PREFILL, ROUTER, MemberSpec
-from ..plan.memory import folder_memory, free_memory, kv_share
+from ..plan.memory import PROCESS_BYTES, folder_memory, free_memory, kv_share, picture_share
 from ..supervise.process import ProcessSpec
 
 CONFIGS: dict[str, type[msgspec.Struct]] = {
@@ -128,7 +129,10 @@ def _runner(config: Any) -> RunnerConfig:
     if not (memory or runner.num_blocks or on_gpu):
         memory = _kv_memory(model, runner, config)
     share = DEVICE_SHARE if on_gpu else runner.device_share
-    return msgspec.structs.replace(runner, model=model, kv_bytes=memory, device_share=share)
+    pictures = runner.picture_bytes or _picture_memory(model, runner, config, memory)
+    return msgspec.structs.replace(
+        runner, model=model, kv_bytes=memory, device_share=share, picture_bytes=pictures
+    )
 
 
 def _kv_memory(model: str, runner: RunnerConfig, config: Any) -> int:
@@ -141,3 +145,16 @@ def _kv_memory(model: str, runner: RunnerConfig, config: Any) -> int:
         return DEFAULT_KV_BYTES  # the worker will report the model's problem
     batch = getattr(config, "max_batch", 0) or getattr(config, "max_active", 1)
     return kv_share(free, 1, batch, needs)
+
+
+def _picture_memory(model: str, runner: RunnerConfig, config: Any, kv: int) -> int:
+    """Return the default memory for pictures of a decode worker on this node, else 0."""
+    free = free_memory()
+    if not isinstance(config, DecodeWorkerConfig) or runner.task != DRAW or free is None:
+        return 0
+    try:
+        needs = folder_memory(model, 1, runner.block_size)
+    except BatonError:
+        return 0  # the worker will report the model's problem
+    blocks = runner.num_blocks * runner.block_size * needs.context or kv
+    return picture_share(free, PROCESS_BYTES + needs.drawing + blocks, 1, needs)

@@ -18,7 +18,7 @@ from .backend import F32, Backend, PackedLinear, Weights
 Activation = Literal["silu", "gelu_tanh", "quick_gelu"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "quick_gelu")
 
-_PATCH_BYTES = 4 << 20
+PATCH_BYTES = 4 << 20
 """Patches that are multiplied at once; limits the memory of a convolution."""
 
 
@@ -50,8 +50,8 @@ class HostBackend(AudioBackend, Protocol):
     ) -> None:
         """Normalise ``x[P, C]`` over all rows and the channels of each group.
 
-        ``out = (x - mean) / sqrt(variance + eps) * weight + bias``, then silu if requested. One
-        sample per call.
+        ``out = (x - mean) / sqrt(variance + eps) * weight + bias``, then silu if requested; ``out``
+        may be ``x``. One sample per call.
         """
         ...
 
@@ -68,7 +68,9 @@ def conv2d(
     """Convolve ``x[H, W, C]`` with stride 1 and zero padding into ``out[sH, sW, O]``.
 
     ``scale``: the input is enlarged by repeating each pixel ``scale`` times in both directions
-    before the convolution. Raises ValueError for shapes that do not fit.
+    before the convolution. With scale 1 and a kernel above 1, ``out`` may begin at the first
+    element of ``x`` if it has no more channels: rows of ``x`` are read before they are replaced.
+    Raises ValueError for shapes that do not fit.
     """
     height, width, channels = x.shape
     columns = kernel * kernel * channels
@@ -80,17 +82,22 @@ def conv2d(
         backend.linear(x.reshape(-1, channels), weight, out.reshape(-1, weight.out_features))
         return
     margin, wide = kernel // 2, width * scale
-    step = max(1, _PATCH_BYTES // (4 * columns * wide))
+    step = max(1, PATCH_BYTES // (4 * columns * wide))
     space = np.empty((min(step, len(out)) * wide, columns), np.float32)
-    across = np.arange(-margin, wide + margin)
+    columns_of_x = np.arange(wide) // scale
+    source = np.zeros((min(step, len(out)) + 2 * margin, wide + 2 * margin, channels), np.float32)
     for top in range(0, len(out), step):
-        rows = min(step, len(out) - top)
-        down = np.arange(top - margin, top + rows + margin)
-        source = np.zeros((len(down), len(across), channels), np.float32)
-        source[np.ix_((down >= 0) & (down < len(out)), (across >= 0) & (across < wide))] = x[
-            np.ix_(down[(down >= 0) & (down < len(out))] // scale, np.arange(wide) // scale)
-        ]
-        windows = sliding_window_view(source, (kernel, kernel), axis=(0, 1))
+        rows, known = min(step, len(out) - top), 0
+        if top:  # the first rows of this band are the last ones of the band before
+            known = 2 * margin
+            source[:known] = source[step : step + known].copy()
+        down = np.arange(top - margin + known, top + rows + margin)
+        inside = (down >= 0) & (down < len(out))
+        band = source[known : rows + 2 * margin]
+        band[~inside] = 0
+        band[inside, margin : margin + wide] = x[np.ix_(down[inside] // scale, columns_of_x)]
+        used = source[: rows + 2 * margin]
+        windows = sliding_window_view(used, (kernel, kernel), axis=(0, 1))
         patches = space[: rows * wide]
         patches.reshape(rows, wide, kernel, kernel, channels)[:] = windows.transpose(0, 1, 3, 4, 2)
         backend.linear(patches, weight, out[top : top + rows].reshape(rows * wide, -1))

@@ -53,6 +53,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``layer_group``: layers between two reports of a streaming chunk, 0 for a quarter of the
     model. ``full_digest``: fingerprint all weight bytes instead of samples. ``vision``: False
     leaves out a model's vision tower, as in a decode worker, which gets encoded images as KV.
+    ``picture_bytes``: memory for the arrays of a picture besides weights and state, which limits
+    the size of pictures; 0: no limit.
     """
 
     model: str
@@ -67,6 +69,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     full_digest: bool = False
     device_share: float = 0.9
     vision: bool = True
+    picture_bytes: int = 0
 
 
 class StepPipeline(Protocol):

@@ -11,10 +11,13 @@ F32 = npt.NDArray[np.float32]
 
 
 class Workspace:
-    """Named device arrays; they grow to the next power of two of rows and never shrink."""
+    """Named device arrays; they grow to the next power of two of rows.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    ``exact``: they grow to the rows asked for, for a caller with a limit of memory.
+    """
+
+    def __init__(self, backend: Backend, *, exact: bool = False) -> None:
+        self._backend, self._exact = backend, exact
         self._arrays: dict[str, F32] = {}
 
     def rows(self, name: str, rows: int, columns: int, *, logits: bool = False) -> F32:
@@ -25,9 +28,13 @@ class Workspace:
         """
         array = self._arrays.get(name)
         if array is None or len(array) < rows or array.shape[1] != columns:
-            capacity = 1 << max(0, rows - 1).bit_length()
+            capacity = max(1, rows) if self._exact else 1 << max(0, rows - 1).bit_length()
             array = self._arrays[name] = self._backend.empty(capacity, columns, logits=logits)
         return array[:rows]
+
+    def clear(self) -> None:
+        """Free all arrays; the next calls allocate new ones."""
+        self._arrays.clear()
 
     @property
     def nbytes(self) -> int:

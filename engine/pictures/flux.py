@@ -123,7 +123,8 @@ class FluxTransformer:
     ) -> None:
         loader = WeightLoader(part, backend, on_progress)
         self.after_layer: Callable[[], None] = no_watch
-        self.config, self._backend, self._space = config, backend, Workspace(backend)
+        self.config, self._backend = config, backend
+        self._space = Workspace(backend, exact=True)
         hidden = config.hidden_size
         time = "time_text_embed"
         self._time = _load_mlp(loader, f"{time}.timestep_embedder", _SINES, hidden)
@@ -143,6 +144,10 @@ class FluxTransformer:
         self._out = loader.linear([("proj_out", channels)], hidden, bias=True)
         loader.finish()
         self._tables: dict[tuple[int, int, int], F32] = {}
+
+    def release(self) -> None:
+        """Free the arrays of the last call, as large as hundreds of megabytes."""
+        self._space.clear()
 
     def execute(self, inputs: FluxInputs) -> F32:
         """Return the noise ``[B, rows * columns, in_channels]`` that the samples contain."""

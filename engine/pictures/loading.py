@@ -18,7 +18,7 @@ from ...proto.contexts.pixels import PixelContext
 from ...proto.errors import CheckpointError, ConfigError
 from ...proto.layout import FEATURES, KVLayout, ModelCard, model_name
 from ...proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_STEPS
-from ...proto.picture_requests import STATE_KEY_TOKENS, STATE_VOCABULARY
+from ...proto.picture_requests import PICTURE_MULTIPLE, STATE_KEY_TOKENS, STATE_VOCABULARY
 from ..kernels import load_backend
 from ..kernels.host_backend import HostBackend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool
@@ -28,6 +28,7 @@ from ..loading.loader import RunnerConfig
 from ..models.weights import Progress
 from ..pipeline.model import KVManager
 from .folder import PictureFolder, open_folder
+from .memory import largest_picture, picture_bytes
 from .pipeline import Denoiser, PromptEncoder
 from .serving import DrawingPipeline, EncodingPipeline
 
@@ -83,11 +84,14 @@ def load_denoiser(
     Parameters and errors as in :func:`.loader.load_runner`.
     """
     folder, backend = open_folder(config.model), _backend(config)
+    pixels = _largest(config, folder)  # fail before reading the weights
     kv = _blocks(config, folder, allocate)
-    denoiser = Denoiser(folder, backend, on_progress)
+    denoiser = Denoiser(folder, backend, on_progress, memory=config.picture_bytes)
     pooled, unit = folder.flux.pooled_projection_dim, folder.pixels_per_token
     pipeline = DrawingPipeline(denoiser, kv, pooled, unit)
-    return PictureRunner(_card(config, folder, backend, kv, DRAWING_PARTS), pipeline, backend)
+    card = _card(config, folder, backend, kv, DRAWING_PARTS)
+    card = msgspec.structs.replace(card, max_pixels=pixels)
+    return PictureRunner(card, pipeline, backend)
 
 
 def parts_bytes(folder: PictureFolder, parts: tuple[str, ...]) -> int:
@@ -117,6 +121,20 @@ def longest_row(block_size: int, texts: int = MAX_PICTURE_PROMPT_TOKENS) -> int:
     """
     part = -(-(texts + 1) // block_size) * block_size
     return 2 * part + 1 + MAX_PICTURE_STEPS + 1
+
+
+def _largest(config: RunnerConfig, folder: PictureFolder) -> int:
+    """Return the most pixels of a picture; 0 without a limit."""
+    if not config.picture_bytes:
+        return 0
+    pixels = largest_picture(folder, config.picture_bytes)
+    if not pixels:
+        least = picture_bytes(folder, PICTURE_MULTIPLE**2)
+        raise ConfigError(
+            f"picture_memory of {config.picture_bytes} bytes is too small: the smallest picture "
+            f"needs {least}"
+        )
+    return pixels
 
 
 def _backend(config: RunnerConfig) -> HostBackend:

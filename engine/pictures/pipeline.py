@@ -24,6 +24,7 @@ from ..models.weights import Progress
 from .clip import ClipTextEncoder
 from .flux import FluxInputs, FluxTransformer
 from .folder import PictureFolder
+from .memory import row_bytes
 from .sampler import euler_step, guided, normals, sigmas_of, unpack_latents
 from .t5 import T5Encoder
 from .vae import VaeDecoder, to_pixels
@@ -130,7 +131,7 @@ class Denoiser:
     """Transformer and VAE of a picture model. Not thread-safe.
 
     ``max_samples``: samples that one call of the transformer computes. A picture with true CFG
-    has two.
+    has two. ``memory``: bytes for the arrays of a call, 0 without a limit; see :mod:`.memory`.
     """
 
     def __init__(
@@ -140,8 +141,12 @@ class Denoiser:
         on_progress: Progress | None = None,
         *,
         max_samples: int = MAX_SAMPLES,
+        memory: int = 0,
     ) -> None:
         self._folder, self._max_samples = folder, max_samples
+        self._max_tokens = min(
+            MAX_TOKENS, memory // row_bytes(folder.flux) if memory else MAX_TOKENS
+        )
         self.flux = FluxTransformer(folder.part("transformer"), folder.flux, backend, on_progress)
         self.vae = VaeDecoder(folder.part("vae"), folder.vae, backend, on_progress)
 
@@ -207,6 +212,7 @@ class Denoiser:
         """Return the pixels ``[height, width, 3]`` of a finished drawing; else ValueError."""
         if not drawing.is_done:
             raise ValueError(f"step {drawing.step} of {len(drawing.sigmas) - 1} is next")
+        self.flux.release()  # the VAE needs as much memory
         latents = unpack_latents(drawing.latents, drawing.rows, drawing.columns)
         return to_pixels(self.vae.decode(np.ascontiguousarray(latents)))
 
@@ -243,7 +249,7 @@ class Denoiser:
         for sample in samples:
             by_shape.setdefault(sample.shape, []).append(sample)
         for (rows, columns, text), same in by_shape.items():
-            count = max(1, min(self._max_samples, MAX_TOKENS // (rows * columns + text)))
+            count = max(1, min(self._max_samples, self._max_tokens // (rows * columns + text)))
             for at in range(0, len(same), count):
                 yield same[at : at + count]
 

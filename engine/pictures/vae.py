@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,7 +66,7 @@ class VaeDecoder:
         loader = WeightLoader(part, backend, on_progress)
         self.after_layer: Callable[[], None] = no_watch
         self.config, self._backend = config, backend
-        self._loader, self._space = loader, Workspace(backend)
+        self._loader, self._space = loader, Workspace(backend, exact=True)
         latent, widths = config.latent_channels, config.block_out_channels[::-1]
         self._post_quant = (
             self._conv("post_quant_conv", latent, latent, 1) if config.use_post_quant_conv else None
@@ -104,7 +105,8 @@ class VaeDecoder:
                 x = self._residual(resnet, x)
             if level.enlarge is not None:
                 x = self._convolve(level.enlarge, x, scale=2)
-        return self._convolve(self._out, self._normalized(self._norm_out, x, silu=True))
+        x = self._convolve_here(self._out, self._normalized(self._norm_out, x, x, silu=True))
+        return x.copy()  # without the memory of its wider inputs
 
     def _convolve(self, conv: _Conv, x: F32, *, scale: int = 1) -> F32:
         height, width = x.shape[0] * scale, x.shape[1] * scale
@@ -112,28 +114,47 @@ class VaeDecoder:
         conv2d(self._backend, x, conv.weight, conv.kernel, out, scale=scale)
         return out
 
-    def _normalized(self, norm: _Norm, x: F32, *, silu: bool) -> F32:
-        out = np.empty_like(x)
+    def _convolve_here(self, conv: _Conv, x: F32) -> F32:
+        """Convolve with a kernel above 1 into the memory of ``x``, if the result fits there."""
+        shape = (*x.shape[:2], conv.weight.out_features)
+        if shape[2] > x.shape[2]:
+            return self._convolve(conv, x)
+        out = x.reshape(-1)[: math.prod(shape)].reshape(shape)
+        conv2d(self._backend, x, conv.weight, conv.kernel, out)
+        return out
+
+    def _normalized(self, norm: _Norm, x: F32, out: F32, *, silu: bool) -> F32:
         rows, result = x.reshape(-1, x.shape[2]), out.reshape(-1, x.shape[2])
         groups = self.config.norm_num_groups
         self._backend.group_norm(rows, groups, norm.weight, norm.bias, _EPS, silu, result)
         return out
 
     def _residual(self, block: _Resnet, x: F32) -> F32:
-        inner = self._convolve(block.first, self._normalized(block.first_norm, x, silu=True))
-        out = self._convolve(block.second, self._normalized(block.second_norm, inner, silu=True))
-        out += x if block.shortcut is None else self._convolve(block.shortcut, x)
+        """Return the output of a block, whose arrays take the memory of ``x`` where they can.
+
+        At full size a picture has hundreds of floats per pixel: an array less counts.
+        """
+        if block.shortcut is None:
+            out, inner = x, np.empty_like(x)
+        else:
+            out, inner = self._convolve(block.shortcut, x), x
+        inner = self._normalized(block.first_norm, x, inner, silu=True)
+        inner = self._convolve_here(block.first, inner)
+        inner = self._normalized(block.second_norm, inner, inner, silu=True)
+        out += self._convolve_here(block.second, inner)
         self.after_layer()
         return out
 
     def _attend(self, block: _Attention, x: F32) -> F32:
         channels = x.shape[2]
-        normed = self._normalized(block.norm, x, silu=False).reshape(-1, channels)
+        normed = self._normalized(block.norm, x, np.empty_like(x), silu=False)
+        normed = normed.reshape(-1, channels)
         qkv = self._space.rows("qkv", len(normed), 3 * channels)
         self._backend.linear(normed, block.qkv, qkv)
         mixed = attend(self._backend, self._space, qkv, 1, channels**-0.5, None)
         delta = np.empty_like(normed)
         self._backend.linear(mixed, block.o, delta)
+        self._space.clear()
         return x + delta.reshape(x.shape)
 
     def _level(self, index: int, widths: tuple[int, ...]) -> _Level:

@@ -9,7 +9,7 @@ from baton.deploy.config import ServeSettings, check, demo_model_folder
 from baton.deploy.local import banner
 from baton.deploy.local.cluster import check_model, make_plan
 from baton.deploy.plan import prepare
-from baton.deploy.plan.memory import LEAST_BYTES, folder_memory
+from baton.deploy.plan.memory import LEAST_BYTES, PROCESS_BYTES, folder_memory, picture_share
 from baton.proto.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -84,6 +84,12 @@ def test_a_picture_model_has_both_pools_and_its_own_memory(monkeypatch):
     assert 0 < model.worker("prefill") == model.weights < model.worker("decode") == model.drawing
     assert plan.kv_default == max(LEAST_BYTES, 2 * 4 * model.context)
     assert prepare.served_context(plan.settings) == row
+    pictures = [spec.config.runner.picture_bytes for spec in workers]
+    weights = model.weights + model.drawing + 2 * (plan.kv_default + PROCESS_BYTES)
+    assert pictures == [0, int(0.8 * (4 << 30)) - weights]
+    monkeypatch.setattr(prepare, "total_memory", lambda: pictures[1])
+    assert "need" in prepare.memory_refusal(plan.settings, plan.kv_default, {})
+    assert picture_share(1 << 20, 0, 2, model) == model.picture  # enough for a usual picture
 
 
 def test_picture_models_refuse_other_tasks_and_devices():

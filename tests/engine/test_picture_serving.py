@@ -12,7 +12,9 @@ import pytest
 from baton.engine.loading.loader import RunnerConfig, folder_task
 from baton.engine.loading.warm_up import warm_up
 from baton.engine.pictures.draw import PictureEngine
+from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.loading import load_denoiser, load_encoder
+from baton.engine.pictures.memory import largest_picture
 from baton.engine.pictures.serving import PictureState
 from baton.engine.scheduling.events import Failed, Finished, Prefilled, TokenEvent
 from baton.engine.scheduling.plan import StepPlan
@@ -185,6 +187,16 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name": "Other"}')
     with pytest.raises(CheckpointError, match="only FluxPipeline"):
         load_encoder(settings(model=str(tmp_path)))
+
+
+def test_the_memory_for_pictures_limits_their_size():
+    limited = load_denoiser(settings(picture_bytes=32 << 20)).card.max_pixels
+    assert 0 < limited == largest_picture(open_folder(FOLDER), 32 << 20)
+    assert load_denoiser(settings()).card.max_pixels == 0
+    with pytest.raises(
+        ConfigError, match="picture_memory of 1000 bytes is too small: the smallest"
+    ):
+        load_denoiser(settings(picture_bytes=1000))
 
 
 def test_the_first_steps_leave_the_pool_clean():

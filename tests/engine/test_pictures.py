@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from baton.engine.kernels import load_backend
 from baton.engine.pictures.draw import PictureEngine
 from baton.engine.pictures.flux import FluxTransformer, latent_image_ids
 from baton.engine.pictures.folder import open_folder
+from baton.engine.pictures.memory import decode_bytes, largest_picture, picture_bytes, row_bytes
 from baton.engine.pictures.pipeline import Denoiser, PromptEncoder
 from baton.engine.pictures.sampler import normals, philox_words
 from baton.engine.pictures.vae import VaeDecoder
@@ -20,6 +22,7 @@ from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.errors import CheckpointError, InputError
 from baton.proto.ids import RequestID
+from baton.proto.limits import MAX_PICTURE_PIXELS
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "pictures" / "flux"
 REFERENCE = dict(np.load(FOLDER / "reference.npz"))
@@ -220,9 +223,11 @@ def test_batches_beyond_the_limit_are_split(compiled):
         assert drawing.latents.tobytes() == draw(compiled, context).latents.tobytes()
 
 
-@pytest.mark.parametrize(("tokens", "together"), [(1, 1), (79, 1), (80, 2), (1 << 15, 4)])
+@pytest.mark.parametrize(("tokens", "together"), [(1, 1), (79, 1), (80, 2), (1 << 20, 4)])
 def test_the_tokens_of_a_call_are_limited(compiled, monkeypatch, tokens, together):
-    monkeypatch.setattr("baton.engine.pictures.pipeline.MAX_TOKENS", tokens)
+    nbytes = tokens * row_bytes(open_folder(FOLDER).flux)
+    limited = Denoiser(open_folder(FOLDER), load_backend("cpu"), memory=nbytes)
+    monkeypatch.setattr(compiled.denoiser, "_max_tokens", limited._max_tokens)
     right, sizes = compiled.denoiser.flux.execute, []
 
     def counted(inputs):
@@ -234,6 +239,47 @@ def test_the_tokens_of_a_call_are_limited(compiled, monkeypatch, tokens, togethe
     drawings = [compiled.denoiser.start(c, compiled.encoder.encode(c)) for c in contexts]
     compiled.denoiser.step(drawings)
     assert sizes == [together] * (4 // together)
+
+
+def traced(work, *arguments):
+    """The most bytes that NumPy holds during a call."""
+    tracemalloc.start()
+    try:
+        work(*arguments)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_memory_of_the_vae_is_as_computed(compiled):
+    vae, channels = compiled.denoiser.vae, compiled.denoiser.vae.config.latent_channels
+    sizes = [vae.config.scale**2 * side**2 for side in (72, 96)]
+    latents = [np.zeros((side, side, channels), np.float32) for side in (72, 96)]
+    peaks = [traced(vae.decode, one) for one in latents]
+    limits = [decode_bytes(vae.config, size) for size in sizes]
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    assert peaks[1] - peaks[0] == pytest.approx(limits[1] - limits[0], rel=0.2)
+
+
+def test_the_memory_of_a_step_is_as_computed(compiled):
+    peaks, rows = [], []
+    for side in (128, 256):
+        context = context_of("plain", latents=False, width=side, height=side)
+        drawing = compiled.denoiser.start(context, compiled.encoder.encode(context))
+        compiled.denoiser.flux.release()
+        peaks.append(traced(compiled.denoiser.step, [drawing]))
+        rows.append(drawing.rows * drawing.columns)
+    needed = row_bytes(compiled.denoiser.flux.config)
+    assert 0.7 * needed < (peaks[1] - peaks[0]) / (rows[1] - rows[0]) <= needed
+
+
+def test_the_largest_picture_is_the_last_that_fits():
+    folder = open_folder(FOLDER)
+    for nbytes in (picture_bytes(folder, 256), 64 << 20, 1 << 34):
+        pixels = largest_picture(folder, nbytes)
+        assert picture_bytes(folder, pixels) <= nbytes
+        assert pixels == MAX_PICTURE_PIXELS or picture_bytes(folder, pixels + 256) > nbytes
+    assert largest_picture(folder, 1) == 0
 
 
 @pytest.mark.parametrize("at", [1, 3, 4])

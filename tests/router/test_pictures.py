@@ -142,6 +142,29 @@ def test_wrong_requests_are_refused_at_once(bench, draws, fields, message):
     assert not bench.take(prefill, Assign)
 
 
+def test_a_picture_beyond_the_memory_of_a_decode_worker_is_refused(bench, draws):
+    prefill, decode = join(bench, draws)
+    small = msgspec.structs.replace(draws, max_pixels=32 * 32)
+    other = bench.join("decode", 1, model=small)
+    bench.submit("r", context=picture())
+    terminal = bench.one(b"client", Terminal)
+    said = (
+        "64 x 32 are 2048 pixels, limit 1024 by the memory of the decode workers, such as 32 x 32"
+    )
+    assert terminal.code == "input"
+    assert said in terminal.message
+    bench.submit("fits", context=picture(height=32))
+    assert bench.one(prefill, Assign).decode in (decode.endpoint, other.endpoint)
+
+
+def test_a_decode_worker_refuses_a_picture_beyond_its_memory(draws):
+    run = picture_run(picture(), RequestID("r"), LAYOUT.block_size)
+    wire = grown_picture(run)
+    check_continued(wire, draws)
+    with pytest.raises(InputError, match="limit 1024 by the memory"):
+        check_continued(wire, msgspec.structs.replace(draws, max_pixels=1024))
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"task": "generate"}, {"log_probabilities": 2}, {"json_schema": "{}"}, {"base": 3}],

@@ -98,6 +98,8 @@ def test_group_norm(backend, oracle, rng, poisoned, rows, width, groups, silu):
     oracle.group_norm(x.astype(float), groups, *wide(weight, bias), 1e-6, silu, exact)
     backend.group_norm(x, groups, weight, bias, 1e-6, silu, y)
     np.testing.assert_allclose(y, exact, rtol=2e-5, atol=2e-5)
+    backend.group_norm(x, groups, weight, bias, 1e-6, silu, x)
+    assert x.tobytes() == y.tobytes()
 
 
 def test_groups_must_divide_the_columns(backend):
@@ -123,11 +125,24 @@ def convolved(x, weight, bias, scale):
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("scale", [1, 2])
 def test_conv2d(backend, rng, poisoned, monkeypatch, kernel, scale, patch_bytes):
-    monkeypatch.setattr("baton.engine.kernels.host_backend._PATCH_BYTES", patch_bytes)
+    monkeypatch.setattr("baton.engine.kernels.host_backend.PATCH_BYTES", patch_bytes)
     x, weight, bias = floats(rng, 5, 7, 6), floats(rng, 9, 6, kernel, kernel), floats(rng, 9)
     out = poisoned(5 * scale, 7 * scale, 9)
     conv2d(backend, x, pack_conv(backend, weight, bias), kernel, out, scale=scale)
     np.testing.assert_allclose(out, convolved(x, weight, bias, scale), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("patch_bytes", [4 << 20, 3000, 1])
+@pytest.mark.parametrize(("kernel", "out"), [(3, 6), (3, 2), (5, 6), (7, 3)])
+def test_conv2d_in_the_memory_of_its_input(backend, rng, monkeypatch, kernel, out, patch_bytes):
+    monkeypatch.setattr("baton.engine.kernels.host_backend.PATCH_BYTES", patch_bytes)
+    x, bias = floats(rng, 9, 7, 6), floats(rng, out)
+    weight = pack_conv(backend, floats(rng, out, 6, kernel, kernel), bias)
+    apart = np.empty((9, 7, out), np.float32)
+    conv2d(backend, x, weight, kernel, apart)
+    here = x.reshape(-1)[: apart.size].reshape(apart.shape)
+    conv2d(backend, x, weight, kernel, here)
+    assert here.tobytes() == apart.tobytes()
 
 
 def test_conv2d_refuses_other_shapes(backend, rng):
