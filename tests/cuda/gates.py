@@ -63,7 +63,7 @@ GATES: dict[str, dict[str, Gate]] = {
             needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, TRANSPOSE, STORE_16, PACK_BF16),
             forbids=(COPY_ALWAYS,),
         ),
-        r"decode_combine_d\d+": Gate(48, needs=(PACK_BF16,)),
+        r"decode_combine_d\d+": Gate(64, needs=(PACK_BF16,)),
     },
     "elementwise.cu": {
         "embed": Gate(32, needs=(LOAD_16, STORE_16), forbids=(CALL,)),

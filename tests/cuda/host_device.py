@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from baton.engine.kernels.cuda.device import Argument, Array, Kernel
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
+from baton.engine.kernels.cuda.tuning import Tuning
 
 from .host.builder import CSRC, build
 from .host_streams import HostEvent, HostStream, StreamFamily
@@ -165,6 +166,8 @@ class HostDevice:
 
     name = "host"
     lost = ""
+    multiprocessors = 132
+    tuning = Tuning()
 
     def __init__(
         self,
@@ -216,6 +219,13 @@ class HostDevice:
             out[...] = array
 
         self._stream.add(work)
+
+    def tuned(self, tuning: Tuning) -> HostDevice:
+        """Return a device of the same queue with other variants of the kernels."""
+        other = copy.copy(self)
+        other.tuning, other._libraries = tuning, {}
+        other._defines = (*self._defines, *tuning.defines)
+        return other
 
     def with_defines(self, *defines: str) -> HostDevice:
         """Return a device whose kernels are built with these macros, as planted bugs are."""

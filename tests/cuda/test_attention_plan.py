@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from baton.engine.kernels.cuda.attention_plan import (
+    MAX_SPLITS,
     PREFILL_ROWS,
     DecodeShape,
     check_tables,
@@ -70,6 +71,26 @@ def test_a_shape_without_room_is_refused(sizes):
 
 def test_chunks_grow_with_the_batch():
     assert [decode_chunk(n, 8) for n in (1, 16, 17, 64, 256)] == [256, 256, 512, 1024, 1024]
+    assert [decode_chunk(n, 8, 1024) for n in (1, 256)] == [1024, 1024]
+
+
+@pytest.mark.parametrize("window", [0, 300, 70_000])
+def test_long_sequences_have_at_most_64_pieces(window):
+    limit = MAX_SPLITS * 256
+    lengths = [1, limit, limit + 1, 2 * limit, 2 * limit + 1, 131_072, 0]
+    shape = DecodeShape.longest(len(lengths), 131_072, 256, window)
+    heads, items = plan_of(shape, lengths)
+    assert heads[:, 1].max() <= MAX_SPLITS + bool(window)
+    for s, length in enumerate(lengths):
+        mine = items[items[:, 0] == s]
+        mine = mine[np.argsort(mine[:, 1])]
+        begin = max(0, length - window) if window else 0
+        assert int((mine[:, 2] - mine[:, 1]).sum()) == length - begin
+        assert (mine[1:, 1] == mine[:-1, 2]).all()
+        alone = plan_of(DecodeShape.longest(1, length + 1, 256, window), [length])[1]
+        np.testing.assert_array_equal(alone[np.argsort(alone[:, 1]), 1:3], mine[:, 1:3])
+    if not window:
+        assert heads[1:5, 1].tolist() == [64, 33, 64, 33]
 
 
 @pytest.mark.parametrize("window", [0, 1, 50])

@@ -20,6 +20,7 @@ from .gates import (
     TENSOR,
 )
 from .host.builder import CSRC, HERE
+from .test_tuning import VARIANTS
 from .toolkit import FIRST, CompileFailed, compile_source, disassembler, nvrtc_library
 
 INCLUDE = '#include "device.cuh"'
@@ -58,6 +59,21 @@ def test_machine_code(source, target, release, build_cache):
             hits = [opcode for opcode in kernel.opcodes if re.fullmatch(pattern, opcode)]
             broken += [f"{name}: has {opcode}" for opcode in hits]
     assert not broken, f"{target}:\n" + "\n".join(broken)
+
+
+@needs_toolkit
+@pytest.mark.parametrize("release", ["newest", FIRST])
+@pytest.mark.parametrize("tuning", VARIANTS)
+def test_variants_that_a_sweep_may_choose_leave_no_value_to_memory(build_cache, tuning, release):
+    if nvrtc_library(release) is None:
+        pytest.skip(f"NVRTC {release} is not installed: make test-cuda fetches it")
+    text = cuda_source("decode_attention.cu")
+    for define in tuning.defines:
+        text = f"#define {define.replace('=', ' ')}\n{text}"
+    for name, kernel in compile_source(text, DEFAULT_TARGET, build_cache, release).items():
+        assert not kernel.spill_bytes and not kernel.stack_bytes, name
+        blocks = tuning.decode_bounds if "attention" in name else 1
+        assert kernel.registers * 128 * blocks <= 65536, name
 
 
 def gate_of(source, name):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from .attention_cases import (
@@ -66,6 +68,17 @@ def test_splits_whose_maximum_is_not_looked_at(host_device, rng):
         assert_rounds_to(run_decode(planted, case, 64)[0], expected)
     short = decode_case(rng, [200, 75])  # what the other tests see of it
     assert_rounds_to(run_decode(planted, short, 64)[0], expected_decode(short))
+
+
+@pytest.mark.parametrize("bug", ["STALE_ITEM", "LAST_SPLIT", "COMBINE_BARRIER"])
+def test_bugs_between_items_and_splits(host_device, rng, bug):
+    """A block with several items, sequences of several splits."""
+    case = decode_case(rng, [200, 75])
+    planted = host_device.with_defines(f"BATON_PLANT_{bug}")
+    expected = expected_decode(case)
+    run = partial(run_decode, case=case, chunk=64, blocks=2)
+    assert wrong_orders(host_device, lambda device: run(device)[0], expected) == 0
+    assert wrong_orders(planted, lambda device: run(device)[0], expected) >= len(SEEDS) - 2
 
 
 def test_blocks_that_are_looked_up_too_late(host_device, rng):

@@ -13,9 +13,11 @@
 // Loads: each warp has its own pipeline over tiles of 16 tokens, waits only for its own copies
 // and meets the other warps of its block once, at the end. Two blocks of four warps with 16
 // KiB in flight per warp keep 128 KiB in flight on a multiprocessor; 4.3 TB/s at a latency of 1 us
-// need 33 KiB. Shared memory limits the blocks on a multiprocessor to two, so a thread may have 255
-// registers. Bounds of four blocks would leave 128: NVRTC 13.0 then spills, and loads of fragments
-// wait for the products before them.
+// need 33 KiB. With three stages shared memory limits the blocks on a multiprocessor to two, so a
+// thread may have 255 registers. Bounds of four blocks would leave 128: NVRTC 13.0 then spills, and
+// loads of fragments wait for the products before them. The macros below are the variants that
+// `gpu-bench` measures; engine/kernels/cuda/tuning.py holds the values of each card. None changes
+// a bit of a result.
 //
 // The softmax maximum is rounded up to a whole number in base 2. So rescaling
 // by 2^(old - new) is exact, and a key's weight, rounded to bf16 for the tensor core, does not
@@ -29,13 +31,23 @@
 // with the stride of the grid, so one grid, captured in a graph, serves every plan.
 #include "paged_kv.cuh"
 
+#ifndef BATON_DECODE_BOUNDS  // blocks on a multiprocessor for which registers are left
+#define BATON_DECODE_BOUNDS 2
+#endif
+#ifndef BATON_DECODE_STAGES  // tiles of 128 dims that a warp has in shared memory
+#define BATON_DECODE_STAGES 3
+#endif
+#ifndef BATON_COMBINE_WARPS  // warps that combine the splits of one head: 1, 2 or 4
+#define BATON_COMBINE_WARPS 4
+#endif
+
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kTile = 16;  // tokens of a warp's step: the rows of the mma
 constexpr int kHeads = 8;  // heads of a group processed together: the columns of the mma
 // Pieces of 16 bytes in the keys of a tile; as many in its values.
 template <int D> constexpr int kPieces = kTile * D / 8;
-// Tiles a warp has in shared memory (24 KiB); all but one of them are in flight.
-template <int D> constexpr int kStages = 3 * 128 / D;
+// Tiles a warp has in shared memory (24 KiB for three of 128 dims); all but one are in flight.
+template <int D> constexpr int kStages = BATON_DECODE_STAGES * 128 / D;
 // Floats between heads when warps merge, so that the columns of a fragment use different banks.
 template <int D> constexpr int kStride = D + 4;
 
@@ -211,9 +223,16 @@ __device__ __forceinline__ void decode_attention(
     DYNAMIC_SHARED(shared);
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int pieces = (group + kHeads - 1) / kHeads, walks = kv_heads * pieces;
-    const int total = plan[0].x * walks;
-    for (int work = blockIdx.x; work < total; work += gridDim.x) {
-        const int4 item = plan[1 + sequences + work / walks];
+    const int total = plan[0].x * walks, stride = static_cast<int>(gridDim.x);
+    int4 coming = {0, 0, 0, 0};  // the next item, loaded while this one is computed
+    if (static_cast<int>(blockIdx.x) < total) coming = plan[1 + sequences + blockIdx.x / walks];
+    for (int work = blockIdx.x; work < total; work += stride) {
+        const int4 item = coming;
+#ifdef BATON_PLANT_STALE_ITEM
+        if (work + stride < total) coming = plan[1 + sequences + work / walks];
+#else
+        if (work + stride < total) coming = plan[1 + sequences + (work + stride) / walks];
+#endif
         const int kv_head = work % walks / pieces, piece = work % walks % pieces;
         const int heads = min(kHeads, group - piece * kHeads), slot = item.w;
         const int first_head = kv_head * group + piece * kHeads;
@@ -264,48 +283,97 @@ __device__ __forceinline__ void decode_attention(
     }
 }
 
-// Combines the splits of a sequence into its output row. A warp takes one head, a lane D / 32 dims.
+// Combines the splits of a sequence into its output row. A lane takes D / 32 dims of one head.
+//
+// Split s is added to sum s % 4, and the four sums are added in their order. So the number of warps
+// per head, which share the sums, changes no bit.
+constexpr int kSums = 4;
+
 template <int D>
 __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
                                                const float* __restrict__ partial,
                                                const float2* __restrict__ partial_stats,
                                                bf16* __restrict__ out, int heads) {
-    const int lane = threadIdx.x % kWarp;
-    const int head = blockIdx.x * kWarps + threadIdx.x / kWarp, sequence = blockIdx.y;
+    constexpr int kPer = BATON_COMBINE_WARPS, kMine = kSums / kPer, kTogether = kWarps / kPer;
+    constexpr int kDims = D / 32;
+    static_assert(kPer * kMine == kSums && kPer * kTogether == kWarps, "1, 2 or 4 warps per head");
+    __shared__ float shared_sums[kTogether][kSums][D];
+    __shared__ float shared_weights[kTogether][kSums];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int part = warp % kPer, place = warp / kPer, sequence = blockIdx.y;
+    const int head = static_cast<int>(blockIdx.x) * kTogether + place;
     const int4 splits = plan[1 + sequence];
-    if (head >= heads || splits.y == 1) return;
-    float peak = kLowest, weight = 0.0f, sum[D / 32];
+    if (splits.y == 1) return;  // the whole block
+    float sum[kMine][kDims], weight[kMine];
 #pragma unroll
-    for (int i = 0; i < D / 32; i++) sum[i] = 0.0f;
-#ifdef BATON_PLANT_FIRST_SPLITS
-    for (int s = lane; s < min(splits.y, kWarp); s += kWarp)
-#else
-    for (int s = lane; s < splits.y; s += kWarp)
-#endif
-        peak = fmaxf(peak, partial_stats[(long long)(splits.x + s) * heads + head].x);
-    peak = warp_max(peak);
-#pragma unroll 4
-    for (int s = 0; s < splits.y; s++) {
-        const long long row = (long long)(splits.x + s) * heads + head;
-        const float2 of = partial_stats[row];
-        const float2* from = (const float2*)(partial + row * D);
-        const float by = power_of_two(of.x - peak);
-        weight += by * of.y;
+    for (int j = 0; j < kMine; j++) {
+        weight[j] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < D / 64; i++) {
-            const float2 v = from[i * kWarp + lane];
-            sum[2 * i] += by * v.x, sum[2 * i + 1] += by * v.y;
-        }
+        for (int i = 0; i < kDims; i++) sum[j][i] = 0.0f;
     }
-    const float by = weight > 0.0f ? 1.0f / weight : 0.0f;
+    if (head < heads) {
+        float peak = kLowest;
+#ifdef BATON_PLANT_FIRST_SPLITS
+        for (int s = lane; s < min(splits.y, kWarp); s += kWarp)
+#else
+        for (int s = lane; s < splits.y; s += kWarp)
+#endif
+            peak = fmaxf(peak, partial_stats[(long long)(splits.x + s) * heads + head].x);
+        peak = warp_max(peak);
+#pragma unroll 4
+        for (int first = part * kMine; first < splits.y; first += kSums)
+#pragma unroll
+            for (int j = 0; j < kMine; j++) {
+#ifdef BATON_PLANT_LAST_SPLIT
+                if (first + j >= splits.y - 1) break;
+#else
+                if (first + j >= splits.y) break;
+#endif
+                const long long row = (long long)(splits.x + first + j) * heads + head;
+                const float2 of = partial_stats[row];
+                const float2* from = (const float2*)(partial + row * D);
+                const float by = power_of_two(of.x - peak);
+                weight[j] += by * of.y;
+#pragma unroll
+                for (int i = 0; i < D / 64; i++) {
+                    const float2 v = from[i * kWarp + lane];
+                    sum[j][2 * i] += by * v.x, sum[j][2 * i + 1] += by * v.y;
+                }
+            }
+    }
+    if (kPer > 1) {
+#pragma unroll
+        for (int j = 0; j < kMine; j++) {
+#pragma unroll
+            for (int i = 0; i < kDims; i++)
+                shared_sums[place][part * kMine + j][i * kWarp + lane] = sum[j][i];
+            if (lane == 0) shared_weights[place][part * kMine + j] = weight[j];
+        }
+#ifndef BATON_PLANT_COMBINE_BARRIER
+        __syncthreads();
+#endif
+    }
+    if (part > 0 || head >= heads) return;
+    float total[kDims], all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kDims; i++) total[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kSums; j++) {
+        all += kPer > 1 ? shared_weights[place][j] : weight[j % kMine];
+#pragma unroll
+        for (int i = 0; i < kDims; i++)
+            total[i] += kPer > 1 ? shared_sums[place][j][i * kWarp + lane] : sum[j % kMine][i];
+    }
+    const float by = all > 0.0f ? 1.0f / all : 0.0f;
     unsigned* to = (unsigned*)(out + (static_cast<long long>(sequence) * heads + head) * D);
 #pragma unroll
     for (int i = 0; i < D / 64; i++)
-        to[i * kWarp + lane] = pack_bf16(sum[2 * i] * by, sum[2 * i + 1] * by);
+        to[i * kWarp + lane] = pack_bf16(total[2 * i] * by, total[2 * i + 1] * by);
 }
 
 #define KERNELS(D)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2) decode_attention_d##D(               \
+    extern "C" __global__ void __launch_bounds__(kThreads, BATON_DECODE_BOUNDS)                    \
+        decode_attention_d##D(                                                                     \
         const bf16* q, const bf16* kv_layer, const int* tables, const int4* plan, bf16* out,       \
         float* partial, float2* partial_stats, int sequences, int table_width, int kv_heads,       \
         int group, int block_size, float scale_log2) {                                             \

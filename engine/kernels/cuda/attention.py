@@ -19,15 +19,11 @@ from .checks import BF16, check_array, check_multiple
 from .device import Device, DeviceArray, Kernel
 
 HEAD_DIMS = (64, 128)
-DECODE_BLOCKS = 264
-"""Twice the multiprocessors of an H200: the number of thread blocks that run at once."""
-
 _DECODE = {d: Kernel("decode_attention.cu", f"decode_attention_d{d}") for d in HEAD_DIMS}
 _COMBINE = {d: Kernel("decode_attention.cu", f"decode_combine_d{d}") for d in HEAD_DIMS}
 _PREFILL = {d: Kernel("prefill_attention.cu", f"prefill_attention_d{d}") for d in HEAD_DIMS}
 _THREADS = 128
 _WARPS = 4
-_DECODE_SHARED = 96 * 1024
 _GROUP = 8
 
 
@@ -42,13 +38,14 @@ def decode_attention(
     partial: DeviceArray,
     partial_stats: DeviceArray,
     out: DeviceArray,
-    blocks: int = DECODE_BLOCKS,
+    blocks: int | None = None,
 ) -> None:
     """Compute ``out[S, Hq, D]`` for one query row ``q[S, Hq, D]`` per sequence, by the plan.
 
     ``block_tables[S, Nmax]`` and ``plan[shape.rows, 4]`` are int32. The workspace is float32
     ``partial[shape.items, Hq, D]`` and ``partial_stats[shape.items, Hq, 2]`` (maximum in base 2,
-    sum of weights), undefined before the call. Grids depend only on ``shape`` and ``blocks``.
+    sum of weights), undefined before the call. Grids depend only on ``shape`` and ``blocks``, the
+    number of thread blocks: by default those that run at once.
     """
     kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale)
     sequences, heads = shape.sequences, kv_heads * group
@@ -58,6 +55,9 @@ def decode_attention(
     check_array("plan", plan, np.int32, (shape.rows, 4))
     check_array("partial", partial, np.float32, (shape.items, heads, dim))
     check_array("partial_stats", partial_stats, np.float32, (shape.items, heads, 2))
+    tuning = device.tuning
+    if blocks is None:
+        blocks = tuning.decode_bounds * device.multiprocessors
     if blocks < 1:
         raise ValueError(f"the number of thread blocks must be positive, not {blocks}")
     numbers = [sequences, block_tables.shape[1], kv_heads, group, block_size]
@@ -68,11 +68,11 @@ def decode_attention(
         [q, kv_layer, block_tables, plan, out, partial, partial_stats]
         + [np.int32(n) for n in numbers]
         + [_base2(scale)],
-        _DECODE_SHARED,
+        tuning.decode_shared_bytes,
     )
     device.launch(
         _COMBINE[dim],
-        (-(-heads // _WARPS), sequences),
+        (-(-heads * tuning.combine_warps // _WARPS), sequences),
         (_THREADS,),
         [plan, partial, partial_stats, out, np.int32(heads)],
     )

@@ -1,9 +1,11 @@
 """Cuts the work of an attention call into pieces: pure, on the host, from lengths alone.
 
-Decode: the keys of a sequence are cut at multiples of ``chunk`` positions. So the cuts, and with
-them the bits of the result, depend on the sequence's own length and never on the batch. A plan is
-written into an array of fixed shape: a captured graph reads it from a buffer that is filled before
-each replay. Prefill: the rows of each chunk are cut into tiles of 128 rows of tokens and heads.
+Decode: the keys of a sequence are cut at multiples of ``chunk`` positions, or of twice as many as
+often as it takes to get at most :data:`MAX_SPLITS` pieces. So the cuts, and with them the bits of
+the result, depend on the sequence's own length and never on the batch. A plan is written into an
+array of fixed shape: a captured graph reads it from a buffer that is filled before each replay.
+
+Prefill: the rows of each chunk are cut into tiles of 128 rows of tokens and heads.
 
 Longer pieces come first, so that the last pieces, which nothing overlaps, are short.
 """
@@ -18,10 +20,13 @@ import numpy.typing as npt
 from .checks import check_below
 
 I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 
 PREFILL_ROWS = 128
 PREFILL_KEYS = 64
-MIN_CHUNK, MAX_CHUNK = 256, 1024
+MAX_CHUNK = 1024
+MAX_SPLITS = 64
+"""Pieces of a sequence; one more where a window begins within a piece."""
 ALL_POSITIONS = 1 << 30
 """A window that includes all positions."""
 
@@ -30,8 +35,8 @@ ALL_POSITIONS = 1 << 30
 class DecodeShape:
     """Capacity of a decode plan; determines its buffers and is fixed for a captured graph.
 
-    ``sequences``: rows of q. ``items``: maximum pieces of work in total. ``chunk``: maximum
-    positions per piece. ``window``: positions visible to a row (0: all).
+    ``sequences``: rows of q. ``items``: maximum pieces of work in total. ``chunk``: positions per
+    piece of all but long sequences. ``window``: positions visible to a row (0: all).
     """
 
     sequences: int
@@ -47,9 +52,9 @@ class DecodeShape:
     @classmethod
     def longest(cls, sequences: int, length: int, chunk: int, window: int = 0) -> DecodeShape:
         """Return the shape that holds ``sequences`` of up to ``length`` positions."""
-        pieces = -(-length // chunk)
+        pieces = min(-(-length // chunk), MAX_SPLITS)
         if 0 < window < length:
-            pieces = min(pieces, (window - 1) // chunk + 2)
+            pieces = min(pieces, (window - 1) // chunk + 1) + 1
         return cls(sequences, max(sequences * pieces, 1), chunk, window)
 
     @property
@@ -58,15 +63,31 @@ class DecodeShape:
         return 1 + self.sequences + self.items
 
 
-def decode_chunk(sequences: int, kv_heads: int) -> int:
+def decode_chunk(sequences: int, kv_heads: int, least: int = 256) -> int:
     """Return a good ``chunk`` for a batch size: few rows need many pieces to fill a GPU.
+
+    ``least``: :attr:`.tuning.Tuning.decode_chunk`.
 
     At a group of 4, the partial results are 0.8 % of the traffic with pieces of 1024 positions and
     3 % with pieces of 256. But with 256, one sequence of 8,192 tokens with 8 KV heads gives as many
     thread blocks as an H200 runs at once.
     """
     wanted = 2 * sequences * kv_heads
-    return min(max(1 << (wanted - 1).bit_length(), MIN_CHUNK), MAX_CHUNK)
+    return min(max(1 << (wanted - 1).bit_length(), least), MAX_CHUNK)
+
+
+def decode_pieces(lengths: I32, chunk: int, window: int = 0) -> tuple[I64, I64, I64]:
+    """Return per sequence the first position that is seen, the positions of a piece, the pieces.
+
+    The first piece may begin before the first position that is seen.
+    """
+    ends = lengths.astype(np.int64)
+    begins = np.maximum(ends - (window or ALL_POSITIONS), 0)
+    smallest = -(-(ends - begins) // (MAX_SPLITS * chunk))  # in chunks
+    doublings = np.frexp(np.maximum(smallest - 1, 0))[1]
+    sizes = np.int64(chunk) << doublings.astype(np.int64)
+    pieces = np.where(ends > 0, -(-ends // sizes) - begins // sizes, 0)
+    return begins, sizes, pieces
 
 
 def plan_decode(shape: DecodeShape, lengths: I32, out: I32) -> None:
@@ -80,17 +101,15 @@ def plan_decode(shape: DecodeShape, lengths: I32, out: I32) -> None:
         raise ValueError(f"out is {out.dtype} {out.shape}, not int32 ({shape.rows}, 4)")
     if lengths.ndim != 1 or len(lengths) > shape.sequences or (lengths < 0).any():
         raise ValueError(f"lengths must be at most {shape.sequences} numbers, none negative")
-    ends = lengths.astype(np.int64)
-    begins = np.maximum(ends - (shape.window or ALL_POSITIONS), 0)
-    first = begins // shape.chunk
-    splits = np.where(ends > 0, -(-ends // shape.chunk) - first, 0)
+    begins, sizes, splits = decode_pieces(lengths, shape.chunk, shape.window)
     total = int(splits.sum())
     if total > shape.items:
         raise ValueError(f"{total} pieces of {shape.chunk} positions, the plan holds {shape.items}")
-    sequence = np.repeat(np.arange(len(ends)), splits)
+    sequence = np.repeat(np.arange(len(lengths)), splits)
     piece = np.arange(total) - np.repeat(np.cumsum(splits) - splits, splits)
-    start = (first[sequence] + piece) * shape.chunk
-    end = np.minimum(start + shape.chunk, ends[sequence])
+    size = sizes[sequence]
+    start = (begins[sequence] // size + piece) * size
+    end = np.minimum(start + size, lengths[sequence])
     start = np.maximum(start, begins[sequence])
     slots = np.where(splits > 1, splits, 0)
     first_slot = np.cumsum(slots) - slots
@@ -98,8 +117,8 @@ def plan_decode(shape: DecodeShape, lengths: I32, out: I32) -> None:
     order = np.argsort(start - end, kind="stable")
     out[:] = 0
     out[0, 0] = total
-    out[1 : 1 + len(ends), 0] = first_slot
-    out[1 : 1 + len(ends), 1] = splits
+    out[1 : 1 + len(lengths), 0] = first_slot
+    out[1 : 1 + len(lengths), 1] = splits
     items = out[1 + shape.sequences :][:total]
     items[:] = np.stack([sequence, start, end, slot], axis=1)[order]
 

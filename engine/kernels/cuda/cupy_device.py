@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ....proto.errors import ConfigError
 from .cublas import WORKSPACE_BYTES, Cublas, CublasFailed, find_library
 from .device import Argument, Array, CaptureFailed, DeviceArray, DeviceLost, Event, Kernel
+from .tuning import Tuning, tuning_of
 
 _PLAIN_SHARED_BYTES = 48 * 1024
 _PIECE = 2 << 20
@@ -170,8 +171,11 @@ class CupyDevice:
         self._shared_bytes: dict[Kernel, int] = {}
         self._source = source
         capability = self._device.compute_capability
+        self.multiprocessors = int(self._device.attributes["MultiProcessorCount"])
+        card = cuda.runtime.getDeviceProperties(ordinal)["name"].decode()
+        self.tuning = tuning_of(card, capability)
         # Other releases of the compiler or of cuBLAS may round or order sums differently.
-        self.name = f"cuda-sm_{capability}-{self._proven()}"
+        self.name = f"cuda-sm_{capability}-{self._proven()}{self.tuning.numerics}"
 
     @property
     def cupy(self) -> Any:
@@ -208,6 +212,13 @@ class CupyDevice:
         """Compile the kernels of a file now, or load them from CuPy's cache."""
         with self._fate, self._lock, self._device, self._stream:
             self._module(source).compile()
+
+    def tuned(self, tuning: Tuning) -> CupyDevice:
+        """Return a device with the same stream and memory and other variants of the kernels."""
+        other = copy.copy(self)
+        other.tuning = tuning
+        other._modules, other._functions, other._shared_bytes = {}, {}, {}
+        return other
 
     def another_stream(self) -> CupyDevice:
         """Return a device with the same GPU, memory and kernels and a new stream."""
@@ -435,7 +446,8 @@ class CupyDevice:
     def _module(self, source: str) -> Any:
         module = self._modules.get(source)
         if module is None:
-            module = self._cupy.RawModule(code=self._source(source), options=_OPTIONS)
+            options = (*_OPTIONS, *(f"-D{define}" for define in self.tuning.defines))
+            module = self._cupy.RawModule(code=self._source(source), options=options)
             self._modules[source] = module
         return module
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ....proto.errors import InternalError
 from ..backend import Mapping
+from .tuning import Tuning
 
 Array = npt.NDArray[Any]
 
@@ -108,6 +109,13 @@ class Device(Protocol):
     """The memory of one device and one of its streams; work on the stream runs in order."""
 
     name: str
+    multiprocessors: int
+    tuning: Tuning
+    """The variants that the launchers of this device choose."""
+
+    def tuned(self, tuning: Tuning) -> Device:
+        """Return a device of the same memory and stream with other variants of the kernels."""
+        ...
 
     @property
     def lost(self) -> str:

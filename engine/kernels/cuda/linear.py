@@ -17,8 +17,6 @@ from .elementwise import silu_mul
 _SOURCE = "skinny_linear.cu"
 _THREADS = 256
 _TILE_ROWS, _HALF_ROWS = 16, 8
-_WIDE_FROM = 3072
-"""Weight rows from which blocks of 32 rows still fill the GPU; below that, blocks of 16."""
 
 MAX_SKINNY = 16
 
@@ -51,7 +49,8 @@ def linear(
             args = (out, bias, np.int32(width))
             device.launch(kernel, (rows, columns), (_THREADS,), args)
         return
-    tiles, halves = 1 + (width >= _WIDE_FROM), 1 + (rows > _HALF_ROWS)
+    wide = device.tuning.wide(width, device.multiprocessors)
+    tiles, halves = 1 + wide, 1 + (rows > _HALF_ROWS)
     kernel = Kernel(_SOURCE, f"skinny_linear_{tiles}_{halves}_{name}")
     sizes = (np.int32(rows), np.int32(width), np.int32(depth), np.int32(add))
     grid = (-(-width // (tiles * _TILE_ROWS)),)

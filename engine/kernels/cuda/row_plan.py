@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .attention_plan import DecodeShape, decode_chunk, plan_decode, plan_prefill
+from .attention_plan import DecodeShape, decode_chunk, decode_pieces, plan_decode, plan_prefill
 from .device import Device, DeviceArray
 
 I32 = npt.NDArray[np.int32]
@@ -59,7 +59,7 @@ class RowPlan:
         key = kv_heads, window
         if key not in self._decode:
             lengths = self._positions[: self.decoded] + np.int32(1)
-            chunk = decode_chunk(self.decoded, kv_heads)
+            chunk = decode_chunk(self.decoded, kv_heads, self._device.tuning.decode_chunk)
             shape = DecodeShape.longest(self.decoded, int(lengths.max()), chunk, window)
             plan = np.zeros((shape.rows, 4), np.int32)
             plan_decode(shape, lengths, plan)
@@ -94,12 +94,12 @@ class GraphPlan(RowPlan):
         """Return the work list of all rows."""
         key = kv_heads, window
         if key not in self._decode:
-            chunk = decode_chunk(self._rows, kv_heads)
+            chunk = decode_chunk(self._rows, kv_heads, self._device.tuning.decode_chunk)
             longest = DecodeShape.longest(self._rows, self._max_length, chunk, window)
             # Every sequence reads shared prefixes again, so the work can exceed the pool. Twice the
             # pool is an estimate; steps that do not fit are launched without a graph.
             likely = 2 * -(-self._pool_tokens // chunk) + self._rows
-            items = max(min(longest.items, likely), _pieces(self._lengths, chunk))
+            items = max(min(longest.items, likely), _pieces(self._lengths, chunk, window))
             shape = DecodeShape(self._rows, items, chunk, window)
             host = self._host[key] = self._device.host_buffer((shape.rows, 4), np.int32)
             plan_decode(shape, self._lengths, host)
@@ -111,8 +111,8 @@ class GraphPlan(RowPlan):
         lengths = positions + np.int32(1)
         if len(lengths) > self._rows or int(lengths.max()) > self._max_length:
             return False
-        works = self._decode.values()
-        return all(_pieces(lengths, work.shape.chunk) <= work.shape.items for work in works)
+        shapes = (work.shape for work in self._decode.values())
+        return all(_pieces(lengths, s.chunk, s.window) <= s.items for s in shapes)
 
     def write(self, positions: I32) -> None:
         """Write the lists for rows at these positions; further rows get no keys."""
@@ -122,6 +122,6 @@ class GraphPlan(RowPlan):
             self._device.write(work.plan, self._host[key])
 
 
-def _pieces(lengths: I32, chunk: int) -> int:
-    """Return the maximum number of work items of the sequences."""
-    return int((-(-lengths.astype(np.int64) // chunk)).sum())
+def _pieces(lengths: I32, chunk: int, window: int) -> int:
+    """Return the number of work items of the sequences."""
+    return int(decode_pieces(lengths, chunk, window)[2].sum())

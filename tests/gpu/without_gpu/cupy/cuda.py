@@ -145,6 +145,7 @@ def alloc_pinned_memory(size: int) -> memoryview:
 
 class Device:
     compute_capability = "80"
+    attributes = {"MultiProcessorCount": 4}  # noqa: RUF012
 
     def __init__(self, device: int = 0) -> None:
         self.id = int(device)
@@ -308,6 +309,7 @@ driver = SimpleNamespace(CUDADriverError=CUDADriverError)
 runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
     getDeviceCount=lambda: 1,
+    getDeviceProperties=lambda device: {"name": b"Host memory"},
     memGetInfo=lambda: (_TOTAL // 2, _TOTAL),
     memcpyAsync=_memcpy,
     ipcGetMemHandle=_export,
