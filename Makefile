@@ -29,6 +29,8 @@ export OPENBLAS_NUM_THREADS ?= 1
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export PYTHONSAFEPATH := 1
+# Tests start some 500 processes with the same modules, which would compile them each time.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Tests are dealt to this many workers, a whole file at a time; 0: one after the other. Two workers
 # leave a quarter of two processors idle, because tests of clusters wait.

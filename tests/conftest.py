@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -40,6 +42,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_worker(config):
         config.pluginmanager.register(WhereTimeWent())
         config.pluginmanager.register(second_try.SecondTry())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the objects of ten thousand tests, which live to the end, from garbage collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

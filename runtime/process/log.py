@@ -1,8 +1,7 @@
 """JSON log lines on stderr, each with the process's role and id.
 
 A log line is an event with keys: ``get_logger().info("handoff.accepted", blocks=3)``.
-Prompts and tokens are never logged. structlog's global settings are not changed, because the
-client runs inside users' programs. Before :func:`configure` only warnings and errors are shown.
+Prompts and tokens are never logged. Before :func:`configure` only warnings and errors are shown.
 
 Invariant: logging never blocks. If a pipe or terminal is full, lines are dropped, and their number
 is logged once there is room again.
@@ -10,7 +9,6 @@ is logged once there is room again.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import stat
@@ -18,18 +16,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from datetime import UTC, datetime
+from typing import Any, Literal, get_args
 
 import msgspec
-import structlog
 
 Level = Literal["debug", "info", "warning", "error"]
-_LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+_LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 class _StderrWriter:
@@ -68,8 +61,6 @@ class _StderrWriter:
             self._dropped += lines
             return
         self._rest, self._dropped = left, 0
-
-    debug = info = warning = error = exception = critical = log = msg
 
 
 def _descriptor(stream: Any) -> int | None:
@@ -112,81 +103,79 @@ def never_block() -> None:
 _encode_json = msgspec.json.Encoder(enc_hook=repr).encode
 
 
-def _render_json(_logger: Any, _method: str, event: dict[str, Any]) -> str:
-    return _encode_json(event).decode("utf-8", "replace")
-
-
-def _format_traceback(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
-    error = event.pop("exc_info", None)
+def _json_line(keys: dict[str, Any]) -> str:
+    error = keys.pop("exc_info", None)
     if isinstance(error, BaseException):
-        event["traceback"] = "".join(traceback.format_exception(error))
+        keys["traceback"] = "".join(traceback.format_exception(error))
     elif error:
-        event["traceback"] = traceback.format_exc()
-    return event
+        keys["traceback"] = traceback.format_exc()
+    return _encode_json(keys).decode("utf-8", "replace")
 
 
-def _chain(*, human: bool) -> list[Any]:
-    shared = [structlog.processors.add_log_level, _stamp]
-    if human:
-        colors = sys.stderr is not None and sys.stderr.isatty()
-        plain = structlog.dev.plain_traceback
-        return [*shared, structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
-    return [*shared, _format_traceback, _render_json]
+def _human_line(keys: dict[str, Any]) -> str:
+    # Processes of a cluster write JSON, and the import takes a tenth of their start.
+    import structlog.dev
+
+    colors = sys.stderr is not None and sys.stderr.isatty()
+    plain = structlog.dev.plain_traceback
+    render = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)
+    return render(None, str(keys["level"]), keys)
 
 
-_stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+def _now() -> str:
+    now = datetime.now(UTC).replace(tzinfo=None)
+    return now.isoformat(timespec="microseconds") + "Z"
+
+
 _writer = _StderrWriter()
 LINES_PER_WRITE = 8
 """Lines of one write. The system does not split the writes of a shared pipe up to 4,096 bytes."""
-
-
-def _make(level: str, *, human: bool, bound: dict[str, str]) -> Any:
-    logger = structlog.wrap_logger(
-        _writer,
-        processors=_chain(human=human),
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-    )
-    return logger.bind(**bound)
 
 
 class Logger:
     """The process's logger: one shared object, so :func:`configure` affects every module."""
 
     def __init__(self) -> None:
-        self._out = self._always = _make("warning", human=True, bound={})
-        self._bound: dict[str, str] | None = None  # keys of each JSON line, None: not JSON
+        self.configure("warning", human=True, bound={})
 
-    def configure(self, out: Any, always: Any = None, bound: dict[str, str] | None = None) -> None:
-        """Write to ``out`` from now on, and reports to ``always`` (default: ``out``).
+    def configure(self, level: Level, *, human: bool, bound: Mapping[str, object]) -> None:
+        """Write lines of ``level`` and above from now on, each with the keys of ``bound``."""
+        self._level, self._human, self._bound = level, human, bound
 
-        ``bound``: the keys of each line, if ``out`` writes JSON at level info.
-        """
-        self._out = out
-        self._always = out if always is None else always
-        self._bound = bound
+    def _shows(self, level: Level) -> bool:
+        return _LEVELS.index(level) >= _LEVELS.index(self._level)
+
+    def _log(self, level: Level, event: str, keys: Mapping[str, object]) -> None:
+        end = {"event": event, "level": level, "timestamp": _now()}
+        line = _human_line if self._human else _json_line
+        _writer.msg(line({**self._bound, **keys, **end}))
 
     def report(self, event: str, **keys: object) -> None:
         """Log for a supervisor, independent of the log level."""
-        self._always.info(event, **keys)
+        self._log("info", event, keys)
 
     def debug(self, event: str, **keys: object) -> None:
         """Log a detail of one request."""
-        self._out.debug(event, **keys)
+        if self._shows("debug"):
+            self._log("debug", event, keys)
 
     def info(self, event: str, **keys: object) -> None:
         """Log an event of interest to operators."""
-        self._out.info(event, **keys)
+        if self._shows("info"):
+            self._log("info", event, keys)
 
     def info_all(self, event: str, records: Sequence[Mapping[str, object]]) -> None:
         """Log an event with the keys of each record, all at this time.
 
         As JSON, a line costs a fifth of :meth:`info`.
         """
-        if self._bound is None:
-            for record in records:
-                self._out.info(event, **record)
+        if not self._shows("info"):
             return
-        end = _stamp(None, "info", {"event": event, "level": "info"})
+        if self._human:
+            for record in records:
+                self._log("info", event, record)
+            return
+        end = {"event": event, "level": "info", "timestamp": _now()}
         for some in (
             records[i : i + LINES_PER_WRITE] for i in range(0, len(records), LINES_PER_WRITE)
         ):
@@ -195,15 +184,16 @@ class Logger:
 
     def warning(self, event: str, **keys: object) -> None:
         """Log a problem that was handled."""
-        self._out.warning(event, **keys)
+        if self._shows("warning"):
+            self._log("warning", event, keys)
 
     def error(self, event: str, **keys: object) -> None:
         """Log a failure."""
-        self._out.error(event, **keys)
+        self._log("error", event, keys)
 
     def exception(self, event: str, **keys: object) -> None:
         """Log a bug in Baton with the traceback of the current exception."""
-        self._out.exception(event, **keys)
+        self._log("error", event, {"exc_info": True, **keys})
 
 
 _logger = Logger()
@@ -215,7 +205,7 @@ def get_logger() -> Logger:
 
 
 def configure(
-    role: str = "", process: str = "", *, level: str = "info", human: bool = False
+    role: str = "", process: str = "", *, level: Level = "info", human: bool = False
 ) -> None:
     """Set the log format of this process and the role and id in each line.
 
@@ -223,8 +213,4 @@ def configure(
     (debug, info, warning, error); ``human``: text instead of JSON.
     """
     bound = {key: value for key, value in (("role", role), ("process", process)) if value}
-    _logger.configure(
-        _make(level, human=human, bound=bound),
-        _make("info", human=human, bound=bound),
-        None if human or _LEVELS[level] > logging.INFO else bound,
-    )
+    _logger.configure(level, human=human, bound=bound)

@@ -27,13 +27,10 @@ _figures: list[str] = []
 BATON = (sys.executable, "-P", "-m", "baton.cli")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="in namespaces of its own only: make test-deploy")
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.deploy)
-            if not inside():
-                item.add_marker(skip)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.deploy)
+    if not inside():
+        item.add_marker(pytest.mark.skip(reason="in namespaces of its own only: make test-deploy"))
 
 
 class RayCluster:
