@@ -17,7 +17,7 @@ heads, ``D`` head dim, ``NB`` pool blocks, ``BS`` block size, ``S`` chunks (sequ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ U8 = npt.NDArray[np.uint8]
 A = TypeVar("A", bound=np.generic)
 Weights = npt.NDArray[np.generic]
 """float32, or uint16 holding bfloat16 bits."""
+Activation = Literal["silu", "gelu_tanh", "quick_gelu", "gelu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "quick_gelu", "gelu")
 
 
 class PackedLinear(Protocol):
@@ -74,6 +76,10 @@ class Backend(Protocol):
     """Element type of keys and values, as :class:`~baton.proto.layout.KVLayout` names it."""
     on_host: bool
     """True if arrays are NumPy arrays, so that other code may read them without a copy."""
+    head_sizes: tuple[int, ...]
+    """Ascending head sizes of attention over whole sequences; empty: any."""
+    column_multiple: int
+    """The columns of activations and weights must be a multiple of this."""
 
     @property
     def lost(self) -> str:
@@ -89,7 +95,7 @@ class Backend(Protocol):
         ...
 
     def parameters(self, weights: npt.NDArray[A]) -> npt.NDArray[A]:
-        """Return an embedding table or a norm's weights in the kernels' element type."""
+        """Return host rows, a table or a norm's weights in the kernels' element type."""
         ...
 
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
@@ -122,6 +128,10 @@ class Backend(Protocol):
         """Plan :meth:`attention` from host arrays; pass the result as ``plan``."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait for all queued kernels; on a CPU none are queued."""
+        ...
+
     def take_rows(self, x: F32, rows: I32, out: F32) -> None:
         """``out[i] = x[rows[i]]``; ``[R, ...]`` of ``[T, ...]``."""
         ...
@@ -129,7 +139,8 @@ class Backend(Protocol):
     def put_rows(self, x: F32, rows: I32, out: F32, *, add: bool = False) -> None:
         """``out[rows[i]] = x[i]``, or ``+= x[i]`` with ``add``; ``[R, H]`` into ``[T, H]``.
 
-        The rows are distinct. Raises ValueError for rows outside ``out``.
+        The rows are distinct. Raises ValueError for rows outside ``out`` that are in host memory;
+        rows on a device that are outside are left out.
         """
         ...
 
@@ -229,8 +240,12 @@ class Backend(Protocol):
         """``residual += x`` in place, then ``out = layer_norm(residual)``."""
         ...
 
-    def gelu(self, x: F32, out: F32) -> None:
-        """``out = x * (1 + erf(x / sqrt(2))) / 2``, elementwise ``[T, F]``."""
+    def activate(self, x: F32, kind: Activation, out: F32) -> None:
+        """Apply an activation to every element ``[T, F]``; ``out`` may be ``x``, but not for gelu.
+
+        ``x * (1 + erf(x / sqrt(2))) / 2`` (gelu), or ``x * sigmoid(u)``, with ``u``: ``x`` (silu),
+        ``1.702 x`` (quick_gelu), ``sqrt(8 / pi) (x + 0.044715 x^3)`` (gelu_tanh).
+        """
         ...
 
     def gather_blocks(

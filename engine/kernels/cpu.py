@@ -14,10 +14,9 @@ import numpy as np
 import xxhash
 
 from . import _cpu
-from .backend import F32, I32, I64, U8, PackedLinear, Weights
+from .backend import ACTIVATIONS, F32, I32, I64, U8, Activation, PackedLinear, Weights
 from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
-from .host_backend import ACTIVATIONS, Activation
 from .memory import Arena
 
 REVISIONS = {"amx": 4, "avx512": 1, "avx2": 1, "plain": 1}
@@ -196,10 +195,6 @@ class CpuBackend(HostArrays):
         """``residual += x`` in place, then ``out = layer_norm(residual)``."""
         _cpu.layer_norm(self._isa, x, residual, weight, bias, eps, out)
 
-    def gelu(self, x: F32, out: F32) -> None:
-        """``out = x * (1 + erf(x / sqrt(2))) / 2``, elementwise ``[T, F]``."""
-        _cpu.gelu(self._isa, x, out)
-
     def convolve(self, x: F32, weight: PackedLinear, out: F32) -> None:
         """``out[t] = x[t : t + taps].ravel() @ weight.T + bias``; float32 weights only."""
         if not isinstance(weight, CpuLinear) or weight.isa != self._isa:
@@ -233,8 +228,11 @@ class CpuBackend(HostArrays):
         _cpu.dense_attention(self._isa, q, kv, bias, scale, out)
 
     def activate(self, x: F32, kind: Activation, out: F32) -> None:
-        """``out[T, F] = x * sigmoid(u)``; ``u`` is one of three functions of ``x``."""
-        _cpu.activate(self._isa, ACTIVATIONS.index(kind), x, out)
+        """Apply an activation to every element; see the protocol."""
+        if kind == "gelu":
+            _cpu.gelu(self._isa, x, out)
+        else:
+            _cpu.activate(self._isa, ACTIVATIONS.index(kind), x, out)
 
     def add_scaled(self, x: F32, scale: F32, residual: F32) -> None:
         """``residual[T, H] += x[T, H] * scale[H]`` in place."""

@@ -19,6 +19,8 @@ class HostArrays:
 
     kv_dtype = "float32"
     on_host = True
+    head_sizes: tuple[int, ...] = ()
+    column_multiple = 1
     lost = ""
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
@@ -55,6 +57,9 @@ class HostArrays:
     def plan_attention(self, row_offsets: I32, positions: I32) -> object:
         """Return None: attention on the host needs no plan."""
         return None
+
+    def synchronize(self) -> None:
+        """Return at once: kernels on the host have finished when they return."""
 
     def take_rows(self, x: F32, rows: I32, out: F32) -> None:
         """``out[i] = x[rows[i]]``."""

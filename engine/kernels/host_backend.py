@@ -7,16 +7,13 @@ a convolution is then a product of patches with a packed matrix.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from .audio import AudioBackend
 from .backend import F32, Backend, PackedLinear, Weights
-
-Activation = Literal["silu", "gelu_tanh", "quick_gelu"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "quick_gelu")
 
 PATCH_BYTES = 4 << 20
 """Patches that are multiplied at once; limits the memory of a convolution."""
@@ -30,14 +27,6 @@ class HostBackend(AudioBackend, Protocol):
 
         ``out[T, H * D] = softmax(scale * q[T, H, D] @ k.T + bias) @ v``; ``kv[2, H, S, D]`` are
         keys and values; ``bias[1 or H, T, S]`` may contain -inf. One sample per call.
-        """
-        ...
-
-    def activate(self, x: F32, kind: Activation, out: F32) -> None:
-        """``out[T, F] = x * sigmoid(u)``; ``out`` may be ``x``.
-
-        ``u``: ``x`` (silu), ``1.702 x`` (quick_gelu), or ``sqrt(8 / pi) (x + 0.044715 x^3)``
-        (gelu_tanh).
         """
         ...
 

@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from .backend import F32, I32, I64, U8, PackedLinear, Weights
+from .backend import F32, I32, I64, U8, Activation, PackedLinear, Weights
 from .digest import payload_digest
 from .host_arrays import HostArrays
-from .host_backend import Activation
 
 Floats = npt.NDArray[Any]
 
@@ -205,11 +204,6 @@ class NumpyBackend(HostArrays):
         residual += x
         self.layer_norm(residual, weight, bias, eps, out)
 
-    def gelu(self, x: F32, out: F32) -> None:
-        """``out = x * (1 + erf(x / sqrt(2))) / 2``, elementwise ``[T, F]``."""
-        _shape("out", out, x.shape)
-        out[:] = x * _normal_cdf(x)
-
     def convolve(self, x: F32, weight: PackedLinear, out: F32) -> None:
         """``out[t] = x[t : t + taps].ravel() @ weight.T + bias``."""
         taps, columns = len(x) - len(out) + 1, x.shape[1]
@@ -275,10 +269,13 @@ class NumpyBackend(HostArrays):
         out[:] = mixed.transpose(1, 0, 2).reshape(rows, heads * dim)
 
     def activate(self, x: F32, kind: Activation, out: F32) -> None:
-        """``out[T, F] = x * sigmoid(u)``; ``u`` is one of three functions of ``x``."""
+        """Apply an activation to every element; see the protocol."""
         _shape("out", out, x.shape)
         inner: Floats
         match kind:
+            case "gelu":
+                out[:] = x * _normal_cdf(x)
+                return
             case "silu":
                 inner = x
             case "quick_gelu":

@@ -143,7 +143,7 @@ class BertModel(PipelineModel, KVCacheMixin):
         up, active = space.rows("up", rows, wide), space.rows("active", rows, wide)
         delta = space.rows("delta", rows, self.config.hidden_size)
         self.backend.linear(states, layer.up, up)
-        self.backend.gelu(up, active)
+        self.backend.activate(up, "gelu", active)
         self.backend.linear(active, layer.down, delta)
         self._add_norm(delta, states, layer.output_norm, out)
 

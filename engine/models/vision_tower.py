@@ -306,7 +306,7 @@ class VisionTower:
         up, active = space.rows("to_merge", len(tokens), wide), space.rows("act", len(tokens), wide)
         out = space.rows("features", len(tokens), config.out_hidden_size)
         kernels.linear(tokens, merger.up, up)
-        kernels.gelu(up, active)
+        kernels.activate(up, "gelu", active)
         kernels.linear(active, merger.down, out)
         found, start = [], 0
         for order in orders:

@@ -104,10 +104,7 @@ class ClipTextEncoder:
         backend.linear(mixed, layer.o, delta)
         backend.add_layer_norm(delta, states, *layer.second_norm, config.layer_norm_eps, normed)
         backend.linear(normed, layer.up, up)
-        if config.hidden_act == "gelu":
-            backend.gelu(up, active)
-        else:
-            backend.activate(up, "quick_gelu", active)
+        backend.activate(up, "gelu" if config.hidden_act == "gelu" else "quick_gelu", active)
         backend.linear(active, layer.down, delta)
         states += delta
 

@@ -67,11 +67,16 @@ GATES: dict[str, dict[str, Gate]] = {
     },
     "elementwise.cu": {
         "embed": Gate(32, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
+        "put_rows": Gate(32, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
+        "put_rows_add": Gate(40, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
         # 64 registers are what a block of 1,024 threads may have.
         "(add_)?rms_norm_f32": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
-        "(add_)?rms_norm": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
+        "(add_)?(rms|layer)_norm": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
         "qk_norm_rope_append_.*": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
-        "silu_mul": Gate(40, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
+        "silu_mul|activate_(silu|gelu_tanh|quick_gelu)": Gate(
+            40, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)
+        ),
+        "activate_gelu": Gate(48, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
     },
     "skinny_linear.cu": {
         "skinny_linear_.*": Gate(128, needs=(LOAD_16, TENSOR), forbids=ATOMICS),
@@ -91,7 +96,7 @@ GATES: dict[str, dict[str, Gate]] = {
             needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, STORE_16, PACK_BF16),
             forbids=(COPY_ALWAYS,),
         ),
-        "prefill_attention_d128": Gate(
+        "prefill_attention_d(80|128)": Gate(
             255,
             needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, STORE_16, PACK_BF16),
             forbids=(COPY_ALWAYS,),

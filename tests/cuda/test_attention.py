@@ -43,7 +43,12 @@ DECODE_SHAPES = [
     {"dim": 64, "group": 12, "kv_heads": 1, "block_size": 32},
     {"dim": 128, "group": 16, "kv_heads": 1, "block_size": 40},
 ]
-PREFILL_SHAPES = [*DECODE_SHAPES, {"dim": 64, "group": 128, "kv_heads": 1, "block_size": 8}]
+PREFILL_SHAPES = [
+    *DECODE_SHAPES,
+    {"dim": 64, "group": 128, "kv_heads": 1, "block_size": 8},
+    {"dim": 80, "group": 1, "kv_heads": 3, "block_size": 64},
+    {"dim": 80, "group": 3, "kv_heads": 1, "block_size": 24},
+]
 
 
 def name_of(shape: dict[str, int]) -> str:
@@ -160,7 +165,7 @@ LONG_PROMPTS = [([(0, 700)], 0), ([(600, 130), (37, 300)], 0), ([(900, 64), (0, 
 
 
 @pytest.mark.parametrize(("spans", "window"), LONG_PROMPTS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128])
 def test_prefill_of_long_prompts(
     device: Device,
     rng: np.random.Generator,
@@ -191,6 +196,28 @@ def test_prefill_looks_both_ways(device: Device, rng: np.random.Generator) -> No
     case = prefill_case(rng, rows)
     case = replace(case, scale=0.4)
     assert_rounds_to(run_prefill(device, case, rows), expected_prefill(case, rows))
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_groups_of_rows_that_see_each_other(
+    device: Device, rng: np.random.Generator, schedules: Schedules, dim: int
+) -> None:
+    """Windows of 64 patches and what is left at the edges, a row alone, and a whole image.
+
+    Every row sees its whole group, and no key of another: the pool is NaN elsewhere.
+    """
+    sizes = [64, 64, 32, 1, 300, 16]
+    rows = Chunks([np.full(size, size - 1, np.int32) for size in sizes])
+    case = prefill_case(rng, rows, dim=dim, kv_heads=2, group=1, block_size=64)
+    out = schedules(lambda: [run_prefill(device, case, rows)])[0]
+    assert_rounds_to(out, expected_prefill(case, rows))
+    np.testing.assert_array_equal(run_prefill(device, case.moved(rng), rows), out)
+    first = 0
+    for s, size in enumerate(sizes):
+        alone = replace(case, q=case.q[first : first + size], tables=case.tables[s : s + 1])
+        group = run_prefill(device, alone, Chunks([rows.positions[s]]))
+        np.testing.assert_array_equal(group, out[first : first + size])
+        first += size
 
 
 @pytest.mark.parametrize("window", [0, 50])

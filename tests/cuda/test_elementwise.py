@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from baton.engine.kernels.backend import ACTIVATIONS
 from baton.engine.kernels.cuda import elementwise, reference
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 
@@ -59,6 +60,56 @@ def test_embed_of_ids_outside_the_table(device, rng):
         elementwise.embed(device, device.upload(ids), device.upload(table), out, known_ids=ids)
 
 
+# ---------------------------------------------------------------- rows put in place
+
+
+@pytest.mark.sanitized
+@pytest.mark.parametrize("add", [False, True], ids=["replaced", "added"])
+@pytest.mark.parametrize(("count", "rows", "width"), [(9, 4, 8), (3, 3, 1288), (40, 17, 4616)])
+def test_put_rows(device, schedules, rng, count, rows, width, add):
+    x, before = random_bf16(rng, rows, width), random_bf16(rng, count, width)
+    where = rng.permutation(count)[:rows].astype(np.int32)
+
+    def run(where=where):
+        out = device.upload(before)
+        arrays = (device.upload(x), device.upload(where), out)
+        elementwise.put_rows(device, *arrays, add=add, known_rows=where)
+        return [device.download(out)]
+
+    expected = before.copy()
+    reference.put_rows(x, where, expected, add=add)
+    assert (schedules(run)[0] == expected).all()
+
+
+@pytest.mark.sanitized
+@pytest.mark.parametrize("add", [False, True])
+def test_rows_outside_are_not_put(device, rng, add):
+    x, before = random_bf16(rng, 5, 24), random_bf16(rng, 4, 24)
+    where = np.array([-1, 3, 4, 2**31 - 1, 0], np.int32)
+    out, expected = device.upload(before), before.copy()
+    elementwise.put_rows(device, device.upload(x), device.upload(where), out, add=add)
+    reference.put_rows(x, where, expected, add=add)
+    assert (device.download(out) == expected).all()
+    with pytest.raises(ValueError, match=r"rows must be in 0\.\.3, got -1\.\."):
+        elementwise.put_rows(
+            device, device.upload(x), device.upload(where), out, add=add, known_rows=where
+        )
+
+
+@pytest.mark.parametrize(
+    ("x", "rows", "out", "message"),
+    [
+        ((3, 16), 4, (9, 16), "x has shape"),
+        ((4, 8), 4, (9, 16), "x has shape"),
+        ((4, 12), 4, (9, 12), "width of out is 12, not a multiple of 8"),
+    ],
+)
+def test_put_rows_refuses(device, x, rows, out, message):
+    arrays = device.zeros(x, np.uint16), device.zeros((rows,), np.int32)
+    with pytest.raises(ValueError, match=message):
+        elementwise.put_rows(device, *arrays, device.zeros(out, np.uint16))
+
+
 # ---------------------------------------------------------------- norms
 
 
@@ -106,14 +157,59 @@ def test_add_rms_norm(device, schedules, rng, rows, width, wide):
         assert_close(out, to_bf16(expected))
 
 
+def norm_terms(x, weight, bias, eps):
+    """The terms of which a layer norm is the sum, by their largest size."""
+    scaled = reference.layer_norm(x, weight, np.zeros_like(bias), eps)
+    mean = np.abs(from_bf16(x)).max(axis=-1, keepdims=True)
+    deviation = from_bf16(x).std(axis=-1, keepdims=True)
+    return (
+        np.abs(scaled)
+        + np.abs(from_bf16(bias))
+        + mean / np.sqrt(deviation**2 + eps) * np.abs(from_bf16(weight))
+    )
+
+
+@pytest.mark.sanitized
+@pytest.mark.parametrize("add", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1, 8), (5, 1000), (3, 1152), (2, 4608), (1, 16_384), (0, 16)]
+)
+def test_layer_norm(device, schedules, rng, rows, width, add):
+    """With a mean far above the deviation, as a sum of squares without it would show."""
+    x = to_bf16(rng.standard_normal((rows, width)) + 40)
+    before = random_bf16(rng, rows, width)
+    x[:1] = to_bf16(rng.standard_normal(width) * 1e-20)  # eps decides
+    before[:1] = x[:1]
+    weight, bias = random_bf16(rng, width), random_bf16(rng, width)
+
+    def run():
+        residual, out = device.upload(before), device.empty((rows, width), np.uint16)
+        weights = device.upload(weight), device.upload(bias)
+        if add:
+            elementwise.add_layer_norm(device, device.upload(x), residual, *weights, EPS, out)
+        else:
+            elementwise.layer_norm(device, device.upload(x), *weights, EPS, out)
+        return [device.download(residual), device.download(out)]
+
+    residual, out = schedules(run)
+    total = to_bf16(from_bf16(before) + from_bf16(x)) if add else x
+    assert (residual == (total if add else before)).all()
+    expected = reference.layer_norm(total, weight, bias, EPS)
+    assert_close(out, to_bf16(expected), sizes=norm_terms(total, weight, bias, EPS))
+
+
 def test_a_row_has_the_same_bits_in_any_batch(device, rng):
     x, weight = random_bf16(rng, 6, 1000), device.upload(random_bf16(rng, 1000))
-    whole = device.empty(x.shape, np.uint16)
-    elementwise.rms_norm(device, device.upload(x), weight, EPS, whole)
-    for row in (0, 3, 5):
-        alone = device.empty((1, 1000), np.uint16)
-        elementwise.rms_norm(device, device.upload(x[row : row + 1]), weight, EPS, alone)
-        assert (device.download(alone)[0] == device.download(whole)[row]).all()
+    for norm, weights in (
+        (elementwise.rms_norm, (weight,)),
+        (elementwise.layer_norm, (weight, device.upload(random_bf16(rng, 1000)))),
+    ):
+        whole = device.empty(x.shape, np.uint16)
+        norm(device, device.upload(x), *weights, EPS, whole)
+        for row in (0, 3, 5):
+            alone = device.empty((1, 1000), np.uint16)
+            norm(device, device.upload(x[row : row + 1]), *weights, EPS, alone)
+            assert (device.download(alone)[0] == device.download(whole)[row]).all()
 
 
 @pytest.mark.parametrize(
@@ -133,6 +229,10 @@ def test_norms_refuse(device, shape, dtype, eps, message):
         elementwise.rms_norm(device, x, weight, eps, out)
     with pytest.raises(ValueError, match=message):
         elementwise.add_rms_norm(device, x, out, weight, eps, out)
+    with pytest.raises(ValueError, match=message):
+        elementwise.layer_norm(device, x, weight, weight, eps, out)
+    with pytest.raises(ValueError, match=message):
+        elementwise.add_layer_norm(device, x, out, weight, weight, eps, out)
 
 
 def test_norms_refuse_other_arrays_that_do_not_fit(device):
@@ -146,6 +246,12 @@ def test_norms_refuse_other_arrays_that_do_not_fit(device):
         elementwise.rms_norm(device, x, weight, EPS, device.zeros((3, 16), np.int32))
     with pytest.raises(ValueError, match="residual has shape"):
         elementwise.add_rms_norm(device, x, device.zeros((3, 8), np.uint16), weight, EPS, x)
+    with pytest.raises(ValueError, match="bias has shape"):
+        elementwise.layer_norm(device, x, weight, short, EPS, x)
+    with pytest.raises(ValueError, match="out is float32"):
+        elementwise.layer_norm(device, x, weight, weight, EPS, device.zeros((3, 16), np.float32))
+    with pytest.raises(ValueError, match="residual has shape"):
+        elementwise.add_layer_norm(device, x, device.zeros((3, 8), np.uint16), weight, weight, 1, x)
 
 
 # ---------------------------------------------------------------- rotary embedding and append
@@ -186,6 +292,7 @@ def expected_rope(case, heads):
         (1, 4, 4, 32, 1, True),
         (9, 2, 1, 16, 8, True),
         (3, 1, 1, 256, 3, False),
+        (11, 3, 3, 80, 64, False),
     ],
 )
 def test_qk_norm_rope_append(device, schedules, rng, rows, heads, kv_heads, dim, block_size, norms):
@@ -238,7 +345,7 @@ def test_rows_without_a_slot_append_nothing(device, rng):
         ({4: (32,)}, "q_norm has shape"),
         ({5: np.float32}, "k_norm is float32"),
         ({6: (7, 3, 1, 4, 64)}, "kv_layer has shape"),
-        ({6: (7, 2, 1, 4, 48)}, r"head size 48 is not one of \(16, 32, 64, 128, 256\)"),
+        ({6: (7, 2, 1, 4, 48)}, r"head size 48 is not one of \(16, 32, 64, 80, 128, 256\)"),
     ],
 )
 def test_qk_norm_rope_append_refuses(device, rng, change, message):
@@ -251,7 +358,13 @@ def test_qk_norm_rope_append_refuses(device, rng, change, message):
         elementwise.qk_norm_rope_append(device, *arrays, EPS, pool, q_out)
 
 
-# ---------------------------------------------------------------- SwiGLU
+def test_heads_without_a_power_of_two_have_no_norm(device, rng):
+    case = rope_case(rng, 4, 2, 1, 80, 4, 4)
+    with pytest.raises(ValueError, match="q_norm: heads of 80 have no norm"):
+        run_rope(device, case, 2)
+
+
+# ---------------------------------------------------------------- activations
 
 
 @pytest.mark.sanitized
@@ -286,3 +399,32 @@ def test_a_transposed_view_is_refused(device):
     view = device.zeros((16, 8), np.uint16).T
     with pytest.raises(ValueError, match="not contiguous"):
         elementwise.silu_mul(device, view, device.zeros((8, 8), np.uint16))
+
+
+@pytest.mark.sanitized
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1000), (13, 344), (0, 16)])
+def test_activate(device, schedules, rng, rows, width, kind):
+    x = random_bf16(rng, rows, width)
+    x[:1, :8] = to_bf16([0, 20, -20, 1e30, -1e30, -5, -9, 3e-39])
+
+    def run():
+        out, same = device.empty((rows, width), np.uint16), device.upload(x)
+        elementwise.activate(device, device.upload(x), kind, out)
+        elementwise.activate(device, same, kind, same)
+        return [device.download(out), device.download(same)]
+
+    out, same = schedules(run)
+    assert (out == same).all()
+    assert_close(out, to_bf16(reference.activate(x, kind)), sizes=1e-30)
+
+
+def test_activate_refuses(device):
+    x = device.zeros((3, 16), np.uint16)
+    with pytest.raises(ValueError, match="no activation 'relu'"):
+        elementwise.activate(device, x, "relu", x)
+    with pytest.raises(ValueError, match="x has shape"):
+        elementwise.activate(device, x, "gelu", device.zeros((3, 8), np.uint16))
+    odd = device.zeros((3, 12), np.uint16)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        elementwise.activate(device, odd, "gelu", odd)

@@ -46,11 +46,12 @@ def test_decode(host_device, rng, bug):
     assert wrong >= len(SEEDS) - 2
 
 
+@pytest.mark.parametrize("dim", [80, 128])
 @pytest.mark.parametrize("bug", PLANTED)
-def test_prefill(host_device, rng, bug):
+def test_prefill(host_device, rng, bug, dim):
     window = 40 if bug == "WINDOW" else 0
     rows = chunks((120, 40), (0, 9))
-    case = prefill_case(rng, rows, window, kv_heads=1)
+    case = prefill_case(rng, rows, window, kv_heads=1, dim=dim)
     planted = host_device.with_defines(f"BATON_PLANT_{bug}")
     expected = expected_prefill(case, rows)
     assert wrong_orders(host_device, lambda device: run_prefill(device, case, rows), expected) == 0

@@ -1,4 +1,5 @@
-// Kernels that process rows: embedding, norms, rotary embedding with the append to the KV pool, SwiGLU.
+// Kernels that process rows: embedding, rows put in place, norms, rotary embedding with the append to
+// the KV pool, activations.
 //
 // Rows are bf16 in memory and read once, 16 bytes (a word of 8 values) per load. Sums are float32 in a
 // fixed order that depends only on the width: a row has the same bits whatever else is in the batch.
@@ -8,7 +9,7 @@ namespace {
 
 constexpr int kWordsPerThread = 2;
 
-// Returns the sum over the block to each thread. `part` has 32 entries; used once per kernel.
+// Returns the sum over the block to each thread. `part` has 32 entries, used for one sum only.
 __device__ __forceinline__ float block_sum(float v, float* part) {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     v = warp_sum(v);
@@ -28,10 +29,12 @@ __device__ __forceinline__ void store8(float4* out, long long word, const float*
 }
 
 // One block per row, with the row's words in registers. With a residual, the row is the sum of both,
-// rounded to bf16, and also replaces the residual.
-template <bool kAdd, class Out>
+// rounded to bf16, and also replaces the residual. With kCentre (LayerNorm) the row's mean is
+// subtracted before the sum of squares, and `bias` is added at the end.
+template <bool kAdd, bool kCentre, class Out>
 __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __restrict__ residual,
-                                         const uint4* __restrict__ weight, Out* __restrict__ out,
+                                         const uint4* __restrict__ weight,
+                                         const uint4* __restrict__ bias, Out* __restrict__ out,
                                          int words, float inverse_width, float eps) {
     __shared__ float part[32];
     const long long base = static_cast<long long>(blockIdx.x) * words;
@@ -60,7 +63,23 @@ __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __r
             unpack8(row[j], v);
         }
 #pragma unroll
-        for (int e = 0; e < 8; e++) sum = fmaf(v[e], v[e], sum);
+        for (int e = 0; e < 8; e++) sum = kCentre ? sum + v[e] : fmaf(v[e], v[e], sum);
+    }
+    float mean = 0.0f;
+    if (kCentre) {
+        __shared__ float means[32];
+        mean = block_sum(sum, means) * inverse_width;
+        sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kWordsPerThread; j++) {
+#ifndef BATON_PLANT_VARIANCE
+            if (threadIdx.x + j * blockDim.x >= words) break;  // zeros outside the row are not centred
+#endif
+            float v[8];
+            unpack8(row[j], v);
+#pragma unroll
+            for (int e = 0; e < 8; e++) sum = fmaf(v[e] - mean, v[e] - mean, sum);
+        }
     }
     const float scale = rsqrtf(block_sum(sum, part) * inverse_width + eps);
 #pragma unroll
@@ -70,13 +89,72 @@ __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __r
         float v[8], w[8];
         unpack8(row[j], v);
         unpack8(scales[j], w);
+        if (kCentre) {
+            float shift[8];
+            unpack8(bias[i], shift);
 #pragma unroll
-        for (int e = 0; e < 8; e++) v[e] = v[e] * scale * w[e];
+            for (int e = 0; e < 8; e++) v[e] = fmaf((v[e] - mean) * scale, w[e], shift[e]);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[e] = v[e] * scale * w[e];
+        }
         store8(out, base + i, v);
     }
 }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+enum Activation { kSilu, kGelu, kGeluTanh, kQuickGelu };
+
+template <int kKind> __device__ __forceinline__ float activated(float x) {
+    // erfc keeps the relative accuracy of small results, which 1 + erf loses.
+    if (kKind == kGelu) return 0.5f * x * erfcf(x * -0.70710678f);
+    // x (1 + tanh(u)) / 2 = x sigmoid(2 u)
+    float inner = x;
+    if (kKind == kGeluTanh) inner = 1.5957691f * fmaf(0.044715f * x * x, x, x);
+    if (kKind == kQuickGelu) inner = 1.702f * x;
+    return __fdividef(x, 1.0f + __expf(-inner));
+}
+
+// Each thread reads its word before it writes it, so `out` may be `x`.
+template <int kKind> __device__ __forceinline__ void activate(const uint4* x, uint4* out, int words) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= words) return;
+    float v[8];
+    unpack8(x[i], v);
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[e] = activated<kKind>(v[e]);
+    out[i] = pack8(v);
+}
+
+// out[rows[i]] = x[i], or their rounded sum; rows outside `out` are left out. A block has 512 words.
+template <bool kAdd>
+__device__ __forceinline__ void put_row(const uint4* __restrict__ x, const int* __restrict__ rows,
+                                        uint4* __restrict__ out, int words, int count) {
+    const int row = rows[blockIdx.x], start = blockIdx.y * 512 + threadIdx.x;
+    if (static_cast<unsigned>(row) >= static_cast<unsigned>(count)) return;
+    const uint4* from = x + static_cast<long long>(blockIdx.x) * words;
+#ifdef BATON_PLANT_PUT
+    uint4* to = out + static_cast<long long>(blockIdx.x) * words;
+#else
+    uint4* to = out + static_cast<long long>(row) * words;
+#endif
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int i = start + j * 128;
+        if (i >= words) break;
+        uint4 word = from[i];
+        if (kAdd) {
+            float a[8], b[8];
+            unpack8(word, a);
+            unpack8(to[i], b);
+#pragma unroll
+            for (int e = 0; e < 8; e++) a[e] += b[e];
+            word = pack8(a);
+        }
+        to[i] = word;
+    }
+}
 
 struct Heads {  // of one row of qkv: queries, then keys, then values
     int queries, keys;
@@ -86,6 +164,7 @@ struct Pool {
 };
 
 // kLanes threads per head: each holds 8 values of the first half and their partners of the second.
+// A norm needs heads whose lanes are a power of two, as partners of the shuffles.
 template <int kLanes>
 __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
                                             const int* __restrict__ positions,
@@ -96,7 +175,9 @@ __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
                                             uint4* __restrict__ kv, uint4* __restrict__ q_out,
                                             int rows, Heads h, Pool pool) {
     const int heads = h.queries + 2 * h.keys;
-    const int item = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes, part = threadIdx.x % kLanes;
+    constexpr bool kHasNorm = (kLanes & (kLanes - 1)) == 0;
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const int item = thread / kLanes, part = thread % kLanes;
     const bool live = item < rows * heads;  // all lanes take part in the sums
     const int row = live ? item / heads : 0, head = live ? item % heads : 0;
     const bool is_query = head < h.queries, is_value = head >= h.queries + h.keys;
@@ -109,16 +190,18 @@ __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
 
     const uint4* weight = is_query ? q_norm : k_norm;
     float sum = 0.0f;
+    if (kHasNorm) {
 #pragma unroll
-    for (int e = 0; e < 8; e++) sum = fmaf(a[e], a[e], fmaf(b[e], b[e], sum));
+        for (int e = 0; e < 8; e++) sum = fmaf(a[e], a[e], fmaf(b[e], b[e], sum));
 #pragma unroll
-    for (int lanes = kLanes / 2; lanes; lanes >>= 1)
-        sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        for (int lanes = kLanes / 2; lanes; lanes >>= 1)
+            sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    }
     if (!live) return;
 
     uint4 first = words[0], second = words[1];
     if (!is_value) {
-        if (weight) {
+        if (kHasNorm && weight) {
             const float scale = rsqrtf(sum * (1.0f / (16 * kLanes)) + eps);
             float wa[8], wb[8];
             unpack8(weight[part], wa);
@@ -184,27 +267,54 @@ extern "C" __global__ void __launch_bounds__(128)
     }
 }
 
+extern "C" __global__ void __launch_bounds__(128)
+    put_rows(const uint4* __restrict__ x, const int* __restrict__ rows, uint4* __restrict__ out,
+             int words, int count) {
+    put_row<false>(x, rows, out, words, count);
+}
+extern "C" __global__ void __launch_bounds__(128)
+    put_rows_add(const uint4* __restrict__ x, const int* __restrict__ rows, uint4* __restrict__ out,
+                 int words, int count) {
+    put_row<true>(x, rows, out, words, count);
+}
+
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(const uint4* __restrict__ x, const uint4* __restrict__ weight, uint4* __restrict__ out,
              int words, float inverse_width, float eps) {
-    norm_row<false>(x, static_cast<uint4*>(nullptr), weight, out, words, inverse_width, eps);
+    norm_row<false, false>(x, static_cast<uint4*>(nullptr), weight, nullptr, out, words,
+                           inverse_width, eps);
 }
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm_f32(const uint4* __restrict__ x, const uint4* __restrict__ weight,
                  float4* __restrict__ out, int words, float inverse_width, float eps) {
-    norm_row<false>(x, static_cast<uint4*>(nullptr), weight, out, words, inverse_width, eps);
+    norm_row<false, false>(x, static_cast<uint4*>(nullptr), weight, nullptr, out, words,
+                           inverse_width, eps);
 }
 extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm(const uint4* __restrict__ x, uint4* __restrict__ residual,
                  const uint4* __restrict__ weight, uint4* __restrict__ out, int words,
                  float inverse_width, float eps) {
-    norm_row<true>(x, residual, weight, out, words, inverse_width, eps);
+    norm_row<true, false>(x, residual, weight, nullptr, out, words, inverse_width, eps);
 }
 extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm_f32(const uint4* __restrict__ x, uint4* __restrict__ residual,
                      const uint4* __restrict__ weight, float4* __restrict__ out, int words,
                      float inverse_width, float eps) {
-    norm_row<true>(x, residual, weight, out, words, inverse_width, eps);
+    norm_row<true, false>(x, residual, weight, nullptr, out, words, inverse_width, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    layer_norm(const uint4* __restrict__ x, const uint4* __restrict__ weight,
+               const uint4* __restrict__ bias, uint4* __restrict__ out, int words,
+               float inverse_width, float eps) {
+    norm_row<false, true>(x, static_cast<uint4*>(nullptr), weight, bias, out, words, inverse_width,
+                          eps);
+}
+extern "C" __global__ void __launch_bounds__(1024)
+    add_layer_norm(const uint4* __restrict__ x, uint4* __restrict__ residual,
+                   const uint4* __restrict__ weight, const uint4* __restrict__ bias,
+                   uint4* __restrict__ out, int words, float inverse_width, float eps) {
+    norm_row<true, true>(x, residual, weight, bias, out, words, inverse_width, eps);
 }
 
 #define BATON_ROPE_APPEND(dim)                                                                     \
@@ -220,6 +330,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 BATON_ROPE_APPEND(16)
 BATON_ROPE_APPEND(32)
 BATON_ROPE_APPEND(64)
+BATON_ROPE_APPEND(80)
 BATON_ROPE_APPEND(128)
 BATON_ROPE_APPEND(256)
 
@@ -239,3 +350,13 @@ extern "C" __global__ void __launch_bounds__(256)
         out[static_cast<long long>(row) * words + i] = pack8(g);
     }
 }
+
+#define BATON_ACTIVATE(name, kind)                                                                 \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        activate_##name(const uint4* x, uint4* out, int words) {                                   \
+        activate<kind>(x, out, words);                                                             \
+    }
+BATON_ACTIVATE(silu, kSilu)
+BATON_ACTIVATE(gelu, kGelu)
+BATON_ACTIVATE(gelu_tanh, kGeluTanh)
+BATON_ACTIVATE(quick_gelu, kQuickGelu)

@@ -6,8 +6,9 @@
 // may be stale or NaN, or belong to another sequence. They are replaced by zeros, because a
 // weight of zero does not cancel a NaN.
 //
-// Rows are stored in shared memory in pieces of 16 bytes, swizzled: piece c of row r is at c ^ (r %
-// 8). Then eight rows at one piece, which ldmatrix reads at once, touch all 32 banks.
+// Rows are stored in shared memory in pieces of 16 bytes. ldmatrix reads one piece of eight rows at
+// once, and these must touch all 32 banks. If a row has a multiple of 8 pieces, piece c of row r is at
+// c ^ (r % 8) (swizzled). Otherwise rows are an odd number of pieces apart.
 #pragma once
 #include "device.cuh"
 
@@ -16,9 +17,12 @@ constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr float kLowest = -1.0e30f;  // the maximum before any key; finite, so no difference is NaN
 
+// Pieces from one row to the next.
+template <int D> constexpr int kRowPieces = D % 64 ? D / 8 | 1 : D / 8;
+
 // Position of 16-byte piece `piece` of row `row`, in pieces.
 template <int D> __device__ __forceinline__ int swizzled(int row, int piece) {
-    return row * (D / 8) + (piece ^ (row & 7));
+    return row * kRowPieces<D> + (D % 64 ? piece : piece ^ (row & 7));
 }
 
 struct PagedHead {

@@ -25,7 +25,7 @@ constexpr int kRows = 128;  // of a thread block, 32 of a warp
 constexpr int kKeys = 64;  // of a tile
 constexpr int kFound = kWarp * kGroup / kKeys;  // tiles whose rows fit into the lanes of a warp
 // Pieces of 16 bytes in the keys of a tile; as many in its values.
-template <int D> constexpr int kPieces = kKeys * D / 8;
+template <int D> constexpr int kPieces = kKeys * kRowPieces<D>;
 
 // A tile of the plan. It is kept in shared memory, because this kernel is short of registers.
 struct Job {
@@ -59,12 +59,12 @@ template <int D> struct Loader {
     }
 
     __device__ __forceinline__ void load(int tile) const {
-        const int piece = threadIdx.x % (D / 8), first = threadIdx.x / (D / 8);
         uint4* keys = stages + (tile & 1) * 2 * kPieces<D>;
         const long long to_value = kv.value_distance() * D;
 #pragma unroll
-        for (int i = 0; i < kKeys; i += kThreads * 8 / D) {
-            const int row = first + i, group = tile % kFound * (kKeys / kGroup) + row / kGroup;
+        for (int i = 0; i < kKeys * D / 8; i += kThreads) {
+            const int row = (i + threadIdx.x) / (D / 8), piece = (i + threadIdx.x) % (D / 8);
+            const int group = tile % kFound * (kKeys / kGroup) + row / kGroup;
             const unsigned at = __shfl_sync(kAllLanes, rows, group) + row % kGroup;
             const bf16* key = kv.pool + static_cast<long long>(at) * D + piece * 8;
             const bool wanted = kv.readable(tile * kKeys + row);
@@ -101,8 +101,8 @@ __device__ __forceinline__ long long row_offset(int row, int group, int heads) {
 template <int D>
 __device__ __forceinline__ void load_queries(uint4* queries, const bf16* q, int count, int group,
                                              int heads) {
-    const int piece = threadIdx.x % (D / 8);
-    for (int row = threadIdx.x / (D / 8); row < kRows; row += kThreads * 8 / D) {
+    for (int i = threadIdx.x; i < kRows * D / 8; i += kThreads) {
+        const int row = i / (D / 8), piece = i % (D / 8);
         const long long offset = row < count ? row_offset<D>(row, group, heads) : 0;
         copy_or_zero(queries + swizzled<D>(row, piece), q + offset + piece * 8, row < count);
     }
@@ -254,12 +254,11 @@ __device__ __forceinline__ void write_rows(Sums<D>& sums, uint4* place, bf16* ou
             }
         }
     __syncwarp();
-    const int piece = lane % (D / 8);
-    for (int i = lane / (D / 8); i < 32; i += 256 / D) {
-        const int row = first + i;
-        if (row < count)
-            *(uint4*)(out + row_offset<D>(row, group, heads) + piece * 8) =
-                place[swizzled<D>(i, piece)];
+    for (int i = lane; i < 32 * D / 8; i += kWarp) {
+        const int row = i / (D / 8), piece = i % (D / 8);
+        if (first + row < count)
+            *(uint4*)(out + row_offset<D>(first + row, group, heads) + piece * 8) =
+                place[swizzled<D>(row, piece)];
     }
 }
 
@@ -270,7 +269,7 @@ __device__ __forceinline__ void prefill_attention(
     int table_width, int kv_heads, int group, int block_size, int window, float scale_log2) {
     DYNAMIC_SHARED(shared);
     uint4* queries = (uint4*)shared;
-    uint4* stages = queries + kRows * D / 8;
+    uint4* stages = queries + kRows * kRowPieces<D>;
     Job* job = (Job*)(stages + 4 * kPieces<D>);
     int* seen = (int*)(job + 1);
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -299,7 +298,7 @@ __device__ __forceinline__ void prefill_attention(
 
     Sums<D> sums;
     clear(sums);
-    uint4* mine = queries + warp * 32 * D / 8;
+    uint4* mine = queries + warp * 32 * kRowPieces<D>;
     for (; tile < tiles; tile++) {
 #ifdef BATON_PLANT_ASYNC_WAIT
         cp_async_wait<1>();
@@ -339,4 +338,5 @@ __device__ __forceinline__ void prefill_attention(
     }
 
 KERNEL(64)
+KERNEL(80)  // towers of vision models
 KERNEL(128)

@@ -1,11 +1,11 @@
 """Launchers of ``decode_attention.cu`` and ``prefill_attention.cu``: attention over the paged pool.
 
 Queries, outputs and the pool are bfloat16 bits (uint16). ``kv_layer[NB, 2, Hk, BS, D]`` is one
-layer of the pool, ``D`` 64 or 128, ``BS`` a multiple of 8; query head ``h`` reads KV head
-``h // (Hq / Hk)``. A row's bits do not depend on other rows, on the placement of its blocks or, in
-prefill, on its chunk. All keys visible to the rows of a tile must be finite; other keys are
-not read. Plans come from :mod:`.attention_plan`, which also has ``check_tables`` for block tables.
-Wrong types, shapes and orders raise ValueError before the launch.
+layer of the pool, ``D`` 64 or 128 (in prefill also 80), ``BS`` a multiple of 8; query head ``h``
+reads KV head ``h // (Hq / Hk)``. A row's bits do not depend on other rows, on the placement of its
+blocks or, in prefill, on its chunk. All keys visible to the rows of a tile must be finite; other
+keys are not read. Plans come from :mod:`.attention_plan`, which also has ``check_tables`` for block
+tables. Wrong types, shapes and orders raise ValueError before the launch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from .checks import BF16, check_array, check_multiple
 from .device import Device, DeviceArray, Kernel
 
 HEAD_DIMS = (64, 128)
+PREFILL_DIMS = (64, 80, 128)
 _DECODE = {d: Kernel("decode_attention.cu", f"decode_attention_d{d}") for d in HEAD_DIMS}
 _COMBINE = {d: Kernel("decode_attention.cu", f"decode_combine_d{d}") for d in HEAD_DIMS}
-_PREFILL = {d: Kernel("prefill_attention.cu", f"prefill_attention_d{d}") for d in HEAD_DIMS}
+_PREFILL = {d: Kernel("prefill_attention.cu", f"prefill_attention_d{d}") for d in PREFILL_DIMS}
 _THREADS = 128
 _WARPS = 4
 _GROUP = 8
@@ -47,7 +48,7 @@ def decode_attention(
     sum of weights), undefined before the call. Grids depend only on ``shape`` and ``blocks``, the
     number of thread blocks: by default those that run at once.
     """
-    kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale)
+    kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale, HEAD_DIMS)
     sequences, heads = shape.sequences, kv_heads * group
     check_array("q", q, BF16, (sequences, heads, dim))
     check_array("out", out, BF16, (sequences, heads, dim))
@@ -94,7 +95,7 @@ def prefill_attention(
     ``block_tables[S, Nmax]``, ``positions`` and ``plan[n, 8]`` are int32; the plan must be made
     with the same positions and window (0: all). An empty plan launches nothing.
     """
-    kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale)
+    kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale, PREFILL_DIMS)
     rows, heads = q.shape[0], kv_heads * group
     check_array("q", q, BF16, (rows, heads, dim))
     check_array("out", out, BF16, (rows, heads, dim))
@@ -115,7 +116,7 @@ def prefill_attention(
         [q, kv_layer, block_tables, positions, plan, out]
         + [np.int32(n) for n in numbers]
         + [_base2(scale)],
-        (PREFILL_ROWS + 4 * PREFILL_KEYS) * dim * 2 + PREFILL_ROWS * 4 + 32,
+        (PREFILL_ROWS + 4 * PREFILL_KEYS) * _row_bytes(dim) + PREFILL_ROWS * 4 + 32,
     )
 
 
@@ -131,12 +132,28 @@ def refusal(head_dim: int, block_size: int, group: int) -> str:
     return ""
 
 
-def _check_heads(q: DeviceArray, kv_layer: DeviceArray, scale: float) -> tuple[int, int, int, int]:
+def tower_refusal(head_dim: int) -> str:
+    """Return why the kernels do not support the heads of a vision tower, or ""; padded if small."""
+    if head_dim > PREFILL_DIMS[-1]:
+        limit = PREFILL_DIMS[-1]
+        return f"the CUDA kernels support tower heads of up to {limit} channels, not {head_dim}"
+    return ""
+
+
+def _row_bytes(dim: int) -> int:
+    """Return the bytes from one row to the next in shared memory, as ``kRowPieces``."""
+    pieces = dim // 8
+    return 16 * (pieces if pieces % 8 == 0 else pieces | 1)
+
+
+def _check_heads(
+    q: DeviceArray, kv_layer: DeviceArray, scale: float, head_dims: tuple[int, ...]
+) -> tuple[int, int, int, int]:
     """Return KV heads, group, block size and head dim after checking that kernels support them."""
     check_array("kv_layer", kv_layer, BF16, (None, 2, None, None, None))
     blocks, _, kv_heads, block_size, dim = kv_layer.shape
-    if dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim is {dim}; the CUDA kernels support {HEAD_DIMS}")
+    if dim not in head_dims:
+        raise ValueError(f"head_dim is {dim}; the CUDA kernels support {head_dims}")
     check_multiple("the block size", block_size, _GROUP)
     if blocks * 2 * kv_heads * block_size >= 2**31:
         raise ValueError(f"a layer of {kv_layer.shape} has more than 2^31 rows")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ....proto.layout import KVLayout
 from ....proto.wire.messages import DeviceTicket
-from ..backend import F32, I32, U8, A, Mapping, PackedLinear, Weights
+from ..backend import F32, I32, U8, A, Activation, Mapping, PackedLinear, Weights
 from . import attention, elementwise
 from .bfloat16 import bfloat16_bits
 from .block_moves import BlockMover, BlockStream, LayerMarks
@@ -68,6 +68,8 @@ class CudaBackend:
     row_independent = False
     kv_dtype = "bfloat16"
     on_host = False
+    head_sizes: tuple[int, ...] = attention.PREFILL_DIMS
+    column_multiple = elementwise.VECTOR
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -92,7 +94,7 @@ class CudaBackend:
         return self.device.upload(np.ascontiguousarray(array))
 
     def parameters(self, weights: npt.NDArray[A]) -> Any:
-        """Return a bfloat16 copy on the device of float32 weights or bfloat16 bits."""
+        """Return a bfloat16 copy on the device of float32 values or bfloat16 bits."""
         return self.device.upload(_bits(weights))
 
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> Any:
@@ -130,14 +132,18 @@ class CudaBackend:
         """Return the work lists of the rows, for :meth:`attention`."""
         return RowPlan(self.device, row_offsets, positions)
 
+    def synchronize(self) -> None:
+        """Wait for all queued kernels."""
+        self.device.synchronize()
+
     def take_rows(self, x: Any, rows: Any, out: Any) -> None:
         """``out[i] = x[rows[i]]``."""
         count, width = out.shape[0], _width(out.shape[1:])
         elementwise.embed(self.device, rows, x.reshape(len(x), width), out.reshape(count, width))
 
     def put_rows(self, x: Any, rows: Any, out: Any, *, add: bool = False) -> None:
-        """Raise: models with images run on the CPU."""
-        raise NotImplementedError("the CUDA backend has no put_rows")
+        """``out[rows[i]] = x[i]``, or ``+= x[i]`` with ``add``; rows outside are left out."""
+        elementwise.put_rows(self.device, x, rows, out, add=add)
 
     # ------------------------------------------------------------------ products
 
@@ -195,18 +201,18 @@ class CudaBackend:
         self.linear(active, down, out)
 
     def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
-        """Raise: encoders run on the CPU."""
-        raise NotImplementedError("the CUDA backend has no layer norm")
+        """``out = (x - mean) / sqrt(variance + eps) * weight + bias`` per row ``[T, H]``."""
+        elementwise.layer_norm(self.device, x, weight, bias, eps, out)
 
     def add_layer_norm(
         self, x: Any, residual: Any, weight: Any, bias: Any, eps: float, out: Any
     ) -> None:
-        """Raise: encoders run on the CPU."""
-        raise NotImplementedError("the CUDA backend has no layer norm")
+        """``residual += x`` in place, then ``out = layer_norm(residual)``."""
+        elementwise.add_layer_norm(self.device, x, residual, weight, bias, eps, out)
 
-    def gelu(self, x: Any, out: Any) -> None:
-        """Raise: encoders run on the CPU."""
-        raise NotImplementedError("the CUDA backend has no GELU")
+    def activate(self, x: Any, kind: Activation, out: Any) -> None:
+        """Apply an activation to every element; ``out`` may be ``x``."""
+        elementwise.activate(self.device, x, kind, out)
 
     # ------------------------------------------------------------------ attention
 
@@ -245,7 +251,9 @@ class CudaBackend:
             raise ValueError("attention needs a plan from plan_attention")  # noqa: TRY004
         rows, heads, dim = q.shape
         out = out.reshape(rows, heads, dim)
-        kv_heads, decoded = kv_layer.shape[2], plan.decoded
+        kv_heads = kv_layer.shape[2]
+        # The decode kernel has fewer head sizes; the prefill kernel takes any number of rows.
+        decoded = plan.decoded if dim in attention.HEAD_DIMS else 0
         if decoded:
             work = plan.decode(kv_heads, window)
             attention.decode_attention(
@@ -267,7 +275,7 @@ class CudaBackend:
                 kv_layer,
                 block_tables[decoded:],
                 positions[decoded:],
-                plan.prefill(heads // kv_heads, window),
+                plan.prefill(decoded, heads // kv_heads, window),
                 scale,
                 window,
                 out[decoded:],

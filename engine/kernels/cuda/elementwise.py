@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..backend import ACTIVATIONS, Activation
 from .checks import BF16, check_array, check_below, check_multiple
 from .device import Device, DeviceArray, Kernel
 
 Known = npt.NDArray[np.integer[Any]]
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 80, 128, 256)
 MAX_WIDTH = 16_384
 """Widest row that a block of 1,024 threads can keep in registers."""
 
 _SOURCE = "elementwise.cu"
-_VECTOR = 8
+VECTOR = 8
 """bf16 values in one load of 16 bytes."""
 _INT_MAX = 2**31 - 1
 
@@ -38,10 +39,19 @@ def _kernel(name: str) -> Kernel:
 def refusal(hidden: int, intermediate: int) -> str:
     """Return why the kernels do not support rows of a model's two widths, or ""."""
     for name, width in (("hidden_size", hidden), ("intermediate_size", intermediate)):
-        if width % _VECTOR:
-            return f"on CUDA {name} must be a multiple of {_VECTOR}, not {width}"
+        if width % VECTOR:
+            return f"on CUDA {name} must be a multiple of {VECTOR}, not {width}"
     if hidden > MAX_WIDTH:
         return f"the CUDA kernels support hidden_size up to {MAX_WIDTH}, not {hidden}"
+    return ""
+
+
+def tower_refusal(hidden: int, widest: int) -> str:
+    """Return why the kernels do not support the rows of a vision tower, or ""; ``widest``: norm."""
+    if hidden % VECTOR:
+        return f"on CUDA the tower's hidden_size must be a multiple of {VECTOR}, not {hidden}"
+    if widest > MAX_WIDTH:
+        return f"the CUDA kernels support norms of up to {MAX_WIDTH} channels, not {widest}"
     return ""
 
 
@@ -61,14 +71,42 @@ def embed(
     check_array("table", table, BF16, (None, None))
     vocabulary, width = table.shape
     check_array("out", out, BF16, (ids.shape[0], width))
-    check_multiple("the width of the table", width, _VECTOR)
+    check_multiple("the width of the table", width, VECTOR)
     if known_ids is not None:
         check_below("token ids", known_ids, vocabulary)
-    words = width // _VECTOR
+    words = width // VECTOR
     if ids.shape[0]:
         grid = (ids.shape[0], -(-words // 512))
         args = (ids, table, out, np.int32(words), np.int32(vocabulary))
         device.launch(_kernel("embed"), grid, (128,), args)
+
+
+def put_rows(
+    device: Device,
+    x: DeviceArray,
+    rows: DeviceArray,
+    out: DeviceArray,
+    *,
+    add: bool = False,
+    known_rows: Known | None = None,
+) -> None:
+    """``out[rows[i]] = x[i]``, or the rounded sum with ``add``; all bf16, ``rows`` int32 ``[R]``.
+
+    ``x[R, H]``, ``out[T, H]``, ``H`` a multiple of 8. The rows are distinct. A row outside ``out``
+    is left out, or raises ValueError if it is in ``known_rows``.
+    """
+    check_array("rows", rows, np.int32, (None,))
+    check_array("out", out, BF16, (None, None))
+    count, width = out.shape
+    check_array("x", x, BF16, (rows.shape[0], width))
+    check_multiple("the width of out", width, VECTOR)
+    if known_rows is not None:
+        check_below("rows", known_rows, count)
+    words = width // VECTOR
+    if rows.shape[0]:
+        kernel = _kernel("put_rows_add" if add else "put_rows")
+        grid = (rows.shape[0], -(-words // 512))
+        device.launch(kernel, grid, (128,), (x, rows, out, np.int32(words), np.int32(count)))
 
 
 def rms_norm(
@@ -106,6 +144,54 @@ def add_rms_norm(
         )
 
 
+def layer_norm(
+    device: Device,
+    x: DeviceArray,
+    weight: DeviceArray,
+    bias: DeviceArray,
+    eps: float,
+    out: DeviceArray,
+) -> None:
+    """``out = (x - mean) / sqrt(variance + eps) * weight + bias`` per row ``[T, H]``; all bf16.
+
+    ``H`` is a multiple of 8 up to ``MAX_WIDTH``.
+    """
+    numbers = _check_layer_norm(x, weight, bias, eps, out)
+    if x.shape[0]:
+        args = (x, weight, bias, out, *numbers)
+        device.launch(_kernel("layer_norm"), (x.shape[0],), _norm_block(x.shape[1]), args)
+
+
+def add_layer_norm(
+    device: Device,
+    x: DeviceArray,
+    residual: DeviceArray,
+    weight: DeviceArray,
+    bias: DeviceArray,
+    eps: float,
+    out: DeviceArray,
+) -> None:
+    """``residual += x`` in place, rounded to bf16, then ``out = layer_norm(residual)``.
+
+    ``x`` and ``residual`` are bf16 ``[T, H]`` and share no memory.
+    """
+    numbers = _check_layer_norm(x, weight, bias, eps, out)
+    check_array("residual", residual, BF16, x.shape)
+    if x.shape[0]:
+        args = (x, residual, weight, bias, out, *numbers)
+        device.launch(_kernel("add_layer_norm"), (x.shape[0],), _norm_block(x.shape[1]), args)
+
+
+def _check_layer_norm(
+    x: DeviceArray, weight: DeviceArray, bias: DeviceArray, eps: float, out: DeviceArray
+) -> tuple[np.int32, np.float32, np.float32]:
+    """Return the numeric arguments of a layer norm."""
+    numbers = _check_norm(x, weight, eps, out)[1]
+    check_array("bias", bias, BF16, weight.shape)
+    check_array("out", out, BF16, x.shape)
+    return numbers
+
+
 def _check_norm(
     x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
 ) -> tuple[str, tuple[np.int32, np.float32, np.float32]]:
@@ -115,18 +201,18 @@ def _check_norm(
     check_array("weight", weight, BF16, (width,))
     is_wide = out.dtype == np.dtype(np.float32)
     check_array("out", out, np.float32 if is_wide else BF16, (rows, width))
-    check_multiple("the width of x", width, _VECTOR)
+    check_multiple("the width of x", width, VECTOR)
     if width > MAX_WIDTH:
         raise ValueError(f"the width of x is {width}, more than {MAX_WIDTH}")
     if not eps > 0:
         raise ValueError(f"eps is {eps}, not positive")
-    numbers = (np.int32(width // _VECTOR), np.float32(1 / width), np.float32(eps))
+    numbers = (np.int32(width // VECTOR), np.float32(1 / width), np.float32(eps))
     return ("_f32" if is_wide else ""), numbers
 
 
 def _norm_block(width: int) -> tuple[int]:
     """Return the block size for two loads of 16 bytes per thread and tensor."""
-    return (32 * -(-width // (_VECTOR * 2 * 32)),)
+    return (32 * -(-width // (VECTOR * 2 * 32)),)
 
 
 def qk_norm_rope_append(
@@ -148,7 +234,8 @@ def qk_norm_rope_append(
     ``qkv`` bf16 ``[T, (Hq + 2 Hk) * D]``, ``positions`` int32 ``[T]``, ``slots`` int64 ``[T]``
     (``block * BS + offset``, distinct), ``cos_sin`` float32 ``[max_position, D]`` (first half
     cosines, second half sines), ``q_norm`` and ``k_norm`` bf16 ``[D]`` or None, ``kv_layer`` bf16
-    ``[NB, 2, Hk, BS, D]``, ``q_out`` bf16 ``[T, Hq, D]``; ``D`` is one of ``HEAD_DIMS``.
+    ``[NB, 2, Hk, BS, D]``, ``q_out`` bf16 ``[T, Hq, D]``; ``D`` is one of ``HEAD_DIMS``. Heads of
+    80 have no norms.
 
     A slot outside the pool appends nothing: unused rows of a bucket have slot -1, which
     ``known_slots`` also allows. A position outside the table is replaced by the nearest one inside,
@@ -167,6 +254,8 @@ def qk_norm_rope_append(
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
             check_array(name, norm, BF16, (dim,))
+            if dim & (dim - 1):
+                raise ValueError(f"{name}: heads of {dim} have no norm")
     if not eps > 0:
         raise ValueError(f"eps is {eps}, not positive")
     max_position, lanes = cos_sin.shape[0], dim // 16
@@ -194,9 +283,28 @@ def silu_mul(device: Device, gate_up: DeviceArray, out: DeviceArray) -> None:
     check_array("out", out, BF16, (None, None))
     rows, width = out.shape
     check_array("gate_up", gate_up, BF16, (rows, 2 * width))
-    check_multiple("the width of out", width, _VECTOR)
-    words = width // _VECTOR
+    check_multiple("the width of out", width, VECTOR)
+    words = width // VECTOR
     if rows:
         grid = (-(-words // 256), min(rows, 65_535))
         args = (gate_up, out, np.int32(words), np.int32(rows))
         device.launch(_kernel("silu_mul"), grid, (256,), args)
+
+
+def activate(device: Device, x: DeviceArray, kind: Activation, out: DeviceArray) -> None:
+    """Apply an activation to every element of ``x[T, F]``; bf16, ``F`` a multiple of 8.
+
+    ``out`` may be ``x``. Kinds: :meth:`~baton.engine.kernels.backend.Backend.activate`.
+    """
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"no activation {kind!r}")
+    check_array("out", out, BF16, (None, None))
+    check_array("x", x, BF16, out.shape)
+    rows, width = out.shape
+    check_multiple("the width of out", width, VECTOR)
+    words = rows * width // VECTOR
+    if words > _INT_MAX:
+        raise ValueError(f"{rows} rows are more than a launch can count")
+    if rows:
+        grid = (-(-words // 256),)
+        device.launch(_kernel(f"activate_{kind}"), grid, (256,), (x, out, np.int32(words)))

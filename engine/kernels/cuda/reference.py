@@ -6,11 +6,13 @@ so it may differ by one bfloat16 step if the exact value is near the middle of t
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..backend import Activation
 from .bfloat16 import bfloat16_bits
 
 F64 = npt.NDArray[np.float64]
@@ -42,6 +44,21 @@ def add_rms_norm(x: Bits, residual: Bits, weight: Bits, eps: float) -> tuple[Bit
     """Return the new residual ``residual + x``, rounded, and its norm, without rounding."""
     total = to_bf16(from_bf16(residual) + from_bf16(x))
     return total, rms_norm(total, weight, eps)
+
+
+def layer_norm(x: Bits, weight: Bits, bias: Bits, eps: float) -> F64:
+    """Return ``(x - mean) / sqrt(variance + eps) * weight + bias`` by row, without rounding."""
+    wide = from_bf16(x)
+    centred = wide - wide.mean(axis=-1, keepdims=True)
+    scaled: F64 = centred / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + eps)
+    return scaled * from_bf16(weight) + from_bf16(bias)
+
+
+def put_rows(x: Bits, rows: npt.NDArray[np.int32], out: Bits, *, add: bool) -> None:
+    """``out[rows[i]] = x[i]``, or ``+= x[i]`` rounded; rows outside ``out`` are left out."""
+    inside = (rows >= 0) & (rows < len(out))
+    there, taken = rows[inside], x[inside]
+    out[there] = to_bf16(from_bf16(out[there]) + from_bf16(taken)) if add else taken
 
 
 def qk_norm_rope_append(
@@ -83,3 +100,20 @@ def silu_mul(gate_up: Bits) -> Bits:
     gate, up = np.split(from_bf16(gate_up), 2, axis=1)
     with np.errstate(over="ignore"):  # exp overflows for a very negative gate; the result is 0
         return to_bf16(gate / (1 + np.exp(-gate)) * up)
+
+
+def activate(x: Bits, kind: Activation) -> F64:
+    """Return the activation of every element, without rounding."""
+    wide = from_bf16(x)
+    if kind == "gelu":
+        upper = np.fromiter((math.erfc(-v / math.sqrt(2)) / 2 for v in wide.flat), float, wide.size)
+        product: F64 = wide * upper.reshape(wide.shape)
+        return product
+    inner = {
+        "silu": wide,
+        "quick_gelu": 1.702 * wide,
+        "gelu_tanh": math.sqrt(8 / math.pi) * (wide + 0.044715 * wide**3),
+    }[kind]
+    with np.errstate(over="ignore"):  # as in silu_mul
+        result: F64 = wide / (1 + np.exp(-inner))
+    return result

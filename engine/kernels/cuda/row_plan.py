@@ -52,7 +52,7 @@ class RowPlan:
         self._device = device
         self._offsets, self._positions = row_offsets, positions
         self._decode: dict[tuple[int, int], DecodeWork] = {}
-        self._prefill: dict[tuple[int, int], DeviceArray] = {}
+        self._prefill: dict[tuple[int, int, int], DeviceArray] = {}
 
     def decode(self, kv_heads: int, window: int) -> DecodeWork:
         """Return the work list of the decode rows."""
@@ -66,11 +66,13 @@ class RowPlan:
             self._decode[key] = DecodeWork(self._device, self._device.upload(plan), shape)
         return self._decode[key]
 
-    def prefill(self, group: int, window: int) -> DeviceArray:
-        """Return the tiles of the rows after the decode rows, relative to the first of them."""
-        key = group, window
+    def prefill(self, first: int, group: int, window: int) -> DeviceArray:
+        """Return the tiles of the rows from row ``first`` on, relative to it.
+
+        ``first``: number of decode rows, which are sequences too.
+        """
+        key = first, group, window
         if key not in self._prefill:
-            first = self.decoded
             offsets = self._offsets[first:] - self._offsets[first]
             tiles = plan_prefill(offsets, self._positions[first:], group, window)
             self._prefill[key] = self._device.upload(tiles)

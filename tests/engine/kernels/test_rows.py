@@ -111,17 +111,17 @@ def test_layer_norm_refuses_shapes_that_do_not_fit(backend, poisoned):
 def test_gelu(backend, oracle, rng, poisoned, width):
     x = floats(rng, 3, width) * 3
     exact = np.empty((3, width))
-    oracle.gelu(x.astype(float), exact)
+    oracle.activate(x.astype(float), "gelu", exact)
     y = poisoned(3, width)
-    backend.gelu(x, y)
+    backend.activate(x, "gelu", y)
     np.testing.assert_allclose(y, exact, rtol=5e-7, atol=3e-7)
 
 
 def test_gelu_is_accurate_over_its_whole_range(backend, oracle):
     x = np.linspace(-20, 20, 80_001, dtype=np.float32)[None]
     y, exact = np.empty_like(x), np.empty(x.shape)
-    backend.gelu(x, y)
-    oracle.gelu(x.astype(float), exact)
+    backend.activate(x, "gelu", y)
+    oracle.activate(x.astype(float), "gelu", exact)
     np.testing.assert_allclose(y, exact, rtol=2e-7, atol=1.5e-7)
 
 
@@ -129,7 +129,7 @@ def test_gelu_at_the_ends(backend):
     x = np.array([[0, -0.0, 1e30, -1e30, 100, -100, np.inf, -np.inf, np.nan]], np.float32)
     y = np.empty_like(x)
     with np.errstate(invalid="ignore"):
-        backend.gelu(x, y)
+        backend.activate(x, "gelu", y)
     finite = [0, 0, 1e30, 0, 100, 0]
     np.testing.assert_allclose(y[0, :6], np.array(finite, np.float32), atol=1e-30)
     assert y[0, 6] == np.inf
@@ -140,10 +140,10 @@ def test_new_rows_do_not_depend_on_others(compiled, rng):
     x, weight, bias = floats(rng, 7, 131), floats(rng, 131), floats(rng, 131)
     together, alone = np.empty((2, 7, 131), np.float32), np.empty((2, 1, 131), np.float32)
     compiled.layer_norm(x, weight, bias, 1e-5, together[0])
-    compiled.gelu(x, together[1])
+    compiled.activate(x, "gelu", together[1])
     for row in range(7):
         compiled.layer_norm(x[row : row + 1].copy(), weight, bias, 1e-5, alone[0])
-        compiled.gelu(x[row : row + 1].copy(), alone[1])
+        compiled.activate(x[row : row + 1].copy(), "gelu", alone[1])
         assert np.array_equal(alone[:, 0], together[:, row])
 
 
