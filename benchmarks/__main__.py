@@ -20,6 +20,7 @@ ORDER = (
     "codec",
     "kernels",
     "engine",
+    "device_idle",
     "speech",
     "vision",
     "pictures",

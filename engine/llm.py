@@ -23,11 +23,14 @@ from .scheduling.step_loop import StepLoop
 class LLMEngine(StepLoop):
     """Continuous batching over one loaded model, in one thread.
 
-    ``runner``: model, KV memory and pipeline. ``config``: limits of a step.
+    ``runner``: model, KV memory and pipeline. ``config``: limits of a step. ``look_ahead``: as in
+    :class:`StepLoop`.
     """
 
-    def __init__(self, runner: Runner, config: SchedulerConfig | None = None) -> None:
-        super().__init__(runner.pipeline, config, runner.card.fingerprint)
+    def __init__(
+        self, runner: Runner, config: SchedulerConfig | None = None, *, look_ahead: bool = True
+    ) -> None:
+        super().__init__(runner.pipeline, config, runner.card.fingerprint, look_ahead=look_ahead)
         self.runner = runner
 
     def generate(

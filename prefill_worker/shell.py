@@ -10,7 +10,7 @@ from typing import Any
 
 from ..engine.loading.loader import StepRunner
 from ..engine.loading.warm_up import warm_up
-from ..engine.scheduling.plan import StepPlan, StepResult
+from ..engine.scheduling.plan import StepPlan
 from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.device_frames import DeviceFramePacker, Release
@@ -124,8 +124,8 @@ class PrefillShell(TextHost):
             frame = self._packer.pack(send.frame, table, payload)
             sent(frame, payload, lambda: buffers.release(payload))
 
-    def _execute(self, plan: StepPlan, /) -> StepResult:
-        """Run a step and report final layers to the loop; runs on the compute thread."""
+    def _execute(self, plan: StepPlan, /) -> Any:
+        """Run or begin a step and report final layers to the loop; runs on the compute thread."""
 
         def layers(sequence: bytes, layer_end: int) -> None:
             self._compute.post(lambda: self.feed(events.LayersDone(sequence, layer_end)))

@@ -18,7 +18,7 @@ from ..engine.grammar.constraint import (
     GrammarDone,
     as_result,
 )
-from ..engine.loading.loader import StepRunner
+from ..engine.loading.loader import StepRunner, queuing
 from ..engine.scheduling.plan import OnLayers, StepPlan, StepResult, failed_step
 from ..kv_transfer.device_frames import MoveQueue
 from ..proto.block_moves import BlockMove
@@ -88,7 +88,9 @@ class WorkerHost(ABC):
         self._dropped = core.dropped
         self._layers_done = layers_done
         self._drain_grace_s = config.drain_grace_s
-        self._compute: ComputeThread[Any, Any] = ComputeThread(loop, self._execute, self._computed)
+        self._compute: ComputeThread[Any, Any] = ComputeThread(
+            loop, self._execute, self._computed, finish=self._finisher()
+        )
         self._links = RouterLinks(
             loop, context, config.routers, identity, self.feed, keys, core.dropped,
             config.worker_timeout_s,
@@ -100,6 +102,10 @@ class WorkerHost(ABC):
     @abstractmethod
     def _execute(self, item: Any, /) -> Any:
         """Compute a step or batch; runs on the compute thread."""
+
+    def _finisher(self) -> Callable[[Any], Any] | None:
+        """Return what makes the result of an item that :meth:`_execute` only begins, or None."""
+        return None
 
     @abstractmethod
     def _computed(self, item: Any, result: Any, /) -> None:
@@ -182,6 +188,7 @@ class TextHost(WorkerHost):
         identity: bytes,
     ) -> None:
         self._pipeline, self._backend = runner.pipeline, runner.backend
+        self._queuing = queuing(runner.pipeline)
         self._unwanted: set[int] = set()  # aborted steps; the compute thread only reads this set
         card = runner.card
         compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
@@ -211,12 +218,16 @@ class TextHost(WorkerHost):
             case _:
                 super()._perform(action)
 
-    def _execute(self, plan: StepPlan, /) -> StepResult:
+    def _execute(self, plan: StepPlan, /) -> Any:
         return self._run_step(plan)
 
-    def _run_step(self, plan: StepPlan, on_layers: OnLayers | None = None) -> StepResult:
-        """Run a step; if the step is aborted meanwhile, it ends early."""
-        return self._pipeline.execute(plan, on_layers, lambda: plan.step in self._unwanted)
+    def _run_step(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Any:
+        """Run or begin a step; if the step is aborted meanwhile, it ends early."""
+        run = self._pipeline.execute if self._queuing is None else self._queuing.begin
+        return run(plan, on_layers, lambda: plan.step in self._unwanted)
+
+    def _finisher(self) -> Callable[[Any], StepResult] | None:
+        return None if self._queuing is None else self._queuing.finish
 
     def _computed(self, plan: StepPlan, result: StepResult | Exception, /) -> None:
         self._unwanted.discard(plan.step)

@@ -103,6 +103,13 @@ class StepPipeline(Protocol):
         ...
 
 
+def queuing(pipeline: StepPipeline) -> TextGenerationPipeline | None:
+    """Return the pipeline if it begins a step before the one before is over, else None."""
+    if isinstance(pipeline, TextGenerationPipeline) and pipeline.can_queue:
+        return pipeline
+    return None
+
+
 class StepRunner(Protocol):
     """A loaded model that runs steps over blocks: text, or a half of a picture model."""
 
@@ -232,7 +239,7 @@ def load_runner(
     numerics = _numerics(checkpoint, backend, length)
     served = _fit_pool(length, blocks, layout)
     card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes)
-    computer = _device_steps(model, backend, served, layout, blocks)
+    computer = _device_steps(model, backend, served, kv)
     pipeline = TextGenerationPipeline(model, kv, config.layer_group, computer)
     return Runner(card, pipeline, backend, checkpoint.generation.defaults)
 
@@ -246,14 +253,14 @@ def _load_backend(name: str) -> Backend:
 
 
 def _device_steps(
-    model: PipelineModel, backend: Backend, length: int, layout: KVLayout, blocks: int
+    model: PipelineModel, backend: Backend, length: int, kv: KVManager
 ) -> StepComputer | None:
     """Return the object that computes steps on a GPU; None for a model on the host."""
     if backend.on_host:
         return None
     from ..pipeline.device_steps import make_device_steps
 
-    return make_device_steps(model, backend, length, layout, blocks)
+    return make_device_steps(model, backend, length, kv)
 
 
 def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> EmbeddingRunner:

@@ -1,28 +1,23 @@
-"""One captured decode step: one row per sequence, from token ids to sampled token ids."""
+"""One captured decode step: a row per sequence, from token ids to sampled token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from ...proto.errors import BatonError
 from ..kernels.cuda import sampling
 from ..kernels.cuda.backend import CudaBackend
-from ..kernels.cuda.device import Device, Graph
+from ..kernels.cuda.device import Array, Device, Event, Graph
 from ..kernels.cuda.row_plan import GraphPlan
 from ..scheduling.plan import Chunk, Sampled
-from .device_sampler import DeviceSampler, SampleRows, collect
+from .device_rows import TURNS, DeviceRows, GraphSizes
+from .device_sampler import DeviceSampler, collect
 from .model import ModelInputs, ModelOutputs
 
-I32 = npt.NDArray[np.int32]
-
 _ALIGNED = 256
-_NOWHERE = -1
-"""Cache slot of a row that writes no keys."""
 
 
 class GraphModel(Protocol):
@@ -39,21 +34,11 @@ class GraphModel(Protocol):
         ...
 
 
-@dataclass(slots=True, frozen=True)
-class GraphSizes:
-    """Sizes of the buffers of every graph.
-
-    ``table_width``: blocks of the longest context. ``max_length``: tokens of the longest context.
-    ``pool_tokens``: tokens of the KV pool; they limit the attention work of a step.
-    """
-
-    table_width: int
-    max_length: int
-    pool_tokens: int
-
-
 class _Buffers:
-    """Arrays that are contiguous on the device and are written with one copy."""
+    """Arrays that are contiguous on the device and are written with one copy.
+
+    ``host[turn]`` is pinned: it must not change until the copy of its turn is over.
+    """
 
     def __init__(self, device: Device, shapes: dict[str, tuple[tuple[int, ...], Any]]) -> None:
         ends, total = {}, 0
@@ -62,101 +47,82 @@ class _Buffers:
             ends[name] = slice(total, total + nbytes)
             total += -(-nbytes // _ALIGNED) * _ALIGNED
         self._device = device
-        self._host: Any = device.host_buffer((total,), np.uint8)
-        self._host[:] = 0
+        self._pinned: list[Any] = [device.host_buffer((total,), np.uint8) for _ in range(TURNS)]
         self._all = cast("Any", device.zeros((total,), np.uint8))
-        self.host: dict[str, Any] = {}
+        self.host: list[dict[str, Any]] = [{} for _ in range(TURNS)]
         self.device: dict[str, Any] = {}
         for name, (shape, dtype) in shapes.items():
-            self.host[name] = self._host[ends[name]].view(dtype).reshape(shape)
+            for pinned, named in zip(self._pinned, self.host, strict=True):
+                pinned[:] = 0
+                named[name] = pinned[ends[name]].view(dtype).reshape(shape)
             self.device[name] = self._all[ends[name]].view(dtype).reshape(shape)
 
-    def send(self) -> None:
-        """Copy all arrays to the device."""
-        self._device.write(self._all, self._host)
+    def send(self, turn: int) -> None:
+        """Copy all arrays of a turn to the device."""
+        self._device.write(self._all, self._pinned[turn])
 
 
 class DecodeGraph:
-    """A decode step of up to ``rows`` sequences, captured when it is first run."""
+    """A decode step of the first ``count`` rows of ``rows``, captured when it is first run."""
 
     def __init__(
         self,
         model: GraphModel,
         backend: CudaBackend,
         sampler: DeviceSampler,
+        rows: DeviceRows,
         sizes: GraphSizes,
-        rows: int,
+        count: int,
     ) -> None:
         device = backend.device
-        self._device, self._rows, self._sizes = device, rows, sizes
-        self._model, self._sampler = model, sampler
+        self._device, self._count = device, count
+        self._model, self._rows = model, rows
         self._buffers = _Buffers(
             device,
             {
-                "slots": ((rows,), np.int64),
-                "sampling": ((rows, sampling.ROW.itemsize), np.uint8),
-                "tokens": ((rows,), np.int32),
-                "positions": ((rows,), np.int32),
+                "slots": ((count,), np.int64),
+                "sampling": ((count, sampling.ROW.itemsize), np.uint8),
+                "positions": ((count,), np.int32),
             },
         )
-        self._buffers.host["slots"][:] = _NOWHERE
-        self._tables: Any = device.zeros((rows, sizes.table_width), np.int32)
-        self._sent: list[I32 | None] = [None] * rows  # the block tables on the device
-        self._plan = GraphPlan(device, rows, sizes.max_length, sizes.pool_tokens)
-        # Tokens and errors are read with one copy.
-        self._drawn = cast("Any", device.zeros((2, rows), np.int32))
-        self._tokens, self._errors = self._drawn[0], self._drawn[1]
-        self._seen = device.host_buffer((2, rows), np.int32)
-        self._space = sampler.workspace(rows)
-        self._pool: Any = None
+        self._plan = GraphPlan(device, count, sizes.max_length, sizes.pool_tokens, TURNS)
+        self._space = sampler.workspace(count)
         self._graph: Graph | None = None
 
-    def fits(self, inputs: ModelInputs) -> bool:
-        """True if these rows fit into the buffers."""
-        return self._plan.fits(inputs.positions)
+    def fits(self) -> bool:
+        """True if the work of the placed rows fits into the buffers."""
+        return self._plan.fits(self._rows.lengths[: self._count])
 
-    def run(
-        self,
-        chunks: Sequence[Chunk],
-        inputs: ModelInputs,
-        asked: SampleRows,
-        failed: dict[bytes, BatonError],
-    ) -> list[Sampled]:
-        """Replay the step for ``chunks``, each with one row of ``inputs``."""
-        self._fill(chunks, inputs, asked)
-        if self._graph is None:
-            self._graph = self._capture(inputs.pool)
-        self._graph.replay()
-        self._device.read(self._drawn, self._seen)
-        self._device.synchronize()
-        tokens, errors = self._seen[:, : len(chunks)]
-        return collect(chunks, tokens, errors, None, set(), failed)
+    def launch(self, pool: Any, turn: int) -> bool:
+        """Queue the step of the placed rows; True if it is a replay.
 
-    def _fill(self, chunks: Sequence[Chunk], inputs: ModelInputs, asked: SampleRows) -> None:
-        host, count = self._buffers.host, len(chunks)
-        host["tokens"][:count] = inputs.tokens
-        host["positions"][:count] = inputs.positions
-        host["slots"][:count] = inputs.slots
-        host["sampling"][:count] = asked.rows.view(np.uint8).reshape(count, -1)
-        for name, nothing in (("tokens", 0), ("positions", 0), ("slots", _NOWHERE)):
-            host[name][count:] = nothing
-        host["sampling"][count:] = 0
-        self._buffers.send()
-        self._plan.write(inputs.positions)
-        for row, chunk in enumerate(chunks):
-            # Block tables are never modified, so the same object means the same blocks.
-            if self._sent[row] is not chunk.block_table:
-                self._device.write(self._tables[row, : len(chunk.block_table)], chunk.block_table)
-                self._sent[row] = chunk.block_table
+        If CaptureFailed is raised, the step is queued all the same.
+        """
+        self._fill(turn)
+        if self._graph is not None:
+            self._graph.replay()
+            return True
+        # The first run of the launches is the step: a replay would draw from its own tokens.
+        self._graph = self._capture(pool)
+        return False
+
+    def _fill(self, turn: int) -> None:
+        host, rows, count = self._buffers.host[turn], self._rows, self._count
+        host["positions"][:] = rows.positions[:count]
+        host["slots"][:] = rows.slots[:count]
+        host["sampling"][:] = rows.sampling[:count].view(np.uint8).reshape(count, -1)
+        self._buffers.send(turn)
+        self._plan.write(rows.lengths[:count], turn)
 
     def _capture(self, pool: Any) -> Graph:
-        arrays = self._buffers.device
-        offsets: Any = self._device.upload(np.arange(self._rows + 1, dtype=np.int32))
+        arrays, rows, count = self._buffers.device, self._rows, self._count
+        offsets: Any = self._device.upload(np.arange(count + 1, dtype=np.int32))
+        tokens, errors = rows.drawn[0, :count], rows.drawn[1, :count]
         inputs = ModelInputs(
-            tokens=arrays["tokens"],
+            tokens=tokens,
             positions=arrays["positions"],
             slots=arrays["slots"],
-            block_tables=self._tables,
+            block_tables=rows.tables[:count],
             row_offsets=offsets,
             logit_rows=offsets[:-1],
             pool=pool,
@@ -167,8 +133,31 @@ class DecodeGraph:
             logits: Any = self._model.forward(inputs, inputs).next_token_logits
             if logits is None:
                 raise ValueError("the model returns no logits")
-            sampling.sample(
-                self._device, logits, arrays["sampling"], self._space, self._tokens, self._errors
-            )
+            sampling.sample(self._device, logits, arrays["sampling"], self._space, tokens, errors)
 
         return self._device.capture(step)
+
+
+class QueuedStep:
+    """A captured step that is queued on the device.
+
+    ``chunks``, ``rows``: what it computes. ``seen``: pinned int32 ``[2, R]``, tokens and errors of
+    all rows once ``event`` is done.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], rows: list[int], seen: Array, event: Event) -> None:
+        self.chunks = chunks
+        self._rows, self._seen, self._event = np.array(rows, np.int64), seen, event
+        self._found: Array | None = None
+
+    def wait(self) -> Array:
+        """Return tokens and errors of the chunks, int32 ``[2, n]``, when the device has them."""
+        if self._found is None:
+            self._event.wait()
+            self._found = self._seen[:, self._rows]
+        return self._found
+
+    def collect(self, failed: dict[bytes, BatonError]) -> list[Sampled]:
+        """Wait for the tokens and return them; rows that failed go to ``failed``."""
+        tokens, errors = self.wait()
+        return collect(self.chunks, tokens, errors, None, set(), failed)

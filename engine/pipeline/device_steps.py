@@ -1,10 +1,10 @@
 """Steps on a GPU: decode steps replay a captured graph, other steps launch kernels one by one.
 
-A graph is captured per bucket of rows. It has separate buffers, which are filled before each
-replay; unused rows of a bucket have no keys and write nothing. A step that needs more than a
-graph's rows can express (a grammar, penalties, log-probabilities, prompt chunks) is launched
-kernel by kernel. Its results are the same except for the split of attention's sums. So is a step
-whose launches the driver refuses to capture.
+A graph is captured per bucket of rows. It is queued without waiting, and so may the next one be:
+its tokens are where the sampler of the first one writes them (:mod:`.device_rows`). A step that
+needs more than a graph's rows can express (a grammar, penalties, log-probabilities, prompt chunks)
+is launched kernel by kernel. Its results are the same except for the split of attention's sums. So
+is a step whose launches the driver refuses to capture.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from ..kernels.cuda.device import CaptureFailed
 from ..loading.model_config import ModelConfig
 from ..models.decoder import Decoder
 from ..scheduling.plan import Chunk, Sampled
-from .decode_graph import DecodeGraph, GraphModel, GraphSizes
-from .device_sampler import DeviceSampler, SampleRows
-from .model import LayerDone, ModelInputs, PipelineModel
+from .decode_graph import DecodeGraph, GraphModel, QueuedStep
+from .device_rows import TURNS, DeviceRows, GraphSizes
+from .device_sampler import DeviceSampler
+from .model import KVManager, LayerDone, ModelInputs, PipelineModel
 
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 """Row counts for which graphs are captured; larger steps are launched kernel by kernel."""
@@ -55,46 +56,88 @@ def check_device(folder: Path, config: ModelConfig, layout: KVLayout) -> None:
 
 
 def make_device_steps(
-    model: PipelineModel, backend: Backend, length: int, layout: KVLayout, blocks: int
+    model: PipelineModel, backend: Backend, length: int, kv: KVManager
 ) -> DeviceSteps:
     """Return the object that computes the steps of a model on a GPU.
 
-    ``length``: longest context served. ``blocks``: of the KV pool. Raises ConfigError for a model
-    that runs on the host alone.
+    ``length``: longest context served. Raises ConfigError for a model that runs on the host alone.
     """
     if not isinstance(backend, CudaBackend) or not isinstance(model, Decoder):
         raise ConfigError(f"{type(model).__name__} models are not supported on {backend.name}")
-    sizes = GraphSizes(layout.blocks_for(length), length, blocks * layout.block_size)
-    return DeviceSteps(model, backend, sizes)
+    layout = kv.layout
+    sizes = GraphSizes(layout.blocks_for(length), length, kv.num_blocks, layout.block_size)
+    return DeviceSteps(model, backend, sizes, kv.pool, BUCKETS)
 
 
 class DeviceSteps:
     """A model on a GPU and its sampler.
 
-    ``sizes``: sizes of a graph's buffers. ``buckets``: ascending; empty = no graphs.
+    ``sizes``: limits of the captured steps. ``pool``: the KV pool. ``buckets``: row counts for
+    which steps are captured, ascending; empty = none.
     """
 
     can_stop = False  # launched kernels cannot be stopped and would still write
+    can_queue = True
 
     def __init__(
         self,
         model: GraphModel,
         backend: CudaBackend,
         sizes: GraphSizes,
-        buckets: Sequence[int] = BUCKETS,
+        pool: Any,
+        buckets: Sequence[int],
     ) -> None:
+        device = backend.device
         self._model = model
         self._backend = backend
         self._sizes = sizes
-        self._buckets = tuple(buckets)
-        self._sampler = DeviceSampler(backend.device, model.vocab_size)
+        self._pool = pool
+        self._sampler = DeviceSampler(device, model.vocab_size)
+        self._rows = DeviceRows(device, sizes, model.vocab_size, buckets)
         self._graphs: dict[int, DecodeGraph | None] = {}  # None: this bucket cannot be captured
+        self._seen = [device.host_buffer(self._rows.drawn.shape, np.int32) for _ in range(TURNS)]
+        self._turns: list[QueuedStep | None] = [None] * TURNS  # the last step of each turn
+        self._turn = 0
         self.replays = 0
+        self.fed = 0
+        """Steps queued before the tokens of the step before were read."""
+
+    def queue(self, chunks: Sequence[Chunk], *, fed: bool) -> QueuedStep | None:
+        """Queue a captured step; None if these chunks need :meth:`run`."""
+        turn = self._turn = (self._turn + 1) % TURNS
+        before = self._turns[turn]
+        try:
+            if before is not None:
+                before.wait()  # its pinned memory is used again
+            return self._queue(chunks, turn, fed=fed)
+        except Exception:
+            # Kernels queued before the error still write to blocks that the caller frees now.
+            self._rows.forget()
+            self._backend.device.synchronize()
+            raise
+
+    def _queue(self, chunks: Sequence[Chunk], turn: int, *, fed: bool) -> QueuedStep | None:
+        rows = self._rows
+        if not rows.place(chunks, turn, fed=fed):
+            return None
+        graph = self._graph(rows.bucket)
+        if graph is None or not graph.fits():
+            return None
+        try:
+            self.replays += graph.launch(self._pool, turn)
+        except CaptureFailed as error:
+            self._graphs[rows.bucket] = None
+            _log.warning("graph.not_captured", rows=rows.bucket, error=str(error))
+        self.fed += fed
+        device, seen = self._backend.device, self._seen[turn]
+        device.read(rows.drawn, seen)
+        step = self._turns[turn] = QueuedStep(chunks, rows.rows, seen, device.record())
+        return step
 
     def run(
         self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
     ) -> list[Sampled]:
-        """Run the rows and sample."""
+        """Launch the rows kernel by kernel and sample."""
         try:
             return self._run(chunks, inputs, failed)
         except Exception:
@@ -107,10 +150,6 @@ class DeviceSteps:
     ) -> list[Sampled]:
         drawn = [chunk for chunk in chunks if chunk.sample is not None]
         asked = self._sampler.rows_of(drawn, failed)
-        if asked.plain and not failed and len(drawn) == len(inputs.tokens) == len(chunks):
-            sampled = self._replayed(chunks, inputs, asked, failed)
-            if sampled is not None:
-                return sampled
         inputs.layer_done = self._marking(inputs.layer_done)
         logits = self._model.execute(inputs).next_token_logits
         if logits is None:
@@ -119,30 +158,6 @@ class DeviceSteps:
             self._backend.device.synchronize()
             return []
         return self._sampler.draw(logits, drawn, asked, failed)
-
-    def _replayed(
-        self,
-        chunks: Sequence[Chunk],
-        inputs: ModelInputs,
-        asked: SampleRows,
-        failed: dict[bytes, BatonError],
-    ) -> list[Sampled] | None:
-        """Run a decode step as a graph; None if no graph holds it."""
-        bucket = next((b for b in self._buckets if b >= len(chunks)), None)
-        graph = None if bucket is None else self._graph(bucket)
-        if bucket is None or graph is None or not graph.fits(inputs):
-            return None
-        try:
-            sampled = graph.run(chunks, inputs, asked, failed)
-        except CaptureFailed as error:
-            self._graphs[bucket] = None
-            _log.warning("graph.not_captured", rows=bucket, error=str(error))
-            return None
-        self.replays += 1
-        if inputs.layer_done is not None:
-            for layer in range(len(inputs.pool)):
-                inputs.layer_done(layer + 1)
-        return sampled
 
     def _marking(self, told: LayerDone | None) -> LayerDone:
         """Record an event before reporting a layer: the layer is queued but computed later."""
@@ -164,6 +179,6 @@ class DeviceSteps:
         """Return the graph of ``bucket`` rows, created on first use; None if it has none."""
         if bucket not in self._graphs:
             self._graphs[bucket] = DecodeGraph(
-                self._model, self._backend, self._sampler, self._sizes, bucket
+                self._model, self._backend, self._sampler, self._rows, self._sizes, bucket
             )
         return self._graphs[bucket]

@@ -16,14 +16,31 @@ from .model import ModelInputs, PipelineModel
 F32 = npt.NDArray[np.float32]
 
 
+class Queued(Protocol):
+    """A step that a device computes while the host goes on."""
+
+    def collect(self, failed: dict[bytes, BatonError]) -> list[Sampled]:
+        """Wait for the sampled tokens; requests without a token go to ``failed``."""
+        ...
+
+
 class StepComputer(Protocol):
     """The part of a pipeline that depends on the model's device.
 
     ``can_stop``: an exception in ``layer_done`` ends the forward pass, and nothing is written
-    after it.
+    after it. ``can_queue``: :meth:`queue` may queue steps.
     """
 
     can_stop: bool
+    can_queue: bool
+
+    def queue(self, chunks: Sequence[Chunk], *, fed: bool) -> Queued | None:
+        """Queue a decode step without waiting for it; None if :meth:`run` must compute it.
+
+        ``fed``: the tokens of the chunks are those that the step queued last draws; it need not be
+        over. At most two steps are queued at a time.
+        """
+        ...
 
     def run(
         self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
@@ -43,9 +60,14 @@ class HostSteps:
     """Runs the model and samples on the host."""
 
     can_stop = True
+    can_queue = False
 
     def __init__(self, model: PipelineModel) -> None:
         self._model = model
+
+    def queue(self, chunks: Sequence[Chunk], *, fed: bool) -> Queued | None:
+        """Return None: the host computes every step at once."""
+        return None
 
     def run(
         self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]

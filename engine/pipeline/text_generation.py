@@ -12,9 +12,10 @@ alone. If the pass itself fails, every request in it fails, because the cause is
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ from ..scheduling.plan import (
 )
 from ..scheduling.step_loop import StepLoop
 from .model import KVManager, LayerDone, ModelInputs, PipelineModel
-from .steps import HostSteps, StepComputer, describe
+from .steps import HostSteps, Queued, StepComputer, describe
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -50,8 +51,29 @@ class _Abandoned(Exception):
     """No request needs the running step any more."""
 
 
+@dataclass(slots=True, eq=False)
+class BegunStep:
+    """A step between :meth:`TextGenerationPipeline.begin` and its result.
+
+    ``result``: None while the device computes. ``queued``: the device's step. ``before``: a step
+    that was not over when this one began; its tokens are the inputs of this one.
+    """
+
+    plan: StepPlan
+    began: float
+    result: StepResult | None = None
+    queued: Queued | None = None
+    layer_done: LayerDone | None = None
+    before: BegunStep | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def drawn(self) -> dict[bytes, int]:
+        """Return the sampled tokens by request, if the step is over."""
+        return {} if self.result is None else {r.request: r.token for r in self.result.sampled}
+
+
 class TextGenerationPipeline:
-    """A text model with its KV memory; for one thread.
+    """A text model with its KV memory; for one thread, but :meth:`finish` may have another one.
 
     ``layer_group``: layers between two reports to ``on_layers``. ``computer``: runs rows and
     samples tokens; by default the model, with the sampler on the host. Use either :meth:`execute`
@@ -73,7 +95,8 @@ class TextGenerationPipeline:
         self.layer_group = layer_group or max(1, -(-len(kv.pool) // 4))
         self._blocks, self._block_size = kv.num_blocks, kv.layout.block_size
         self._last: tuple[Sequence[Chunk], ModelInputs] | None = None  # the previous step
-        self._drawn: dict[bytes, int] = {}  # the tokens of the previous step
+        self._previous: BegunStep | None = None  # the step begun last
+        self._ended = 0.0  # time when a step was over
         self._loop: StepLoop | None = None
         self._keys: dict[RequestID, bytes] = {}
 
@@ -137,30 +160,124 @@ class TextGenerationPipeline:
         ``unwanted()`` is checked before the first layer and, if the computer can stop, after
         each layer. Once it returns True, the step is abandoned and no longer writes to its blocks.
         """
-        began, encoded = time.perf_counter(), self.model.encode_seconds
-        failed: dict[bytes, BatonError] = {}
-        drawn, self._drawn = self._drawn, {}
+        return self.finish(self.begin(plan, on_layers, unwanted))
+
+    @property
+    def can_queue(self) -> bool:
+        """True if :meth:`begin` returns before a decode step is over."""
+        return self._computer.can_queue
+
+    def begin(
+        self,
+        plan: StepPlan,
+        on_layers: OnLayers | None = None,
+        unwanted: Unwanted | None = None,
+    ) -> BegunStep:
+        """Begin a plan as :meth:`execute`; :meth:`finish` returns its result.
+
+        At most two steps are begun and not finished, the second of them planned ahead. Steps are
+        finished in their order.
+        """
+        step = BegunStep(plan, time.perf_counter())
+        previous, self._previous = self._previous, step
+        if unwanted is not None and unwanted():
+            step.result = abandoned_step(plan, 0.0)
+            return step
         try:
-            if unwanted is not None and unwanted():
-                raise _Abandoned
-            chunks, inputs = self._admit(realized(plan, drawn, failed), failed)
-            sampled: list[Sampled] = []
-            if inputs is not None:
-                inputs.layer_done = self._reporter(chunks, on_layers, unwanted)
-                sampled = self._run(chunks, inputs, failed)
+            if previous is not None and previous.result is None and plan.ahead:
+                self._queue(step, plan.chunks, on_layers, previous)
+            if step.queued is None:
+                if previous is not None:
+                    self.finish(previous)
+                self._compute(step, previous, on_layers, unwanted)
         except _Abandoned:
-            return abandoned_step(plan, time.perf_counter() - began)
-        self._drawn = {row.request: row.token for row in sampled}
-        seconds = time.perf_counter() - began
-        encoding = self.model.encode_seconds - encoded
+            step.result = abandoned_step(plan, time.perf_counter() - step.began)
+        except Exception as error:  # whatever the error, the loop must continue
+            step.result = self._failed(step, error)
+        return step
+
+    def finish(self, step: BegunStep) -> StepResult:
+        """Wait for a step and return its result; any thread may call it."""
+        with step.lock:
+            if step.result is None:
+                try:
+                    step.result = self._collected(step)
+                except Exception as error:  # whatever the error, the loop must continue
+                    step.result = self._failed(step, error)
+                step.queued = step.before = step.layer_done = None
+            return step.result
+
+    def _queue(
+        self,
+        step: BegunStep,
+        chunks: Sequence[Chunk],
+        on_layers: OnLayers | None,
+        before: BegunStep | None = None,
+    ) -> None:
+        """Queue a step, if the computer can; with ``before``, whose tokens are its inputs."""
+        step.queued = self._computer.queue(chunks, fed=before is not None)
+        if step.queued is not None:
+            step.before = before
+            step.layer_done = self._reporter(chunks, on_layers, None)
+
+    def _compute(
+        self,
+        step: BegunStep,
+        previous: BegunStep | None,
+        on_layers: OnLayers | None,
+        unwanted: Unwanted | None,
+    ) -> None:
+        """Queue a step whose tokens are known, or compute it."""
+        plan, encoded = step.plan, self.model.encode_seconds
+        failed: dict[bytes, BatonError] = {}
+        drawn = previous.drawn() if previous is not None and plan.ahead else {}
+        chunks = realized(plan, drawn, failed)
+        if chunks and not failed:
+            self._queue(step, chunks, on_layers)
+            if step.queued is not None:
+                return
+        chunks, inputs = self._admit(chunks, failed)
+        sampled: list[Sampled] = []
+        if inputs is not None:
+            inputs.layer_done = self._reporter(chunks, on_layers, unwanted)
+            try:
+                sampled = self._computer.run(chunks, inputs, failed)
+            except _Abandoned:
+                raise
+            except Exception as error:  # of the rows of this pass, which may not be all
+                why = _pass_failed(error)
+                failed.update({c.request: why for c in chunks})
+        step.result = self._over(step, sampled, failed, self.model.encode_seconds - encoded)
+
+    def _collected(self, step: BegunStep) -> StepResult:
+        failed: dict[bytes, BatonError] = {}
+        if step.before is not None:  # a request without a token has no next one
+            failed.update(self.finish(step.before).failed)
+        if step.queued is None:
+            raise InternalError("the step was never queued")
+        sampled = step.queued.collect(failed)
+        if step.layer_done is not None:
+            for layer in range(len(self.pool)):
+                step.layer_done(layer + 1)
+        return self._over(step, sampled, failed)
+
+    def _over(
+        self,
+        step: BegunStep,
+        sampled: Sequence[Sampled],
+        failed: dict[bytes, BatonError],
+        encoding: float = 0.0,
+    ) -> StepResult:
+        """Return the result of a step that is over now. Its time starts after the step before."""
+        now, plan = time.perf_counter(), step.plan
+        seconds, self._ended = now - max(step.began, self._ended), now
         return StepResult(
-            plan.step,
-            tuple(sampled),
-            seconds,
-            plan.num_tokens,
-            failed,
-            encode_seconds=encoding,
+            plan.step, tuple(sampled), seconds, plan.num_tokens, failed, encode_seconds=encoding
         )
+
+    def _failed(self, step: BegunStep, error: Exception) -> StepResult:
+        why = _pass_failed(error)
+        return self._over(step, (), {c.request: why for c in step.plan.chunks})
 
     def trials(self) -> list[Chunk]:
         """Return chunks for the first steps of a worker: a prompt, then two tokens."""
@@ -175,21 +292,6 @@ class TextGenerationPipeline:
     def clear(self, block: int) -> None:
         """Zero a block of the pool; no request may hold it."""
         self._computer.clear(self.pool, block)
-
-    def _run(
-        self,
-        chunks: Sequence[Chunk],
-        inputs: ModelInputs,
-        failed: dict[bytes, BatonError],
-    ) -> list[Sampled]:
-        try:
-            return self._computer.run(chunks, inputs, failed)
-        except _Abandoned:
-            raise
-        except Exception as error:  # whatever the error, the loop must continue
-            why = InternalError(f"forward pass: {describe(error)}")
-            failed.update({c.request: why for c in chunks})
-            return []
 
     def _admit(
         self, chunks: Sequence[Chunk], failed: dict[bytes, BatonError]
@@ -259,6 +361,10 @@ class TextGenerationPipeline:
                     on_layers(request, layer_end)
 
         return layer_done
+
+
+def _pass_failed(error: Exception) -> InternalError:
+    return InternalError(f"forward pass: {describe(error)}")
 
 
 def _go_on(chunks: Sequence[Chunk], before: Sequence[Chunk]) -> bool:

@@ -1,12 +1,12 @@
 """Scheduler and executor in one thread: plan, compute, apply, repeat.
 
-Workers run the same scheduler and the same pipeline on two threads. Prompts are token ids.
+Workers run the same scheduler and the same pipeline on separate threads. Prompts are token ids.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...proto.contexts.text import TextContext
 from ...proto.errors import InputError, InternalError
@@ -34,30 +34,48 @@ class PlanRunner(Protocol):
         """Raise InputError if the model cannot run the context."""
         ...
 
-    def execute(self, plan: StepPlan, on_layers: OnLayers | None = None) -> StepResult:
-        """Run a plan and sample."""
+    @property
+    def can_queue(self) -> bool:
+        """True if :meth:`begin` returns before a decode step is over."""
+        ...
+
+    def begin(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Any:
+        """Begin a plan; a second one may begin before the first is finished."""
+        ...
+
+    def finish(self, step: Any) -> StepResult:
+        """Wait for a step that was begun and return its result."""
         ...
 
 
 class StepLoop:
-    """Continuous batching over one pipeline. ``fingerprint``: the model's, keys block hashes."""
+    """Continuous batching over one pipeline.
+
+    ``fingerprint``: the model's, keys block hashes. ``look_ahead``: begin the next step before the
+    tokens of the running one are known, if the pipeline can. Then contexts hold a placeholder
+    between two steps (:data:`~baton.proto.contexts.tokens.FUTURE_TOKEN`).
+    """
 
     def __init__(
         self,
         pipeline: PlanRunner,
         config: SchedulerConfig | None = None,
         fingerprint: str = "",
+        *,
+        look_ahead: bool = False,
     ) -> None:
         self.pipeline = pipeline
         self.cache = pipeline.kv.new_cache()
         self.scheduler = Scheduler(config or SchedulerConfig(), self.cache)
         self._fingerprint = fingerprint
         self._added = 0
+        self._look_ahead = look_ahead and pipeline.can_queue
+        self._begun: Any = None  # the step that was begun ahead
 
     @property
     def has_work(self) -> bool:
-        """True if a request is unfinished."""
-        return self.scheduler.has_work
+        """True if a request or a step is unfinished."""
+        return self.scheduler.has_work or self.scheduler.steps_out > 0
 
     def add(self, context: TextContext) -> bytes:
         """Queue a request and return its key; its tokens and status appear in ``context``.
@@ -76,15 +94,24 @@ class StepLoop:
         return request
 
     def abort(self, request: bytes) -> None:
-        """Remove a request and free its blocks, if it is still there."""
+        """Remove a request, if it is still there, and free its blocks after its last step."""
         self.scheduler.abort(request)
 
     def step(self, on_layers: OnLayers | None = None) -> list[Event]:
         """Compute one step; without work, do nothing."""
-        plan = self.scheduler.plan(time.monotonic())
-        if plan is not None:
-            result = self.pipeline.execute(plan, on_layers)
-            return self.scheduler.apply(result, time.monotonic())
+        scheduler, pipeline = self.scheduler, self.pipeline
+        step, self._begun = self._begun, None
+        if step is None:
+            plan = scheduler.plan(time.monotonic())
+            if plan is None:
+                return self._idle()
+            step = pipeline.begin(plan, on_layers)
+        ahead = scheduler.plan_ahead() if self._look_ahead else None
+        if ahead is not None:
+            self._begun = pipeline.begin(ahead, on_layers)
+        return scheduler.apply(pipeline.finish(step), time.monotonic())
+
+    def _idle(self) -> list[Event]:
         events = self.scheduler.take_events()
         if not events and self.has_work:
             raise InternalError("requests are waiting but none can run")

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ...proto.errors import CapacityError
 from ..net.loop import Loop, Timer
@@ -27,25 +27,34 @@ class ComputeThread(Generic[Item, Result]):
 
     ``on_done(item, result)`` receives the result, or the exception that the function raised.
     ``progress`` counts finished items; heartbeats report it, so routers can detect a hang.
+    ``finish``: makes the result out of what ``function`` returned, on a second thread, while
+    ``function`` runs with the next item.
     """
 
     def __init__(
         self,
         loop: Loop,
-        function: Callable[[Item], Result],
+        function: Callable[[Item], Any],
         on_done: Callable[[Item, Result | Exception], object],
         *,
         name: str = "compute",
+        finish: Callable[[Any], Result] | None = None,
     ) -> None:
         self._loop = loop
         self._function = function
+        self._finish = finish
         self._on_done = on_done
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[tuple[Item, Any] | None] = queue.SimpleQueue()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True)]
+        if finish is not None:
+            second = threading.Thread(target=self._run_second, name=f"{name}-2", daemon=True)
+            self._threads.append(second)
         self.submitted = 0
         self.progress = 0
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def busy(self) -> bool:
@@ -68,21 +77,35 @@ class ComputeThread(Generic[Item, Result]):
         """
         self._stopping = True
         self._items.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        for thread in self._threads:
+            thread.join(timeout)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None and not self._stopping:
-            result: Result | Exception
             try:
                 result = self._function(item)
             except Exception as error:
                 result = error
-            self.progress += 1
+            if self._finish is None:
+                self._report(item, result)
+            else:
+                self._begun.put((item, result))
+        self._begun.put(None)
+
+    def _run_second(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            item, result = begun
+            if self._finish is not None and not isinstance(result, Exception):
+                try:
+                    result = self._finish(result)
+                except Exception as error:
+                    result = error
             self._report(item, result)
 
     def _report(self, item: Item, result: Result | Exception) -> None:
         # A separate function: locals of _run would keep the last item's arrays alive.
+        self.progress += 1
         self._loop.post(lambda: self._on_done(item, result))
 
 

@@ -35,21 +35,46 @@ class Order:
     """The kernel that fails, by the start of its name."""
     loses: bool = False
     """The device fails with it."""
+    events: int = 0
+    """The event of the first stream, counted from now, at which the device fails."""
     lost: str = ""
+
+    def lose(self) -> None:
+        self.lost = "CUDARuntimeError: cudaErrorIllegalAddress"
+        raise DeviceLost(self.lost)
+
+
+class LostEvent:
+    """A wait that tells of the device's failure."""
+
+    done = False
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+
+    def wait(self) -> None:
+        self._order.lose()
 
 
 class Breaking:
     """A device that fails when it is told to."""
 
-    def __init__(self, device: HostDevice, order: Order) -> None:
-        self._device, self._order = device, order
+    def __init__(self, device: HostDevice, order: Order, first: bool = True) -> None:
+        self._device, self._order, self._first = device, order, first
 
     @property
     def lost(self) -> str:
         return self._order.lost
 
     def another_stream(self) -> Breaking:
-        return Breaking(self._device.another_stream(), self._order)
+        return Breaking(self._device.another_stream(), self._order, first=False)
+
+    def record(self) -> Any:
+        event = self._device.record()
+        if not self._first or not self._order.events:
+            return event
+        self._order.events -= 1
+        return event if self._order.events else LostEvent(self._order)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -57,8 +82,7 @@ class Breaking:
     def launch(self, kernel: Any, *arguments: Any) -> None:
         if self._order.breaks and kernel.name.startswith(self._order.breaks):
             if self._order.loses:
-                self._order.lost = "CUDARuntimeError: cudaErrorIllegalAddress"
-                raise DeviceLost(self._order.lost)
+                self._order.lose()
             raise RuntimeError("this kernel does not compile")
         self._device.launch(kernel, *arguments)
 
@@ -126,7 +150,13 @@ def test_the_first_error_of_the_driver_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("side", "kernel"),
-    [(0, "prefill_attention"), (1, "decode_attention"), (0, "gather"), (1, "scatter")],
+    [
+        (0, "prefill_attention"),
+        (1, "decode_attention"),
+        (0, "gather"),
+        (1, "scatter"),
+        (1, ""),  # a step that runs while the next one is queued
+    ],
 )
 def test_a_worker_ends_with_its_gpu_and_fails_no_request(
     folder: Path, host_device: HostDevice, tmp_path: Path, side: int, kernel: str
@@ -137,6 +167,7 @@ def test_a_worker_ends_with_its_gpu_and_fails_no_request(
     workers = Workers(folder, tmp_path, (devices[0], devices[1]), in_place=False)
     shell = (workers.prefill, workers.decode)[side]
     orders[side].breaks, orders[side].loses = kernel, True
+    orders[side].events = 0 if kernel else 3
     try:
         workers.serve(prompts(4))
         assert shell.exit_code == EXIT_RESTART

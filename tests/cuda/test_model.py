@@ -19,6 +19,7 @@ from baton.engine.kernels.cuda.device import Device
 from baton.engine.llm import LLMEngine
 from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
 from baton.engine.loading.warm_up import warm_up
+from baton.engine.pipeline import device_steps
 from baton.engine.pipeline.device_steps import DeviceSteps
 from baton.engine.scheduling.plan import Chunk, SampleSpec
 from baton.engine.scheduling.step_time import StepTime
@@ -35,8 +36,8 @@ BLOCK, BLOCKS = 8, 48
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 
 
-def load(folder: Path, backend: CudaBackend | None = None) -> Runner:
-    config = RunnerConfig(model=str(folder), backend="numpy", block_size=BLOCK, num_blocks=BLOCKS)
+def load(folder: Path, backend: CudaBackend | None = None, blocks: int = BLOCKS) -> Runner:
+    config = RunnerConfig(model=str(folder), backend="numpy", block_size=BLOCK, num_blocks=blocks)
     return load_runner(config, backend=backend)
 
 
@@ -80,7 +81,7 @@ def logits_of(runner: Runner, chunks: list[Chunk]) -> np.ndarray:
 
 
 def test_captured_steps_give_the_tokens_of_single_launches(
-    folder: Path, device: Device, rng: np.random.Generator
+    folder: Path, device: Device, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [rng.integers(0, SHAPE.vocab, n).tolist() for n in (19, 3, 8)]
     params = [
@@ -90,10 +91,10 @@ def test_captured_steps_give_the_tokens_of_single_launches(
     ]
     outcomes = []
     for buckets in ((), (2, 4)):
+        monkeypatch.setattr(device_steps, "BUCKETS", buckets)
         runner = load(folder, CudaBackend(device))
         steps = runner.pipeline._computer
         assert isinstance(steps, DeviceSteps)
-        steps._buckets = buckets
         contexts = LLMEngine(runner).generate(prompts, params)
         outcomes.append([c.tokens.generated.tolist() for c in contexts])
         assert bool(steps.replays) == bool(buckets)

@@ -11,6 +11,7 @@ import pytest
 from baton.engine.kernels.cuda import sampling
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.llm import LLMEngine
+from baton.engine.pipeline import device_steps
 from baton.engine.pipeline.device_sampler import DeviceSampler, SampleRows
 from baton.engine.scheduling.plan import Chunk, SampleSpec
 from baton.proto.errors import BatonError
@@ -92,4 +93,4 @@ def test_tokens_and_errors_of_a_step_are_one_copy(
     monkeypatch.setattr(host_device, "read", lambda a, out: (copies.append(a.shape), read(a, out)))
     (context,) = LLMEngine(runner).generate([[5, 3, 9]], [GREEDY])
     assert len(context.tokens.generated) == 6
-    assert copies == [(2, 1)] * 5
+    assert copies == [(2, device_steps.BUCKETS[-1])] * 5

@@ -83,13 +83,17 @@ class GraphPlan(RowPlan):
     """Work lists of a captured step: buffers of fixed shape, written before each replay.
 
     ``rows`` sequences of up to ``max_length`` tokens, in a pool of ``pool_tokens``. A window's list
-    is created when a layer needs it during the capture.
+    is created when a layer needs it during the capture. ``turns``: steps that may be queued at
+    once; each writes from separate pinned memory.
     """
 
-    def __init__(self, device: Device, rows: int, max_length: int, pool_tokens: int) -> None:
+    def __init__(
+        self, device: Device, rows: int, max_length: int, pool_tokens: int, turns: int = 1
+    ) -> None:
         super().__init__(device, np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32))
         self._rows, self._max_length, self._pool_tokens = rows, max_length, pool_tokens
-        self._host: dict[tuple[int, int], I32] = {}
+        self._turns, self._turn = turns, 0
+        self._host: dict[tuple[int, int], list[I32]] = {}
         self._lengths = np.zeros(0, np.int32)
 
     def decode(self, kv_heads: int, window: int) -> DecodeWork:
@@ -103,25 +107,31 @@ class GraphPlan(RowPlan):
             likely = 2 * -(-self._pool_tokens // chunk) + self._rows
             items = max(min(longest.items, likely), _pieces(self._lengths, chunk, window))
             shape = DecodeShape(self._rows, items, chunk, window)
-            host = self._host[key] = self._device.host_buffer((shape.rows, 4), np.int32)
-            plan_decode(shape, self._lengths, host)
-            self._decode[key] = DecodeWork(self._device, self._device.upload(host), shape)
+            pinned = self._device.host_buffer
+            host = self._host[key] = [pinned((shape.rows, 4), np.int32) for _ in range(self._turns)]
+            plan_decode(shape, self._lengths, host[self._turn])
+            self._decode[key] = DecodeWork(
+                self._device, self._device.upload(host[self._turn]), shape
+            )
         return self._decode[key]
 
-    def fits(self, positions: I32) -> bool:
-        """True if the lists can hold the work of rows at these positions."""
-        lengths = positions + np.int32(1)
+    def fits(self, lengths: I32) -> bool:
+        """True if the lists can hold the work of rows that see so many positions."""
         if len(lengths) > self._rows or int(lengths.max()) > self._max_length:
             return False
         shapes = (work.shape for work in self._decode.values())
         return all(_pieces(lengths, s.chunk, s.window) <= s.items for s in shapes)
 
-    def write(self, positions: I32) -> None:
-        """Write the lists for rows at these positions; further rows get no keys."""
-        self._lengths = positions + np.int32(1)
+    def write(self, lengths: I32, turn: int = 0) -> None:
+        """Write the lists for rows that see so many positions; further rows get no keys.
+
+        ``turn``: the pinned memory to use.
+        """
+        self._lengths, self._turn = lengths.copy(), turn
         for key, work in self._decode.items():
-            plan_decode(work.shape, self._lengths, self._host[key])
-            self._device.write(work.plan, self._host[key])
+            host = self._host[key][turn]
+            plan_decode(work.shape, self._lengths, host)
+            self._device.write(work.plan, host)
 
 
 def _pieces(lengths: I32, chunk: int, window: int) -> int:

@@ -156,9 +156,9 @@ def test_the_older_form_is_one_dict_per_step(reference):
 def test_the_engine_alone_and_the_workers_run_the_same_pipeline(reference, monkeypatch):
     runner = load()
     ran = []
-    execute = TextGenerationPipeline.execute
+    begin = TextGenerationPipeline.begin
     monkeypatch.setattr(
-        TextGenerationPipeline, "execute", lambda self, *a: ran.append(self) or execute(self, *a)
+        TextGenerationPipeline, "begin", lambda self, *a: ran.append(self) or begin(self, *a)
     )
     LLMEngine(runner).generate([[1, 2, 3]], SamplingParams(temperature=0, max_new_tokens=2))
     assert set(map(id, ran)) == {id(runner.pipeline)}

@@ -1,0 +1,247 @@
+"""How long a GPU would idle between two decode steps, and the host's work that makes it idle.
+
+The device is a model: a captured step takes a given time on it and computes nothing; what is queued
+while it runs follows without a gap. Its clock is the CPU time of this thread, which stands still
+while the thread waits, plus the time that the model says was waited. So other processes of this
+machine do not count. Neither do CuPy's and the driver's calls, some microseconds each: their number
+per step is printed. The host's work is the whole loop of an engine: plan, begin, wait, apply.
+
+    python -m baton.benchmarks.device_idle [--rows 1 64 256] [--step-ms 2 10] [--steps 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..engine.kernels.cuda.backend import CudaBackend
+from ..engine.kernels.cuda.tuning import Tuning
+from ..engine.llm import LLMEngine
+from ..engine.loading.loader import RunnerConfig, load_runner
+from ..engine.scheduling.events import TokenEvent
+from ..engine.scheduling.scheduler import SchedulerConfig
+from ..proto.sampling import SamplingParams
+from .checkpoints import Shape, write_checkpoint
+from .scratch import scratch_folder
+
+BARS_US = {1: 40, 256: 150}
+SHAPE = Shape("one", vocab=128, hidden=128, intermediate=192, layers=1, heads=2, kv_heads=1)
+PROMPT, WARM = 24, 8
+KINDS: dict[str, dict[str, Any]] = {"plain": {}}
+
+
+class Timeline:
+    """When the modelled device is busy, in seconds of its clock."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self.step_seconds = step_seconds
+        self.idle = self.skipped = self._free = 0.0
+        self.steps = self.calls = 0
+
+    def now(self) -> float:
+        """Return the time of the clock."""
+        return time.thread_time() + self.skipped
+
+    def replay(self) -> None:
+        """Queue a step."""
+        now = self.now()
+        if self.steps:
+            self.idle += max(0.0, now - self._free)
+        self._free = max(now, self._free) + self.step_seconds
+        self.steps += 1
+
+    @property
+    def end(self) -> float:
+        """The end of the queued steps."""
+        return self._free
+
+    def wait(self, end: float) -> None:
+        """Let the clock go on to ``end``."""
+        self.skipped += max(0.0, end - self.now())
+
+
+class TimedEvent:
+    """See :class:`~baton.engine.kernels.cuda.device.Event`."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline, self._end = timeline, timeline.end
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has come to it."""
+        return self._timeline.now() >= self._end
+
+    def wait(self) -> None:
+        """Wait for it."""
+        self._timeline.wait(self._end)
+
+
+class TimedGraph:
+    """A captured step."""
+
+    def __init__(self, device: TimedDevice) -> None:
+        self._device = device
+
+    def replay(self) -> None:
+        """Queue it."""
+        self._device.timeline.calls += 1
+        self._device.timeline.replay()
+
+
+class TimedDevice:
+    """A device whose kernels do nothing; see :class:`~baton.engine.kernels.cuda.device.Device`."""
+
+    name = "timed"
+    lost = ""
+    multiprocessors = 132
+    tuning = Tuning()
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+
+    def tuned(self, tuning: Tuning) -> TimedDevice:
+        """Return the same device."""
+        return self
+
+    def another_stream(self) -> TimedDevice:
+        """Return the same device."""
+        return self
+
+    def record(self) -> TimedEvent:
+        """Return the end of the queued steps."""
+        self.timeline.calls += 1
+        return TimedEvent(self.timeline)
+
+    def wait_for(self, event: Any) -> None:
+        """Do nothing."""
+
+    def memory_bytes(self) -> int:
+        """Return a small size."""
+        return 1 << 30
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Any:
+        """Make an array of zeros."""
+        return np.zeros(tuple(shape), dtype)
+
+    zeros = shareable = host_buffer = empty
+
+    def export(self, array: Any) -> tuple[bytes, int]:
+        """Raise OSError."""
+        raise OSError("a model of a device exports nothing")
+
+    def open(self, *_: Any) -> Any:
+        """Raise OSError."""
+        raise OSError("a model of a device maps nothing")
+
+    def upload(self, array: Any) -> Any:
+        """Copy an array."""
+        self.timeline.calls += 1
+        return array.copy()
+
+    def download(self, array: Any) -> Any:
+        """Copy an array after the queued steps."""
+        self.timeline.calls += 1
+        self.timeline.wait(self.timeline.end)
+        return array.copy()
+
+    def write(self, array: Any, values: Any) -> None:
+        """Copy ``values``."""
+        self.timeline.calls += 1
+        array[...] = values
+
+    def read(self, array: Any, out: Any) -> None:
+        """Copy ``array``."""
+        self.timeline.calls += 1
+        out[...] = array
+
+    def capture(self, work: Callable[[], None]) -> TimedGraph:
+        """Run ``work`` once, which takes no time of the device."""
+        work()
+        return TimedGraph(self)
+
+    def launch(self, *_: Any) -> None:
+        """Do nothing."""
+        self.timeline.calls += 1
+
+    def matmul(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+        self.timeline.calls += 1
+
+    def synchronize(self) -> None:
+        """Wait for the queued steps."""
+        self.timeline.wait(self.timeline.end)
+
+
+def measure(
+    folder: Path, rows: int, step_seconds: float, steps: int, fields: dict[str, Any], *, ahead: bool
+) -> tuple[float, float, float]:
+    """Return per step: idle seconds of the device, seconds of the host's work, device calls."""
+    timeline = Timeline(step_seconds)
+    device = TimedDevice(timeline)
+    total = PROMPT + WARM + steps + 8
+    config = RunnerConfig(model=str(folder), num_blocks=rows * -(-total // 16) + 16)
+    runner = load_runner(config, backend=CudaBackend(device))
+    engine = LLMEngine(runner, SchedulerConfig(max_batch=rows), look_ahead=ahead)
+    rng = np.random.default_rng(1)
+    for row in range(rows):
+        params = SamplingParams(
+            temperature=0.8, top_p=0.9, seed=row, ignore_eos=True, max_new_tokens=total - PROMPT,
+            **fields,
+        )  # fmt: skip
+        # Prompts of many lengths, so that full blocks do not come in the same step.
+        prompt = rng.integers(0, SHAPE.vocab, PROMPT - row % 16).tolist()
+        engine.add(engine._context(prompt, params))
+    for _ in range(WARM):
+        tokens = sum(type(event) is TokenEvent for event in engine.step())
+    if tokens != rows:
+        raise SystemExit(f"{tokens} of {rows} requests got a token")
+    timeline.idle, timeline.calls, first = 0.0, 0, timeline.steps
+    began = time.thread_time()
+    for _ in range(steps):
+        engine.step()
+    done = max(1, timeline.steps - first)
+    return timeline.idle / done, (time.thread_time() - began) / steps, timeline.calls / done
+
+
+def main() -> int:
+    """Print the table. The exit code is 0 whether or not a bar is met."""
+    parser = argparse.ArgumentParser(prog="device_idle", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[2.0, 10.0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=3, help="the best of so many is printed")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    given = parser.parse_args()
+    print("idle time of a modelled GPU per decode step; host: CPU time of one step of the engine")
+    print("kind        rows  step    idle, waiting   idle, ahead    bar   host, ahead  calls")
+    with scratch_folder() as place:
+        folder = write_checkpoint(place / "model", SHAPE, "BF16")
+        for kind in given.kinds:
+            for rows in given.rows:
+                for step in given.step_ms:
+                    found = [
+                        [
+                            measure(folder, rows, step / 1e3, given.steps, KINDS[kind], ahead=ahead)
+                            for ahead in (False, True)
+                        ]
+                        for _ in range(given.turns)
+                    ]
+                    waiting = min(turn[0][0] for turn in found)
+                    idle, host, calls = (min(turn[1][i] for turn in found) for i in range(3))
+                    bar = f"{BARS_US[rows]} us" if rows in BARS_US else "-"
+                    print(
+                        f"{kind:11} {rows:4} {step:3g} ms {waiting * 1e6:10.0f} us "
+                        f"{idle * 1e6:10.0f} us {bar:>8} {host * 1e6:9.0f} us {calls:6.1f}",
+                        flush=True,
+                    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
