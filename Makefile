@@ -132,10 +132,10 @@ GPU_READY := $(if $(PYTHON),$(if $(WHEELS),$(GPU_SITE)/.installed),$(VENV)/.inst
 GPU_RUN = PYTHONPATH="$(CURDIR)/src:$(CURDIR)/$(GPU_SITE)$${PYTHONPATH:+:$$PYTHONPATH}" \
 	$(or $(PYTHON),$(BIN)/python) -m
 
-gpu-check: $(GPU_READY)  ## everything on this machine's GPU, in under 10 minutes
+gpu-check: $(GPU_READY)  ## everything on this machine's GPU, at most 9 minutes a call
 	@$(GPU_RUN) baton.benchmarks.gpu.check $(ARGS)
 
-gpu-bench: $(GPU_READY)  ## kernels and a model on this machine's GPU, in under 10 minutes
+gpu-bench: $(GPU_READY)  ## kernels and a model on this machine's GPU, at most 9 minutes a call
 	@$(GPU_RUN) baton.benchmarks.gpu.bench $(ARGS)
 
 gpu-wheels: $(VENV)/.installed  ## into WHEELS=FOLDER, what a GPU machine without a network lacks

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...engine.kernels.cuda.backend import CudaBackend
+from ...engine.kernels.cuda.device import Device
 from .lines import Line
 from .races import (
     Bars,
@@ -39,10 +41,10 @@ def decoding(stage: Stage) -> Iterator[Line]:
     ceiling = copy_bandwidth(stage)
     cases = ((1, 8192), (32, 4096), (64, 2048), (256, 1024))
     for batch, length in ((2, 40), (1, 24)) if stage.tiny else cases:
-        yield _Decoding(stage, batch, length, ceiling).line()
+        yield DecodeBench(stage, batch, length, ceiling).line()
 
 
-class _Decoding:
+class DecodeBench:
     """A batch of sequences of one length; layers that take turns."""
 
     def __init__(self, stage: Stage, batch: int, length: int, ceiling: float) -> None:
@@ -53,6 +55,7 @@ class _Decoding:
         self.layers = stage.size(max(1, -(-ENOUGH // self.nbytes)), 1)
         self.kv = stage.random_bf16((self.layers, *shape))
         self.q = stage.random_bf16((batch, HEADS, DIM))
+        self.output: Any = stage.device.empty((batch, HEADS, DIM), np.uint16)
         order = np.random.default_rng(7).permutation(batch * width)
         self.tables = order.astype(np.int32).reshape(batch, width)
 
@@ -61,24 +64,24 @@ class _Decoding:
         share = 0.85 if self.nbytes >= LARGE else 0.7
         bars = Bars(self.nbytes / self.ceiling, share, ahead=True)
         runners, refused = entered(self._peers())
-        times = race(self.stage, [self._own(), *runners])
+        times = race(self.stage, [self.own(self.stage.device), *runners])
         what = f"decode {self.batch} x {self.length}, {self.nbytes >> 20} MiB of KV"
         return verdict(what, times, bars, refused)
 
-    def _own(self) -> Runner:
-        device, backend = self.stage.device, CudaBackend(self.stage.device)
+    def own(self, device: Device) -> Runner:
+        """Ours on the stage's device or a tuned form of it, into :attr:`output`."""
+        backend = CudaBackend(device)
         offsets = np.arange(self.batch + 1, dtype=np.int32)
         positions = np.full(self.batch, self.length - 1, np.int32)
         plan = backend.plan_attention(offsets, positions)
         tables, rows, at = (device.upload(a) for a in (self.tables, offsets, positions))
-        out = device.empty((self.batch, HEADS, DIM), np.uint16)
 
         def work(layer: int) -> None:
             kv = self.kv[layer]
-            backend.attention(self.q, kv, tables, rows, at, SCALE, 0, out, plan)
+            backend.attention(self.q, kv, tables, rows, at, SCALE, 0, self.output, plan)
 
         works = [partial(work, layer) for layer in range(self.layers)]
-        return own(self.stage, works, max(1, 8 // self.layers))
+        return own(replace(self.stage, device=device), works, max(1, 8 // self.layers))
 
     def _peers(self) -> Peers:
         peers: dict[str, Callable[[], Runner]] = {}

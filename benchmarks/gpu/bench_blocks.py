@@ -24,8 +24,6 @@ from .races import (
 )
 from .stage import Stage
 
-LIMIT_S = 0.56e-3
-
 
 def moving(stage: Stage) -> Iterator[Line]:
     """Gather, scatter, re-slice, copy and sum; conversions."""
@@ -82,9 +80,7 @@ class _Bench:
         elements = layout.element_bytes // layout.how.dtype.itemsize
         floor = (2 * elements + layout.nbytes) / self.ceiling
         whole = layout.encoding == "bf16" and layout.heads == self.pool.shape[3]
-        bars = Bars(
-            floor, 0.85 if layout.how.largest else 0.9, LIMIT_S if whole else 0.0, ahead=whole
-        )
+        bars = Bars(floor, 0.85 if layout.how.largest else 0.9, ahead=whole)
         peers = self._peers(back) if whole and layout.block_size == 16 else {}
         runners, refused = entered(peers)
         return verdict(what, race(stage, [own(stage, [work], 4), *runners]), bars, refused)
@@ -115,7 +111,7 @@ class _Bench:
             layer_count=layers,
         )  # fmt: skip
         floor = 2 * self._nbytes() / self.ceiling
-        return verdict("pool to pool", race(stage, [own(stage, [work], 4)]), Bars(floor, 0.9, 1e-3))
+        return verdict("pool to pool", race(stage, [own(stage, [work], 4)]), Bars(floor, 0.9))
 
     def sum(self) -> Line:
         """The digest alone, which reads and writes nothing."""

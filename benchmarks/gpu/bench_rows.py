@@ -21,6 +21,7 @@ from .races import (
     entered,
     has_torch,
     matrix_rate,
+    node_seconds,
     of_torch,
     own,
     race,
@@ -34,14 +35,14 @@ _NODES = 200
 
 def rows(stage: Stage) -> Iterator[Line]:
     """RMSNorm with residual, SwiGLU, and keys into the cache; in graphs, as in a decode step."""
-    ceiling = copy_bandwidth(stage)
+    ceiling, node = copy_bandwidth(stage), node_seconds(stage)
     device, hidden = stage.device, stage.size(HIDDEN, 64)
     for count in (stage.size(256, 3), stage.size(4096, 5)):
         x, residual = (stage.random_bf16((count, hidden), seed=i) for i in range(2))
         weight, out = stage.random_bf16((hidden,)), device.empty((count, hidden), np.uint16)
         work = partial(elementwise.add_rms_norm, device, x, residual, weight, EPS, out)
         few = count <= 256
-        bars = Bars(4 * x.nbytes / ceiling, 0 if few else 1 / 1.3, 3e-6 if few else 0)
+        bars = Bars(4 * x.nbytes / ceiling, 0 if few else 1 / 1.3, 2 * node if few else 0)
         peers = {"torch": partial(_torch_norm, stage, x, residual, weight, _NODES if few else 8)}
         runners, refused = entered(peers if has_torch() else {})
         times = race(stage, [own(stage, [work], _NODES if few else 8), *runners])
@@ -142,9 +143,14 @@ _PARAMS = {
 
 
 def drawing(stage: Stage) -> Iterator[Line]:
-    """Tokens of float32 logits; the bar of 256 rows is two and a half passes over them."""
+    """Tokens of float32 logits.
+
+    The bar of 256 rows is two and a half passes over them, of one row the time of eight empty nodes
+    of a graph.
+    """
     ceiling, vocab = copy_bandwidth(stage), stage.size(VOCAB, 500)
-    for batch, limit in ((stage.size(256, 3), 76e-6), (1, 12e-6)):
+    passes, nodes = 2.5 * 256 * VOCAB * 4 / ceiling, 8 * node_seconds(stage)
+    for batch, limit in ((stage.size(256, 3), passes), (1, nodes)):
         copies = stage.size(2 if batch > 1 else 256, 1)
         logits = [_logits(stage, batch, vocab, seed) for seed in range(copies)]
         for name, params in _PARAMS.items():

@@ -12,6 +12,10 @@ HELD, MISSED, FAILED, TOLD, SKIPPED = "held", "missed", "FAILED", "", "skipped"
 """Of a line: its bar is held or missed; it is wrong; it has no bar; it could not be tried."""
 
 
+_IDENTITY = ("sources", "gpu", "processor", "packages")
+"""Facts of a machine that results of one report share."""
+
+
 @dataclass(frozen=True)
 class Line:
     """One finding. ``result`` and ``bar`` are for people, ``figures`` for programs."""
@@ -72,19 +76,71 @@ def table(results: Iterable[PartResult]) -> str:
     )
 
 
-def write_report(
-    path: Path, verb: str, machine: dict[str, Any], results: Sequence[PartResult], note: str = ""
-) -> None:
-    """Write the report as JSON. ``note``: a reservation about the figures, or empty."""
-    report: dict[str, Any] = {
-        "verb": verb,
-        "note": note,
-        "machine": machine,
-        "failed": [result.name for result in results if result.failed],
-        "parts": [asdict(result) for result in results],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1, default=float) + "\n")
+def markdown(title: str, machine: dict[str, Any], results: Sequence[PartResult], note: str) -> str:
+    """Return the report as a Markdown page with one table."""
+    facts = [str(machine[key]) for key in ("gpu", "processor", "system") if key in machine]
+    facts.append(f"commit {machine.get('commit') or 'unknown'}")
+    facts += [f"{name} {version}" for name, version in machine.get("packages", {}).items()]
+    lines = [f"# {title}", "", "; ".join(facts) + ".", *(["", f"{note}."] if note else []), ""]
+    rows: list[Sequence[str]] = [("part", "what", "result", "bar", "state"), ("---",) * 5]
+    for result in results:
+        rows += [(result.name, x.what, x.result, x.bar, x.state) for x in result.lines]
+        if result.error:
+            rows.append((result.name, "ended", result.error, "", FAILED))
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Report:
+    """Results of one verb on one machine, gathered over several calls.
+
+    ``note``: a reservation about the figures, or empty.
+    """
+
+    verb: str
+    machine: dict[str, Any]
+    note: str = ""
+    results: dict[str, PartResult] = field(default_factory=dict)
+
+    def read(self, path: Path) -> None:
+        """Take over the results of a report of the same sources, machine and note, if it is one.
+
+        A report that cannot be read is ignored; :meth:`write` replaces it.
+        """
+        try:
+            found = json.loads(path.read_text())
+            kept = [
+                PartResult(p["name"], [Line(**x) for x in p["lines"]], p["seconds"], p["error"])
+                for p in found["parts"]
+            ]
+            same = (found["verb"], found["note"]) == (self.verb, self.note)
+            commits = [m.get("commit", "").rstrip("+") for m in (found["machine"], self.machine)]
+            same = same and commits[0] == commits[1]
+            same = same and all(found["machine"].get(k) == self.machine.get(k) for k in _IDENTITY)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return
+        if same:
+            self.results = {result.name: result for result in kept}
+
+    def write(self, path: Path, order: Sequence[str]) -> None:
+        """Write JSON to ``path`` and a table beside it; ``order``: all parts of the verb."""
+        results = self.ordered(order)
+        report: dict[str, Any] = {
+            "verb": self.verb,
+            "note": self.note,
+            "machine": self.machine,
+            "failed": [result.name for result in results if result.failed],
+            "missing": [name for name in order if name not in self.results],
+            "parts": [asdict(result) for result in results],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1, default=float) + "\n")
+        path.with_suffix(".md").write_text(markdown(self.verb, self.machine, results, self.note))
+
+    def ordered(self, order: Sequence[str]) -> list[PartResult]:
+        """Return the results in the order of the parts."""
+        return [self.results[name] for name in order if name in self.results]
 
 
 def to_json(line: Line) -> str:

@@ -1,7 +1,7 @@
 """Runs the parts of a command, each in a separate process with a time limit.
 
 Invariants: whatever a part does, the others run and its lines are kept; nothing a part started
-outlives it; all of it ends within the budget.
+outlives it; a call ends within its budget, and leaves parts that may not fit for the next.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Part:
 class _Running:
     """A part's process, and its output."""
 
-    def __init__(self, part: Part, stage: str, folder: Path, limit_s: float) -> None:
+    def __init__(self, part: Part, stage: str, folder: Path) -> None:
         self.part = part
         self._out, self._log = folder / f"{part.name}.lines", folder / f"{part.name}.log"
         self._began = time.monotonic()
-        self._until = self._began + limit_s
+        self._until = self._began + part.limit_s
         self._late = False
         command = [sys.executable, "-P", "-m", "baton.benchmarks.gpu.child", part.code]
         command += ["--stage", stage, "--out", str(self._out)]
@@ -76,7 +76,7 @@ class _Running:
         lines = _lines_of(self._out)
         error = ""
         if self._late:
-            error = f"not done after {seconds:.0f} s"
+            error = f"not done after {self.part.limit_s:.0f} s"
         elif self._process.returncode:
             error = f"exit code {self._process.returncode}: {self._last_words()}"
         elif not lines:
@@ -103,8 +103,8 @@ def run_parts(
 ) -> Iterator[PartResult]:
     """Run parts in order, at most ``at_once`` together.
 
-    ``stage``: "module:function" that makes one. Logs and lines go to ``folder``. A part for which
-    nothing of ``budget_s`` is left is not begun.
+    ``stage``: "module:function" that makes one. Logs and lines go to ``folder``. Once a part's
+    limit exceeds what is left of ``budget_s``, no further part is begun; those have no result.
     """
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + budget_s
@@ -112,11 +112,10 @@ def run_parts(
     with _all_ended(running):
         while waiting or running:
             while waiting and _may_start(waiting[0], [r.part for r in running], at_once):
-                part, left = waiting.pop(0), until - time.monotonic()
-                if left < 1:
-                    yield PartResult(part.name, error=f"not begun: {budget_s:.0f} s were over")
-                    continue
-                running.append(_Running(part, stage, folder, min(part.limit_s, left)))
+                if waiting[0].limit_s > until - time.monotonic():
+                    waiting.clear()
+                    break
+                running.append(_Running(waiting.pop(0), stage, folder))
             done = [r for r in running if r.poll()]
             for each in done:
                 running.remove(each)

@@ -175,6 +175,16 @@ def matrix_rate(stage: Stage) -> float:
     return 2 * size**3 / race(stage, [own(stage, [work], 2)], 10)["ours"].median
 
 
+def node_seconds(stage: Stage) -> float:
+    """Seconds of a node of a graph that does next to nothing: the floor of small kernels."""
+    from ...engine.kernels.cuda.elementwise import silu_mul
+
+    device = stage.device
+    gate_up, out = device.zeros((1, 16), "uint16"), device.zeros((1, 8), "uint16")
+    work = partial(silu_mul, device, gate_up, out)
+    return race(stage, [own(stage, [work], 500)])["ours"].median
+
+
 def copy_bandwidth(stage: Stage) -> float:
     """Bytes per second of a large copy, read and written: the ceiling of what moves bytes."""
     import numpy as np

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from baton.benchmarks.gpu import bench, check
+from baton.benchmarks.gpu import bench, check, verb
 from baton.benchmarks.gpu.lines import HELD
+from baton.engine.kernels.cuda.tuning import read_table, table_path
 
 
 def run(
@@ -53,6 +54,23 @@ def test_the_benchmarks_run_without_a_gpu(tmp_path: Path, environment: dict[str,
     names = [part.name for part in bench.PARTS]
     found = run("bench", names, tmp_path, environment, "host_stage:on_host")
     assert_complete(*found, names)
+
+
+def test_a_sweep_writes_the_card_s_entry(tmp_path: Path, with_cupy: dict[str, str]) -> None:
+    _, report = run("bench", ["sweep"], tmp_path, with_cupy, "gpu_stage:small")
+    (part,) = report["parts"]
+    entry = json.loads(part["lines"][-1]["result"])
+    assert (entry["name"], entry["capability"]) == ("Host memory", "80")
+    same = [line for line in part["lines"] if line["what"].endswith("same results")]
+    assert len(same) == 2 and all(line["state"] == HELD for line in same)
+    assert not read_table(table_path()).cards  # the installed table is only for real cards
+
+
+def test_parts_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu-bench", "--list"])
+    assert verb.run_verb("gpu-bench", bench.PARTS, "") == 0
+    text = capsys.readouterr().out
+    assert all(f"{part.name} " in text for part in bench.PARTS)
 
 
 def test_without_a_gpu_there_is_one_sentence_and_a_code(tmp_path: Path) -> None:

@@ -93,8 +93,8 @@ class RawKernel:
 
     local_size_bytes = 0
 
-    def __init__(self, source: str, name: str) -> None:
-        self.source, self.name = source, name
+    def __init__(self, source: str, name: str, defines: tuple[str, ...] = ()) -> None:
+        self.source, self.name, self._defines = source, name, defines
         self.max_dynamic_shared_size_bytes = 48 * 1024
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, *, shared_mem: int = 0) -> None:
@@ -108,7 +108,7 @@ class RawKernel:
 
         def run() -> None:
             cuda.check_alive(self.name)
-            cuda.host().launch(self._kernel, grid, block, kept, shared_mem)
+            cuda.host(self._defines).launch(self._kernel, grid, block, kept, shared_mem)
 
         cuda.do(run)
 
@@ -134,15 +134,16 @@ class RawModule:
     def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
         assert isinstance(code, str) and all(isinstance(option, str) for option in options)
         self.source = code.split('"')[1]
+        self._defines = tuple(option[2:] for option in options if option.startswith("-D"))
 
     def compile(self, log_stream: Any = None) -> None:
-        cuda.host()._library(self.source)
+        cuda.host(self._defines)._library(self.source)
 
     def get_function(self, name: str) -> RawKernel:
         if os.environ.get("BATON_FAKE_NO_NVRTC"):
             raise RuntimeError("CuPy failed to load libnvrtc.so.13: OSError: cannot open\n\nHint")
         if self.source == "proof.cu":
             return RawKernel(self.source, name)
-        if name not in cuda.host()._library(self.source).kernels:
+        if name not in cuda.host(self._defines)._library(self.source).kernels:
             raise cuda.driver_error(f"named symbol not found: {name}")
-        return RawKernel(self.source, name)
+        return RawKernel(self.source, name, self._defines)

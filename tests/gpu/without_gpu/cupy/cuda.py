@@ -18,7 +18,7 @@ _TOTAL = 1 << 30
 _live: dict[int, Memory] = {}
 _opened: dict[int, mmap.mmap] = {}
 _here = threading.local()
-_host: Any = None
+_hosts: dict[tuple[str, ...], Any] = {}
 _host_lock = threading.Lock()
 
 
@@ -56,15 +56,14 @@ def is_available() -> bool:
     return True
 
 
-def host() -> Any:
-    """The device that executes kernels in this process."""
-    global _host
+def host(defines: tuple[str, ...] = ()) -> Any:
+    """The device that executes kernels built with these macros in this process."""
     with _host_lock:
-        if _host is None:
+        if defines not in _hosts:
             from cuda_host_device import HostDevice
 
-            _host = HostDevice(Path(os.environ["BATON_HOST_BUILDS"]))
-    return _host
+            _hosts[defines] = HostDevice(Path(os.environ["BATON_HOST_BUILDS"]), defines)
+    return _hosts[defines]
 
 
 # -------------------------------------------------------------------- memory
