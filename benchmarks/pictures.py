@@ -3,7 +3,8 @@
 The transformer has 88M parameters (hidden 512, 8 heads, 4 double and 12 single blocks) and computes
 256 text and 1024 image tokens: a picture of 512x512 pixels. The VAE has the widths of Flux's own,
 divided by 2. The peer writes both with random weights, and both sides read them. CPU seconds, best
-of several rounds taken in turn; the results of both sides are compared.
+of several rounds taken in turn; the results of both sides are compared. The first preview is the
+engine's alone: a step, and the preview that it predicts.
 
 ``python -m baton.benchmarks.pictures --peer-python PATH``; PATH has torch and diffusers.
 """
@@ -22,10 +23,18 @@ import msgspec
 import numpy as np
 
 from ..engine.kernels import load_backend
-from ..engine.loading.safetensors import TensorStore
-from ..engine.pictures.flux import FluxInputs, FluxTransformer
-from ..engine.pictures.folder import FluxConfig, ModelPart, VaeConfig
-from ..engine.pictures.vae import VaeDecoder
+from ..engine.pictures.flux import FluxInputs
+from ..engine.pictures.folder import (
+    ClipConfig,
+    FluxConfig,
+    PictureFolder,
+    SchedulerConfig,
+    T5Config,
+    VaeConfig,
+)
+from ..engine.pictures.pipeline import Denoiser
+from ..proto.contexts.pixels import PixelContext, encode_png
+from ..proto.contexts.tokens import TokenBuffer
 from ..runtime.process.os_settings import limit_blas_threads
 from .scratch import scratch_folder
 
@@ -54,6 +63,7 @@ VAE: dict[str, Any] = {
 }
 TEXT, SIDE, DECODED_SIDE = 256, 32, 32
 MEASURES = ("step", "decode")
+SCALE = 2 * 2 ** (len(VAE["block_out_channels"]) - 1)
 
 
 def write_inputs(folder: Path) -> dict[str, np.ndarray]:
@@ -80,14 +90,13 @@ class Engine:
 
     def __init__(self, folder: Path, arrays: dict[str, np.ndarray]) -> None:
         backend = load_backend()
-        stem = "diffusion_pytorch_model"
-        parts = {
-            name: ModelPart(folder / name, name, TensorStore.open(folder / name, stem))
-            for name in ("transformer", "vae")
-        }
-        config = msgspec.convert(FLUX, FluxConfig)
-        self._flux = FluxTransformer(parts["transformer"], config, backend)
-        self._vae = VaeDecoder(parts["vae"], msgspec.convert(VAE, VaeConfig), backend)
+        flux, vae = msgspec.convert(FLUX, FluxConfig), msgspec.convert(VAE, VaeConfig)
+        texts = ClipConfig(), T5Config()
+        self._denoiser = Denoiser(
+            PictureFolder(folder, *texts, flux, vae, SchedulerConfig()), backend
+        )
+        self._flux, self._vae = self._denoiser.flux, self._denoiser.vae
+        self._state = {"prompt": arrays["prompts"][0], "pooled": arrays["pooled"][0]}
         self._small = arrays["small"]
         self._inputs = FluxInputs(
             latents=arrays["latents"],
@@ -107,6 +116,18 @@ class Engine:
         else:
             result = self._vae.decode(self._small)
         return time.process_time() - began, result
+
+    def first_preview(self) -> float:
+        """CPU seconds from the encoded prompt to the first preview, after one step."""
+        tokens = TokenBuffer(np.zeros(1, np.int64))
+        context = PixelContext(
+            tokens=tokens, height=SIDE * SCALE, width=SIDE * SCALE, num_inference_steps=4
+        )
+        began = time.process_time()
+        drawing = self._denoiser.start(context, self._state)
+        self._denoiser.step([drawing])
+        encode_png(self._denoiser.preview(drawing))
+        return time.process_time() - began
 
 
 class Peer:
@@ -163,6 +184,8 @@ def measure(python: str, folder: Path, dtype: str, rounds: int) -> None:
                 f"{theirs / ours:>8.2f}x  largest difference {apart:.1e}",
                 flush=True,
             )
+        preview = min(engine.first_preview() for _ in range(rounds))
+        print(f"{dtype:10}{'preview':8}{preview * 1e3:>12.0f}", flush=True)
     finally:
         peer.close()
 

@@ -40,6 +40,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--seed", type=whole, metavar="N", help="the same seed draws the same picture [random]"
     )
     parser.add_argument(
+        "--previews", type=whole, metavar="N",
+        help="also write N previews while the steps run, as NAME.preview-1.png and so on, 1 to 16",
+    )  # fmt: skip
+    parser.add_argument(
         "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
     )
     parser.set_defaults(run=run)
@@ -51,6 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not text.strip():
         raise ConfigError("the text is empty; give TEXT or pipe text to standard input")
     _check_output(arguments.output)
+    if arguments.previews and arguments.output == "-":
+        raise ConfigError("--previews needs a file: with -o - only the picture is written")
+    previews = Previews(Path(arguments.output)) if arguments.previews else None
     began = time.monotonic()
     with connect(arguments) as client:
         picture = client.image(
@@ -63,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
             true_cfg=arguments.true_cfg,
             seed=arguments.seed,
             deadline=arguments.deadline,
+            previews=arguments.previews,
+            on_preview=previews,
             on_progress=_show if sys.stderr.isatty() else None,
         )
     _write(arguments.output, picture)
@@ -70,6 +79,22 @@ def run(arguments: argparse.Namespace) -> int:
         size, took = f"{picture.width} x {picture.height}", time.monotonic() - began
         print(f"{arguments.output}: {size}, seed {picture.seed}, {took:.1f} s")
     return 0
+
+
+class Previews:
+    """Writes previews beside the picture's file."""
+
+    def __init__(self, output: Path) -> None:
+        self._output, self._count = output, 0
+
+    def __call__(self, png: bytes, done: int, total: int) -> None:
+        """Write the next preview. Raises ConfigError if that fails."""
+        self._count += 1
+        path = self._output.with_suffix(f".preview-{self._count}.png")
+        try:
+            path.write_bytes(png)
+        except OSError as problem:
+            raise ConfigError(f"cannot write {path}: {problem.strerror}") from None
 
 
 def _show(done: int, total: int) -> None:

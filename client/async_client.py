@@ -47,7 +47,7 @@ from .options import (
     query_timeout,
     status_query,
 )
-from .pictures import OnProgress, Picture, PictureJob, PictureOptions
+from .pictures import OnPreview, OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result
 from .speech import I16, samples_of, speech_context
 from .window import Window
@@ -235,11 +235,12 @@ class AsyncClient(Calls["AsyncGeneration"]):
         prompt: str,
         *,
         on_progress: OnProgress | None = None,
+        on_preview: OnPreview | None = None,
         **options: Unpack[PictureOptions],
     ) -> Picture:
         """Like :meth:`baton.client.Client.image`. Cancelling the task cancels the request."""
         model = await self._model()
-        job = await asyncio.to_thread(PictureJob, model, prompt, options, on_progress)
+        job = await asyncio.to_thread(PictureJob, model, prompt, options, on_progress, on_preview)
         return await self._draw(job)
 
     async def _draw(self, job: PictureJob) -> Picture:

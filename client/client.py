@@ -46,7 +46,7 @@ from .options import (
     status_query,
 )
 from .output import Output
-from .pictures import OnProgress, Picture, PictureJob, PictureOptions
+from .pictures import OnPreview, OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result, collected
 from .speech import I16, samples_of, speech_context
 from .window import Sink, Window
@@ -305,15 +305,17 @@ class Client(Calls["Generation"]):
         prompt: str,
         *,
         on_progress: OnProgress | None = None,
+        on_preview: OnPreview | None = None,
         **options: Unpack[PictureOptions],
     ) -> Picture:
         """Return a picture of a prompt.
 
         ``on_progress(done, total)``: called in this thread after each step; an error of it cancels
-        the request. ``options``: see :class:`PictureOptions`. Raises TaskMismatch if the model
-        draws no pictures, InputError for a wrong argument, before anything is sent.
+        the request. ``on_preview(png, done, total)``: likewise, after some of the steps, with a PNG
+        file of at most 65,536 pixels. ``options``: see :class:`PictureOptions`. Raises TaskMismatch
+        if the model draws no pictures, InputError for a wrong argument, before anything is sent.
         """
-        job = PictureJob(self._model(), prompt, options, on_progress)
+        job = PictureJob(self._model(), prompt, options, on_progress, on_preview)
         news: queue.SimpleQueue[NewTokens | Ended] = queue.SimpleQueue()
         sink: Sink = news.put
         self._start_all([job.spec], sink)

@@ -114,7 +114,8 @@ class Send(msgspec.Struct, frozen=True):
 class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """The next tokens of a request, each once and in order.
 
-    ``position``: of the first token. ``media``: result that is complete with the last one.
+    ``position``: of the first token. ``media``: result that is complete with the last one, such as
+    samples of speech, or the preview of a picture.
     """
 
     request_id: str

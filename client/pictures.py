@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ..proto.contexts.pixels import decode_png, png_size
 from ..proto.errors import InputError, InternalError, TaskMismatch
-from ..proto.limits import MAX_GUIDANCE, MAX_PICTURE_SIDE, MAX_PICTURE_STEPS
+from ..proto.limits import MAX_GUIDANCE, MAX_PICTURE_SIDE, MAX_PICTURE_STEPS, MAX_PREVIEWS
 from ..proto.picture_requests import PICTURE_MULTIPLE, check_picture
 from ..proto.requests import check_wire_context
 from ..proto.sampling import MAX_SEED
@@ -31,6 +31,10 @@ from .options import RequestOptions, check_options
 
 OnProgress = Callable[[int, int], object]
 """``on_progress(done, total)`` steps; first 0 done, when the prompt is encoded."""
+OnPreview = Callable[[bytes, int, int], object]
+"""``on_preview(png, done, total)``: the picture as the steps so far predict it."""
+PREVIEWS = 3
+"""Previews of a call with ``on_preview``, if no other number is chosen."""
 TRUE_CFG = 4.0
 """Default of ``true_cfg`` with a negative prompt."""
 SIDE = 1024
@@ -53,7 +57,7 @@ class PictureOptions(RequestOptions, total=False):
     a model with guidance like Flux dev, 4 for one without like Flux schnell). ``guidance``: how
     closely the picture follows the prompt (3.5), only for a model with guidance. ``true_cfg``: how
     far it keeps away from the negative prompt, above 1 (4). ``seed``: the same seed gives the same
-    picture (random).
+    picture (random). ``previews``: how many previews ``on_preview`` gets, 0 to 16 (3).
     """
 
     negative_prompt: str | None
@@ -63,6 +67,7 @@ class PictureOptions(RequestOptions, total=False):
     guidance: float | None
     true_cfg: float | None
     seed: int | None
+    previews: int | None
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -110,16 +115,22 @@ class PictureJob:
         prompt: str,
         settings: Mapping[str, Any],
         on_progress: OnProgress | None = None,
+        on_preview: OnPreview | None = None,
     ) -> None:
         if not model.draws:
             raise TaskMismatch(f"{model.card.name!r} draws no pictures; image needs a Flux model")
-        if on_progress is not None and not callable(on_progress):
-            raise InputError(f"on_progress must be a function, not {shown(on_progress)}")
+        for name, given in (("on_progress", on_progress), ("on_preview", on_preview)):
+            if given is not None and not callable(given):
+                raise InputError(f"{name} must be a function, not {shown(given)}")
         options, own = _checked(settings)
         texts = [_prompt("prompt", prompt)]
         negative = own.get("negative_prompt")
         texts += [] if negative is None else [negative]
         _check_pair(model, own)
+        if on_preview is not None:
+            own.setdefault("previews", PREVIEWS)
+        elif own.get("previews"):
+            raise InputError("previews needs on_preview, a function that gets them")
         prompts = [model.pictures.tokenizer.encode(one) for one in texts]
         wire = _wire_of(model, prompts, own)
         target, salt = options.get("target_endpoint"), options.get("cache_salt", "")
@@ -128,16 +139,20 @@ class PictureJob:
         self.spec: RequestSpec = make_spec(wire, options, options.get("request_id"))
         self._wire = wire
         self._prompt_tokens = sum(one.length for one in prompts)
-        self._on_progress = on_progress
+        self._on_progress, self._on_preview = on_progress, on_preview
         self.picture: Picture | None = None
 
     def take(self, news: NewTokens | Ended) -> None:
         """Report progress, or store the picture. Raises the error of a failed request."""
         if isinstance(news, Ended):
             self._end(news)
-        elif self._on_progress is not None:
-            done = news.position + len(news.tokens) - 1 - len(self._wire.tokens)
-            self._on_progress(done, self._wire.num_inference_steps)
+            return
+        done = news.position + len(news.tokens) - 1 - len(self._wire.tokens)
+        total = self._wire.num_inference_steps
+        if self._on_progress is not None:
+            self._on_progress(done, total)
+        if self._on_preview is not None and news.media is not None:
+            self._on_preview(bytes(news.media), done, total)
 
     def _end(self, ended: Ended) -> None:
         if ended.error is not None:
@@ -184,6 +199,7 @@ _CHECKS: dict[str, Check] = {
     "guidance": real(0, MAX_GUIDANCE, f"a number, 0 to {MAX_GUIDANCE:g}"),
     "true_cfg": real(0, MAX_GUIDANCE, f"a number, 0 to {MAX_GUIDANCE:g}"),
     "seed": whole(0, MAX_SEED, "a whole number, 0 to 2**64 - 1"),
+    "previews": whole(0, MAX_PREVIEWS, f"a whole number, 0 to {MAX_PREVIEWS}"),
 }
 
 
@@ -217,11 +233,14 @@ def _wire_of(
     """Return the request. ``prompts``: the prompt, then the negative prompt, if there is one."""
     defaults = model.pictures.defaults
     seed = own.get("seed", secrets.randbits(_SEED_BITS))
+    named = {"seed": np.array([seed], np.uint64)}
+    if own.get("previews"):
+        named["previews"] = np.array([own["previews"]], np.uint64)
     wire = WirePixelContext(
         tokens=WireTokens(prompts[0].clip),
         tokens_2=WireTokens(prompts[0].t5),
         model_name=model.card.name,
-        extra_params={"seed": np.array([seed], np.uint64)},
+        extra_params=named,
         width=own.get("width", SIDE),
         height=own.get("height", SIDE),
         num_inference_steps=own.get("steps", defaults.steps),

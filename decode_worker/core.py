@@ -306,18 +306,22 @@ class DecodeCore(WorkerCore):
                 logprobs = None if event.logprobs is None else [event.logprobs]
                 job.logprobs.extend(logprobs or ())
                 request, attempt = job.key
-                position = event.position - job.shift
-                run = TokenRun(request, attempt, position, [event.token], logprobs)
+                position, preview = event.position - job.shift, event.preview
+                if preview is not None:
+                    job.previews[position] = preview
+                run = TokenRun(request, attempt, position, [event.token], logprobs, preview)
                 runs[job.router].append(run)
             elif type(event) is Finished:
                 ends += self._end(job, now, status=event.status, media=event.result)
             elif type(event) is Failed:
                 ends += self._end(job, now, code=event.code, message=event.message)
-        tokens: list[Action] = [ToRouter(r, Tokens(runs=list_)) for r, list_ in runs.items()]
+        tokens: list[Action] = [
+            ToRouter(router, message) for router in runs for message in messages_of(runs[router])
+        ]
         return tokens + ends
 
     def _end(self, job: Job, now: float, **ending: Unpack[Ending]) -> list[Action]:
-        first, media = job.base, None
+        first, media = job.base, job.previews
         if job.voice is None:
             tokens = job.known_tokens(first)
         else:

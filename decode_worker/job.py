@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Unpack
 
 from ..engine.cache.paged_cache import Allocation
@@ -48,6 +48,7 @@ class Job:
     logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
     grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
     voice: Voice | None = None  # of a request for speech
+    previews: dict[int, bytes] = field(default_factory=dict)  # of a picture, by their position
 
     @property
     def name(self) -> bytes:
@@ -79,7 +80,8 @@ class Job:
             self.voice.seek(position)
             return [TokenRun(*self.key, self.voice.sent, [])]
         position = max(position, self.base)
-        return runs_again(self.key, position, self.known_tokens(position), self.logprobs)
+        tokens = self.known_tokens(position)
+        return runs_again(self.key, position, tokens, self.logprobs, self.previews)
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""

@@ -1,7 +1,8 @@
 """``POST /v1/images/generations``: pictures of a prompt, in the shape of OpenAI's API.
 
 Each picture is a separate request in the cluster. If one fails, or if the HTTP client closes its
-connection, all of them are cancelled.
+connection, all of them are cancelled. With ``stream`` there is one picture, whose previews are
+events.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import base64
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -21,12 +22,13 @@ from starlette.responses import Response
 
 from ..client.pictures import SIDE, Picture, PictureOptions
 from ..proto.errors import InputError
+from ..proto.limits import MAX_PREVIEWS
 from ..proto.picture_requests import PICTURE_MULTIPLE
 from ..proto.sampling import MAX_SEED
 from .bodies import Body, BodyReader, Refused
 from .errors import ParameterError, RouteNotFound
 from .served import Served, name_of, origin_of, read_body
-from .streams import unless_gone
+from .streams import EventStream, unless_gone
 
 MAX_PICTURES = 10
 MAX_ANSWER_PIXELS = 16 << 20
@@ -45,6 +47,8 @@ class ImagesBody(Body, kw_only=True):
     guidance_scale: float | None = None
     negative_prompt: str | None = None
     true_cfg_scale: float | None = None
+    stream: bool | None = None
+    partial_images: Annotated[int, Meta(ge=0, le=MAX_PREVIEWS)] | None = None
 
     # Accepted with their neutral values only; see IMAGES_REFUSED.
     response_format: Any = None
@@ -54,8 +58,6 @@ class ImagesBody(Body, kw_only=True):
     style: Any = None
     background: Any = None
     moderation: Any = None
-    stream: Any = None
-    partial_images: Any = None
 
 
 IMAGES_REFUSED: Refused = {
@@ -66,8 +68,6 @@ IMAGES_REFUSED: Refused = {
     "style": ((), "describe it in the prompt"),
     "background": (("auto", "opaque"), "pictures are opaque"),
     "moderation": (("auto", "low"), "nothing is moderated"),
-    "stream": ((False,), "a picture is sent when it is finished"),
-    "partial_images": ((0,), "a picture is sent when it is finished"),
 }
 _reader = BodyReader(ImagesBody, IMAGES_REFUSED)
 _NAMES = {
@@ -80,7 +80,7 @@ _NAMES = {
 """Fields of the body by the first word of the client's error, if the two differ."""
 
 
-async def images(request: Request) -> Response:
+async def images(request: Request) -> Response | EventStream:
     """``POST /v1/images/generations``. Raises RouteNotFound if the model draws no pictures."""
     served = Served.of(request)
     model = await served.model()
@@ -89,6 +89,8 @@ async def images(request: Request) -> Response:
     body = _reader.read(await read_body(request))
     await served.model(body.model)
     options = _options_of(body, request)
+    if body.stream:
+        return await EventStream.begin(request.receive, _events(served, body, options, request))
     pictures = await unless_gone(request.receive, _draw(served, body, options, request))
     content = await asyncio.to_thread(_content_of, pictures)
     return Response(content, media_type="application/json")
@@ -103,6 +105,10 @@ def _options_of(body: ImagesBody, request: Request) -> PictureOptions:
             f"at most {MAX_ANSWER_PIXELS} are allowed in one answer",
             "n",
         )
+    if body.stream and count > 1:
+        raise ParameterError(f"n must be 1 with stream, not {count}", "n")
+    if body.partial_images and not body.stream:
+        raise ParameterError("partial_images needs stream", "partial_images")
     origin = origin_of(request)
     options = PictureOptions(
         width=width,
@@ -156,6 +162,50 @@ async def _draw(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _events(
+    served: Served, body: ImagesBody, options: PictureOptions, request: Request
+) -> AsyncGenerator[bytes, None]:
+    """Yield the previews, then the picture. Closing the iterator cancels the request."""
+    seed = secrets.randbits(32) if body.seed is None else body.seed
+    _check_seed(seed)
+    own = options.copy()
+    own["seed"], own["request_id"] = seed, name_of("img", request)
+    arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+    if body.partial_images:
+        own["previews"] = body.partial_images
+    on_preview = (lambda png, *_: arrived.put_nowait(png)) if body.partial_images else None
+    task = asyncio.ensure_future(served.client.image(body.prompt, on_preview=on_preview, **own))
+    task.add_done_callback(lambda _: arrived.put_nowait(None))
+    size, count = f"{own['width']}x{own['height']}", 0
+    try:
+        while (png := await arrived.get()) is not None:
+            yield _event("partial_image", png, size, {"partial_image_index": count})
+            count += 1
+        picture = await task
+        usage = _usage_of([picture])
+        yield _event("completed", picture.png, size, {"seed": picture.seed, "usage": usage})
+    except InputError as error:
+        raise _named(error) from None
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _event(kind: str, png: bytes, size: str, more: dict[str, Any]) -> bytes:
+    name = f"image_generation.{kind}"
+    content = {
+        "type": name,
+        "b64_json": base64.b64encode(png).decode(),
+        "created_at": int(time.time()),
+        "size": size,
+        "quality": "auto",
+        "background": "opaque",
+        "output_format": "png",
+        **more,
+    }
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+
+
 def _check_seed(seed: int) -> None:
     if not 0 <= seed <= MAX_SEED:
         raise ParameterError(f"seed must be 0 to 2**64 - 1, not {str(seed)[:40]}", "seed")
@@ -173,8 +223,6 @@ def _named(error: InputError) -> InputError:
 def _content_of(pictures: Sequence[Picture]) -> bytes:
     """Return the body of the answer, which takes a while: pictures have megabytes."""
     first = pictures[0]
-    inputs = first.prompt_tokens
-    outputs = sum(one.tokens for one in pictures)
     return msgspec.json.encode(
         {
             "created": int(time.time()),
@@ -185,11 +233,17 @@ def _content_of(pictures: Sequence[Picture]) -> bytes:
             "background": "opaque",
             "output_format": "png",
             "size": f"{first.width}x{first.height}",
-            "usage": {
-                "input_tokens": inputs,
-                "input_tokens_details": {"text_tokens": inputs, "image_tokens": 0},
-                "output_tokens": outputs,
-                "total_tokens": inputs + outputs,
-            },
+            "usage": _usage_of(pictures),
         }
     )
+
+
+def _usage_of(pictures: Sequence[Picture]) -> dict[str, Any]:
+    inputs = pictures[0].prompt_tokens
+    outputs = sum(one.tokens for one in pictures)
+    return {
+        "input_tokens": inputs,
+        "input_tokens_details": {"text_tokens": inputs, "image_tokens": 0},
+        "output_tokens": outputs,
+        "total_tokens": inputs + outputs,
+    }

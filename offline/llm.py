@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..client import Client, Picture, PictureOptions, RequestOptions, Result
 from ..client.calls import Each, Whole
 from ..client.model import Messages, Prompt, Prompts, Sampling, TokensOrText
-from ..client.pictures import OnProgress
+from ..client.pictures import OnPreview, OnProgress
 from ..client.speech import I16
 from ..proto.errors import ConfigError
 from ..text.tokenizer import Tokenizer
@@ -141,10 +141,11 @@ class LLM:
         prompt: str,
         *,
         on_progress: OnProgress | None = None,
+        on_preview: OnPreview | None = None,
         **options: Unpack[PictureOptions],
     ) -> Picture:
         """Return a picture of a prompt, as :meth:`baton.client.Client.image`."""
-        return self.client.image(prompt, on_progress=on_progress, **options)
+        return self.client.image(prompt, on_progress=on_progress, on_preview=on_preview, **options)
 
     def speak(
         self,

@@ -55,6 +55,10 @@ MAX_PICTURE_PIXELS = 4 << 20
 MAX_PICTURE_STEPS = 250
 MAX_PICTURE_PROMPT_TOKENS = 1024
 """Maximum tokens of each prompt for a picture."""
+MAX_PREVIEWS = 16
+"""Maximum previews of a picture."""
+MAX_PREVIEW_PIXELS = 256 * 256
+"""Most pixels of a preview: smaller than the picture if that has more."""
 MAX_GUIDANCE = 1000.0
 MAX_CHUNK_BYTES = 1 << 20
 """Largest media of one token run."""

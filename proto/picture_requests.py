@@ -30,6 +30,7 @@ from .limits import (
     MAX_PICTURE_PROMPT_TOKENS,
     MAX_PICTURE_SIDE,
     MAX_PICTURE_STEPS,
+    MAX_PREVIEWS,
 )
 from .wire.wire_context import WireContext, WirePixelContext, WireTokens
 
@@ -62,6 +63,7 @@ def check_picture(request: PixelContext | WirePixelContext, *, committed: bool =
     _check_prompts(request, _PROMPTS[1:] if committed else _PROMPTS)
     _check_arrays(request)
     picture_seed(request)
+    preview_steps(request)
 
 
 def check_picture_shape(wire: WirePixelContext, *, committed: bool = False) -> None:
@@ -109,14 +111,35 @@ def picture_seed(request: PixelContext | WirePixelContext) -> int | None:
 
     Raises InputError for another array.
     """
-    seed = request.extra_params.get("seed")
-    if seed is None:
+    seed = _number(request, "seed")
+    return None if seed is None else seed % (1 << 64)
+
+
+def preview_steps(request: PixelContext | WirePixelContext) -> frozenset[int]:
+    """Return the numbers of done steps after which the request gets a preview.
+
+    ``extra_params["previews"]``, an integer array of one element, is how many there are. They
+    divide the steps evenly, without the last one; a picture of few steps has fewer previews.
+
+    Raises InputError for another array, and for more than the limit.
+    """
+    count = _number(request, "previews") or 0
+    if not 0 <= count <= MAX_PREVIEWS:
+        raise InputError(f"previews must be 0 to {MAX_PREVIEWS}, not {count}")
+    steps = request.num_inference_steps
+    return frozenset(steps * n // (count + 1) for n in range(1, count + 1)) - {0}
+
+
+def _number(request: PixelContext | WirePixelContext, name: str) -> int | None:
+    found = request.extra_params.get(name)
+    if found is None:
         return None
-    if seed.size != 1 or seed.dtype.kind not in "iu":
+    if found.size != 1 or found.dtype.kind not in "iu":
         raise InputError(
-            f"seed must be an integer array of one element, not {seed.dtype} of shape {seed.shape}"
+            f"{name} must be an integer array of one element, not {found.dtype} of shape "
+            f"{found.shape}"
         )
-    return int(seed.reshape(-1)[0]) % (1 << 64)
+    return int(found.reshape(-1)[0])
 
 
 def _check_size(height: int, width: int) -> None:
@@ -171,9 +194,11 @@ def _check_prompts(request: PixelContext | WirePixelContext, names: tuple[str, .
 
 
 def _check_arrays(request: PixelContext | WirePixelContext) -> None:
-    unknown = request.extra_params.keys() - {"seed"}
+    unknown = request.extra_params.keys() - {"seed", "previews"}
     if unknown:
-        raise InputError(f"extra_params has {min(unknown)[:40]!r}; only seed is supported")
+        raise InputError(
+            f"extra_params has {min(unknown)[:40]!r}; only seed and previews are supported"
+        )
     if request.mask is not None and not request.mask.all():
         raise InputError("mask is not supported; the encoders read all tokens")
     for name in ("sigmas", "timesteps", "latent_image_ids"):

@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.contexts.pixels import png_bytes
 from ..proto.errors import InternalError
-from ..proto.limits import MAX_EMBEDDING_SIZE
+from ..proto.limits import MAX_EMBEDDING_SIZE, MAX_PICTURE_SIDE, MAX_PREVIEW_PIXELS
+from ..proto.picture_requests import preview_steps
 from ..proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
 from ..proto.wire.wire_context import WireContext, WirePixelContext
 from .workers import roles_for
@@ -444,6 +445,8 @@ def context_bytes(context: WireContext, new: int | None = None) -> int:
         total += 4 * MAX_EMBEDDING_SIZE
     if isinstance(context, WirePixelContext):
         total += png_bytes(context.height, context.width)
+        rows = MAX_PREVIEW_PIXELS // MAX_PICTURE_SIDE
+        total += len(preview_steps(context)) * png_bytes(MAX_PICTURE_SIDE, rows)
     for sequence in context.eos_sequences:
         total += 96 + 40 * len(sequence)
     if context.json_schema is not None:

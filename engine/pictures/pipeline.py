@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ...proto.contexts.pixels import PixelContext
 from ...proto.contexts.tokens import TokenBuffer
 from ...proto.errors import InputError
+from ...proto.limits import MAX_PREVIEW_PIXELS
 from ...proto.picture_requests import check_picture, picture_seed, uses_negative
 from ..kernels.backend import F32
 from ..kernels.host_backend import HostBackend
@@ -25,7 +26,7 @@ from .clip import ClipTextEncoder
 from .flux import FluxInputs, FluxTransformer
 from .folder import PictureFolder
 from .memory import row_bytes
-from .sampler import euler_step, guided, normals, sigmas_of, unpack_latents
+from .sampler import euler_step, guided, normals, reduced, sigmas_of, unpack_latents
 from .t5 import T5Encoder
 from .vae import VaeDecoder, to_pixels
 
@@ -90,7 +91,8 @@ class Drawing:
 
     ``state``: its arrays may be made when they are read. ``latents`` ``[tokens, channels]`` are
     those before step ``step``. ``sigmas`` ``[steps + 1]``. ``rows``, ``columns``: of latent tokens.
-    ``texts``: vectors of the prompt ("") and of the negative prompt ("negative_").
+    ``texts``: vectors of the prompt ("") and of the negative prompt ("negative_"). ``noise``: that
+    the last step found in the latents before it, if a step was computed here.
     """
 
     context: PixelContext
@@ -101,6 +103,7 @@ class Drawing:
     columns: int
     texts: dict[str, int]
     step: int = 0
+    noise: F32 | None = None
 
     @property
     def is_done(self) -> bool:
@@ -206,14 +209,34 @@ class Denoiser:
             drawing.latents = euler_step(
                 drawing.latents, noise, drawing.sigmas[at], drawing.sigmas[at + 1]
             )
+            drawing.noise = noise
             drawing.step += 1
+
+    def preview(self, drawing: Drawing) -> npt.NDArray[np.uint8]:
+        """Return the pixels that the last step predicts, ``[height, width, 3]``.
+
+        The noise of that step is taken out of the latents at once. A picture of more than
+        :data:`~....proto.limits.MAX_PREVIEW_PIXELS` is reduced: each latent is then the mean of a
+        square of latents, so that the VAE takes little time. The drawing does not change. Raises
+        ValueError if no step was computed.
+        """
+        if drawing.noise is None:
+            raise ValueError("no step was computed")
+        clean = drawing.latents - drawing.sigmas[drawing.step] * drawing.noise
+        latents = unpack_latents(clean, drawing.rows, drawing.columns)
+        pixels, factor = drawing.context.height * drawing.context.width, 1
+        while pixels > MAX_PREVIEW_PIXELS * factor**2:
+            factor += 1
+        return self._decoded(reduced(latents, min(factor, *latents.shape[:2])))
 
     def finish(self, drawing: Drawing) -> npt.NDArray[np.uint8]:
         """Return the pixels ``[height, width, 3]`` of a finished drawing; else ValueError."""
         if not drawing.is_done:
             raise ValueError(f"step {drawing.step} of {len(drawing.sigmas) - 1} is next")
+        return self._decoded(unpack_latents(drawing.latents, drawing.rows, drawing.columns))
+
+    def _decoded(self, latents: F32) -> npt.NDArray[np.uint8]:
         self.flux.release()  # the VAE needs as much memory
-        latents = unpack_latents(drawing.latents, drawing.rows, drawing.columns)
         return to_pixels(self.vae.decode(np.ascontiguousarray(latents)))
 
     def _noise(self, context: PixelContext, tokens: int) -> F32:

@@ -62,6 +62,20 @@ def unpack_latents(packed: F32, rows: int, columns: int) -> F32:
     return grid.transpose(0, 3, 1, 4, 2).reshape(2 * rows, 2 * columns, -1)
 
 
+def reduced(latents: F32, factor: int) -> F32:
+    """Return the means of squares of ``factor`` x ``factor`` latents ``[rows, columns, C]``.
+
+    Rows and columns that fill no square are left out.
+    """
+    rows, columns = (size // factor * factor for size in latents.shape[:2])
+    total = np.zeros((rows // factor, columns // factor, latents.shape[2]), np.float32)
+    for down in range(factor):
+        for across in range(factor):
+            total += latents[down:rows:factor, across:columns:factor]
+    total /= np.float32(factor**2)
+    return total
+
+
 # --------------------------------------------------------------------------- noise
 
 

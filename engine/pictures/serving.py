@@ -19,7 +19,8 @@ import numpy as np
 from ...proto.contexts.pixels import PixelContext, encode_png
 from ...proto.contexts.tokens import TokenBuffer
 from ...proto.errors import BatonError, InputError, InternalError
-from ...proto.picture_requests import PICTURE_MULTIPLE, state_parts
+from ...proto.limits import MAX_CHUNK_BYTES
+from ...proto.picture_requests import PICTURE_MULTIPLE, preview_steps, state_parts
 from ...proto.picture_runs import Picture
 from ...proto.sampling import SamplingParams
 from ..kernels.backend import F32, I32
@@ -252,7 +253,7 @@ class DrawingPipeline(PicturePipeline):
             try:
                 if not np.isfinite(drawing.latents).all():
                     raise InternalError("the model produced numbers that are not finite")
-                png = encode_png(self._denoiser.finish(drawing)) if drawing.is_done else None
+                png = self._png_of(drawing)
             except _Abandoned:
                 raise
             except Exception as error:  # whatever the error, the loop must continue
@@ -264,6 +265,18 @@ class DrawingPipeline(PicturePipeline):
             if drawing.is_done:
                 del self._drawings[request]
         return sampled
+
+    def _png_of(self, drawing: Drawing) -> bytes | None:
+        """Return the finished picture, a preview if the request has one after this step, or None.
+
+        A step that is computed again for a request that was resumed here has no preview.
+        """
+        if drawing.is_done:
+            return encode_png(self._denoiser.finish(drawing))
+        if drawing.step not in preview_steps(drawing.context):
+            return None
+        png = encode_png(self._denoiser.preview(drawing))
+        return png if len(png) <= MAX_CHUNK_BYTES else None
 
     def trials(self) -> list[Chunk]:
         """Return the only step of the smallest picture, twice."""

@@ -14,11 +14,15 @@ class EngineEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenEvent(EngineEvent, frozen=True, gc=False):
-    """A token was sampled; ``position`` is its index in the context."""
+    """A token was sampled; ``position`` is its index in the context.
+
+    ``preview``: PNG of an unfinished picture.
+    """
 
     position: int
     token: int
     logprobs: TokenLogProbs | None = None
+    preview: bytes | None = None
 
 
 class Finished(EngineEvent, frozen=True, gc=False):

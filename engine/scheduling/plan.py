@@ -126,7 +126,7 @@ class StepPlan:
 
 @dataclass(slots=True, frozen=True)
 class Sampled:
-    """One sampled token. ``result``: the PNG of a picture, with its last token."""
+    """One sampled token. ``result``: a PNG: of a picture with its last token, else a preview."""
 
     request: bytes
     token: int

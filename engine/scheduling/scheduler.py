@@ -306,8 +306,10 @@ class Scheduler:
         self._generated_tokens += 1
         if sequence.first_token is None:
             sequence.first_token = now
-        events.append(TokenEvent(sequence.request, position, token, drawn.logprobs))
-        if sequence.context.status.is_done:
+        done = sequence.context.status.is_done
+        preview = None if done else drawn.result
+        events.append(TokenEvent(sequence.request, position, token, drawn.logprobs, preview))
+        if done:
             self._queues.leave(sequence)
             self._let_go(sequence)
             events.append(Finished(sequence.request, sequence.context.status.value, drawn.result))

@@ -140,6 +140,7 @@ class Worker(OnThread):
         super().__init__()
         self.card = card
         self.media: Callable[[Playback], bytes | None] = lambda _: None
+        self.preview: Callable[[Playback], bytes | None] = lambda _: None
         self.role = role
         self.address = address
         self.endpoint = f"ipc://{folder}/{role}"
@@ -277,7 +278,8 @@ class Worker(OnThread):
         logprobs = None
         if playback.assign.context.log_probabilities:
             logprobs = [TokenLogProbs.of(-0.5, {token: -0.5}) for token in tokens]
-        self.say(Tokens(runs=[TokenRun(key, playback.assign.attempt, position, tokens, logprobs)]))
+        attempt, preview = playback.assign.attempt, self.preview(playback)
+        self.say(Tokens(runs=[TokenRun(key, attempt, position, tokens, logprobs, preview)]))
 
     def finish(self, key: bytes, playback: Playback) -> None:
         self.say(

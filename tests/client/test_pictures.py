@@ -26,6 +26,7 @@ from baton.proto.errors import (
     TaskMismatch,
 )
 from baton.proto.layout import KVLayout
+from baton.proto.picture_requests import preview_steps
 from baton.router.describe import read_text_files
 
 from ..model_cards import model_card
@@ -49,11 +50,21 @@ def pixels_of(playback: Playback) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
+def preview_of(playback: Playback) -> bytes | None:
+    """One grey, as light as steps are done, after the steps that have a preview."""
+    context = playback.assign.context
+    done = playback.generated[-1] - len(context.tokens)
+    if done not in preview_steps(context):
+        return None
+    return encode_png(np.full((8, 8, 3), done, np.uint8))
+
+
 @pytest.fixture(scope="module")
 def painter(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("painter"), FLUX, PAINTER)
     cluster.prefill.answer = lambda position: position
     cluster.prefill.media = lambda playback: encode_png(pixels_of(playback))
+    cluster.prefill.preview = preview_of
     cluster.start()
     yield cluster
     cluster.end()
@@ -107,6 +118,22 @@ def test_a_picture_with_its_progress(client, tmp_path):
     picture.save(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes() == picture.png
     assert "png" not in repr(picture)
+
+
+def test_previews_arrive_with_their_steps(client):
+    seen = []
+
+    def take(png, done, total):
+        assert decode_png(png)[0, 0].tolist() == [done] * 3
+        seen.append((done, total))
+
+    client.image("a", seed=1, steps=8, on_preview=take, **TINY)
+    assert seen == [(2, 8), (4, 8), (6, 8)]
+    seen.clear()
+    client.image("a", seed=1, steps=8, previews=1, on_preview=take, **TINY)
+    assert seen == [(4, 8)]
+    client.image("a", seed=1, steps=8, previews=0, on_preview=take, **TINY)
+    assert len(seen) == 1
 
 
 def test_the_async_client_draws_the_same(painter, client):
@@ -236,6 +263,7 @@ WRONG = [
     ({"seed": -1}, "seed"),
     ({"seed": 2**64}, "seed"),
     ({"seed": 1.5}, "seed"),
+    ({"previews": 17}, "previews must be a whole number, 0 to 16, not 17"),
     ({"negative_prompt": 5}, "negative_prompt"),
     ({"negative_prompt": "a" * 10**6}, "negative_prompt must have at most 65536 characters"),
     ({"negative_prompt": "\ud800"}, "negative_prompt must be valid Unicode"),
@@ -266,9 +294,13 @@ def test_guidance_of_a_model_without_it(schnell):
         wire(schnell, guidance=3.5)
 
 
-def test_on_progress_must_be_a_function(dev):
+def test_callbacks_must_be_functions(dev):
     with pytest.raises(InputError, match="on_progress must be a function"):
         PictureJob(dev, "a", {}, 5)
+    with pytest.raises(InputError, match="on_preview must be a function"):
+        PictureJob(dev, "a", {}, None, 5)
+    with pytest.raises(InputError, match="previews needs on_preview"):
+        PictureJob(dev, "a", {"previews": 2})
 
 
 def test_a_request_without_room(files):

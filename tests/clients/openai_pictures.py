@@ -32,7 +32,8 @@ def main() -> None:
     assert answer.usage.output_tokens == 2 * 4 * 2
     assert answer.usage.input_tokens_details.text_tokens == answer.usage.input_tokens > 0
     assert (answer.size, answer.output_format, answer.background) == ("64x32", "png", "opaque")
-    refused = [{"response_format": "url"}, {"size": "1000x1000"}, {"stream": True}]
+    streamed(client)
+    refused = [{"response_format": "url"}, {"size": "1000x1000"}, {"n": 2, "stream": True}]
     for fields in refused:
         try:
             client.images.generate(prompt=PROMPT, **fields)
@@ -48,6 +49,17 @@ def main() -> None:
         raise AssertionError("a picture model answered")
     asyncio.run(at_once())
     print(f"openai-python {openai.__version__}: ok")
+
+
+def streamed(client: OpenAI) -> None:
+    """Previews come before the picture, which is the one of the same seed without a stream."""
+    same = {"prompt": PROMPT, "size": "64x32", "extra_body": {"seed": 7, "steps": 3}}
+    *previews, last = client.images.generate(**same, stream=True, partial_images=2)
+    assert [one.type for one in previews] == 2 * ["image_generation.partial_image"]
+    assert [one.partial_image_index for one in previews] == [0, 1]
+    assert last.type == "image_generation.completed"
+    assert last.b64_json == client.images.generate(**same).data[0].b64_json
+    assert last.usage.output_tokens == 4 * 2
 
 
 async def at_once() -> None:

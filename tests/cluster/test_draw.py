@@ -18,7 +18,7 @@ from baton import LLM
 from baton.cli.command import main
 from baton.client import AsyncClient, Client
 from baton.engine.pictures.draw import PictureEngine
-from baton.proto.contexts.pixels import decode_png
+from baton.proto.contexts.pixels import decode_png, encode_png
 from baton.proto.errors import InputError, TaskMismatch
 
 from ..clients.recorder import read_recording
@@ -57,10 +57,26 @@ def drawn(engine, negative=None, text=TEXT, **fields):
     return engine.draw(engine.request(text, negative, **fields))
 
 
-def test_a_picture_is_the_engines(client, engine):
-    steps = []
-    picture = client.image(TEXT, **SETTINGS, on_progress=lambda *both: steps.append(both))
+def previewed(engine, steps, wanted):
+    """The previews of the engine after the ``wanted`` numbers of steps, as they arrive."""
+    request = engine.request(TEXT, width=32, height=48, num_inference_steps=steps, seed=7)
+    drawing = engine.denoiser.start(request, engine.encoder.encode(request))
+    found = []
+    for done in range(1, max(wanted) + 1):
+        engine.denoiser.step([drawing])
+        if done in wanted:
+            found.append((encode_png(engine.denoiser.preview(drawing)), done, steps))
+    return found
+
+
+def test_a_picture_and_its_previews_are_the_engines(client, engine):
+    steps, previews = [], []
+    picture = client.image(
+        TEXT, **SETTINGS, on_progress=lambda *both: steps.append(both),
+        on_preview=lambda *one: previews.append(one),
+    )  # fmt: skip
     assert steps == [(done, 3) for done in range(4)]
+    assert previews == previewed(engine, 3, (1, 2))
     assert np.array_equal(picture.pixels(), drawn(engine))
     assert (picture.prefill, picture.decode[:6]) == ("prefill-0", "decode")
 
@@ -92,8 +108,13 @@ def test_a_killed_worker_changes_no_picture(pools, client, engine):
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
 
-    picture = client.image(TEXT, **{**SETTINGS, "steps": 100}, on_progress=strike)
+    previews = []
+    picture = client.image(
+        TEXT, **{**SETTINGS, "steps": 100}, previews=16, on_progress=strike,
+        on_preview=lambda *one: previews.append(one),
+    )  # fmt: skip
     assert killed
+    assert previews == previewed(engine, 100, [100 * n // 17 for n in range(1, 17)])
     assert np.array_equal(picture.pixels(), drawn(engine, num_inference_steps=100))
     for name, pid in zip(("decode-0", "decode-1"), killed, strict=True):
         pools.wait_replaced(name, pid)
@@ -138,8 +159,10 @@ def draw(pools, monkeypatch, capsys, tmp_path):
 
 
 def test_the_command_writes_a_png(draw, engine, tmp_path):
-    code, out, err = draw(TEXT, *OPTIONS, "-o", "a.png")
+    code, out, err = draw(TEXT, *OPTIONS, "-o", "a.png", "--previews=2")
     assert (code, err) == (0, "")
+    previews = [decode_png((tmp_path / f"a.preview-{n}.png").read_bytes()) for n in (1, 2)]
+    assert {one.shape for one in previews} == {(48, 32, 3)}
     assert out.startswith("a.png: 32 x 48, seed 7, ")
     expected = drawn(engine, "blue", true_cfg_scale=4.0)
     assert np.array_equal(decode_png((tmp_path / "a.png").read_bytes()), expected)
@@ -173,6 +196,8 @@ def test_the_command_shows_steps_on_a_terminal(draw, monkeypatch):
         (["a", "-o", "a.png", "--width=40"], 1, "width must be a multiple of 16"),
         (["a", "-o", "a.png", "--width=4e2"], 2, "--width: '4e2' is not a whole number"),
         (["a", "-o", "a.png", "--steps=0"], 1, "steps must be a whole number, 1 to 250"),
+        (["a", "-o", "a.png", "--previews=17"], 1, "previews must be a whole number, 0 to 16"),
+        (["a", "-o", "-", "--previews=1"], 2, "--previews needs a file"),
         (["a", "-o", "a.png", "--guidance=nan"], 1, "guidance must be a number"),
     ],
 )

@@ -94,6 +94,31 @@ def test_a_router_that_adopts_gets_the_steps_from_its_position(bench):
     assert (run.position, run.tokens) == (BASE + 4, [])
 
 
+def test_a_preview_travels_with_its_step_and_is_repeated(bench):
+    take_over(bench)
+    step(bench)
+    step(bench, b"preview")
+    step(bench)
+    assert media(bench) == [
+        (BASE, None),
+        (BASE + 1, None),
+        (BASE + 2, b"preview"),
+        (BASE + 3, None),
+    ]
+    bench.hear(Adopt(request=KEY, position=BASE + 1), "router-2")
+    assert media(bench) == [(BASE + 1, b"preview"), (BASE + 3, None)]
+    step(bench, b"png")
+    assert media(bench) == [(BASE + 4, None)]
+    assert bench.one(Terminal).media == b"png"
+    bench.hear(Adopt(request=KEY, position=BASE + 2), "router-3")
+    assert media(bench) == [(BASE + 2, b"preview"), (BASE + 3, None)]
+
+
+def media(bench):
+    """The positions and media of the runs that were sent; a run ends with its media."""
+    return [(run.position, run.media) for one in bench.take(Tokens) for run in one.runs]
+
+
 def test_hello_names_the_positions_of_the_router(bench):
     take_over(bench)
     step(bench)

@@ -15,7 +15,7 @@ from baton.engine.pictures.flux import FluxTransformer, latent_image_ids
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.memory import decode_bytes, largest_picture, picture_bytes, row_bytes
 from baton.engine.pictures.pipeline import Denoiser, PromptEncoder
-from baton.engine.pictures.sampler import normals, philox_words
+from baton.engine.pictures.sampler import normals, philox_words, reduced
 from baton.engine.pictures.vae import VaeDecoder
 from baton.engine.sampling.philox import philox4x32
 from baton.proto.contexts.pixels import PixelContext
@@ -280,6 +280,33 @@ def test_the_largest_picture_is_the_last_that_fits():
         assert picture_bytes(folder, pixels) <= nbytes
         assert pixels == MAX_PICTURE_PIXELS or picture_bytes(folder, pixels + 256) > nbytes
     assert largest_picture(folder, 1) == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_last_preview_is_the_picture_and_changes_nothing(compiled, case):
+    expected = draw(compiled, context_of(case))
+    drawing = compiled.denoiser.start(expected.context, compiled.encoder.encode(expected.context))
+    with pytest.raises(ValueError, match="no step was computed"):
+        compiled.denoiser.preview(drawing)
+    far = []
+    while not drawing.is_done:
+        compiled.denoiser.step([drawing])
+        far.append(compiled.denoiser.preview(drawing).astype(int))
+    assert drawing.latents.tobytes() == expected.latents.tobytes()
+    pixels = compiled.denoiser.finish(drawing)
+    assert compiled.denoiser.preview(drawing).tobytes() == pixels.tobytes()
+    distances = [np.abs(one - pixels).mean() for one in far]
+    assert distances[0] > distances[-1] == 0
+
+
+def test_a_preview_of_a_large_picture_is_small(compiled):
+    context = context_of("plain", latents=False, height=336, width=560)
+    drawing = compiled.denoiser.start(context, compiled.encoder.encode(context))
+    compiled.denoiser.step([drawing])
+    assert compiled.denoiser.preview(drawing).shape == (168, 280, 3)
+    latents = np.arange(5 * 7, dtype=np.float32).reshape(5, 7, 1)
+    means = [[np.mean([0, 1, 7, 8]), 6, 8], [18, 20, 22]]
+    assert reduced(latents, 2)[..., 0].tolist() == means
 
 
 @pytest.mark.parametrize("at", [1, 3, 4])

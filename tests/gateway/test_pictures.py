@@ -24,7 +24,7 @@ from baton.gateway.served import Served
 from baton.proto.contexts.pixels import decode_png, encode_png
 
 from ..client.conftest import Cluster, Playback
-from ..client.test_pictures import FLUX, PAINTER, pixels_of
+from ..client.test_pictures import FLUX, PAINTER, pixels_of, preview_of
 
 PATH = "/v1/images/generations"
 TINY = {"prompt": "a red house", "size": "32x16", "steps": 2}
@@ -44,6 +44,7 @@ def painter(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("painter"), FLUX, PAINTER)
     cluster.prefill.answer = lambda position: position
     cluster.prefill.media = draw
+    cluster.prefill.preview = preview_of
     cluster.start()
     yield cluster
     cluster.end()
@@ -102,7 +103,19 @@ def post(
 
     asyncio.run(asyncio.wait_for(run(), 60))
     text = b"".join(part.get("body", b"") for part in sent)
+    if dict(sent[0]["headers"]).get(b"content-type", b"").startswith(b"text/event-stream"):
+        return sent[0]["status"], events_of(text.decode())
     return sent[0]["status"], json.loads(text) if text else None
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Return the contents of server-sent events; each has the name of its type."""
+    found = []
+    for event in text.split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 def refused(cluster: Cluster, **changed: Any) -> tuple[str, str]:
@@ -130,6 +143,23 @@ def test_a_picture_in_openais_shape(painter):
     assert usage["input_tokens"] == usage["input_tokens_details"]["text_tokens"] > 2
     assert usage["total_tokens"] == usage["input_tokens"] + 2
     assert counts.requests == {(PATH, "200"): 1}
+
+
+def test_previews_are_events_before_the_picture(painter):
+    body = {**TINY, "steps": 6, "seed": 5, "stream": True}
+    status, events = post(painter, {**body, "partial_images": 2})
+    assert status == 200
+    assert [one["type"] for one in events] == 2 * ["image_generation.partial_image"] + [
+        "image_generation.completed"
+    ]
+    assert [one.get("partial_image_index") for one in events] == [0, 1, None]
+    shades = [int(decode_png(base64.b64decode(one["b64_json"]))[0, 0, 0]) for one in events[:2]]
+    assert shades == [2, 4]
+    whole = post(painter, {**TINY, "steps": 6, "seed": 5})[1]
+    assert events[-1]["b64_json"] == whole["data"][0]["b64_json"]
+    assert (events[-1]["usage"], events[-1]["size"]) == (whole["usage"], "32x16")
+    (only,) = post(painter, body)[1]
+    assert only == {**events[-1], "created_at": only["created_at"]}
 
 
 def test_several_pictures_have_seeds_that_follow_each_other(painter):
@@ -211,8 +241,12 @@ WRONG = [
     ("quality", {"quality": "hd"}),
     ("style", {"style": "vivid"}),
     ("background", {"background": "transparent"}),
-    ("stream", {"stream": True}),
+    ("stream", {"stream": "yes"}),
+    ("n", {"stream": True, "n": 2}),
+    ("size", {"stream": True, "size": "1000x1000"}),
+    ("seed", {"stream": True, "seed": -1}),
     ("partial_images", {"partial_images": 2}),
+    ("partial_images", {"stream": True, "partial_images": 17}),
     ("image", {"image": "x"}),
 ]
 
@@ -232,7 +266,10 @@ def test_mutated_bodies_get_typed_errors(painter):
         status, answer = post(painter, body)
         found.add(status)
         assert status in (200, 400, 404), (body[:200], answer)
-        assert answer["data"] if status == 200 else answer["error"]["message"]
+        if isinstance(answer, list):
+            assert answer[-1]["type"] == "image_generation.completed"
+        else:
+            assert answer["data"] if status == 200 else answer["error"]["message"]
     assert found >= {200, 400}
 
 

@@ -11,6 +11,7 @@ from baton.proto.picture_requests import (
     STATE_VOCABULARY,
     check_picture,
     picture_seed,
+    preview_steps,
     state_length,
     state_parts,
     state_tokens,
@@ -78,6 +79,10 @@ def test_good_requests_pass(make, fields):
         ({"latents": np.full((4, 4), np.nan, np.float32)}, r"latents contain numbers"),
         ({"latents": np.ones((4, 4), np.int32)}, r"latents must be floats"),
         ({"extra_params": {"seed": np.array([1.0])}}, r"seed must be an integer array"),
+        ({"extra_params": {"previews": np.array([1.0])}}, r"previews must be an integer array"),
+        ({"extra_params": {"previews": np.array([17])}}, r"previews must be 0 to 16, not 17"),
+        ({"extra_params": {"previews": np.array([-1])}}, r"previews must be 0 to 16, not -1"),
+        ({"extra_params": {"other": np.array([1])}}, r"only seed and previews are supported"),
         ({"extra_params": {"seed": np.array([1, 2])}}, r"seed must be an integer array"),
         ({"negative_tokens_2": tokens(MAX_PICTURE_PROMPT_TOKENS + 1)}, r"1025 tokens, limit 1024"),
     ],
@@ -98,6 +103,17 @@ def test_a_seed_is_taken_modulo_two_to_the_64():
     assert picture_seed(public(extra_params={"seed": np.array([-1])})) == (1 << 64) - 1
     seed = np.array([1 << 63], np.uint64)
     assert picture_seed(public(extra_params={"seed": seed})) == 1 << 63
+
+
+@pytest.mark.parametrize(
+    ("steps", "count", "expected"),
+    [(4, 3, {1, 2, 3}), (28, 3, {7, 14, 21}), (28, 0, set()), (2, 3, {1}), (1, 16, set()),
+     (250, 16, {250 * n // 17 for n in range(1, 17)})],
+)  # fmt: skip
+def test_previews_divide_the_steps(make, steps, count, expected):
+    request = make(num_inference_steps=steps, extra_params={"previews": np.array([count])})
+    assert preview_steps(request) == expected
+    assert preview_steps(make()) == set()
 
 
 # --------------------------------------------------------------------------- the row of a picture

@@ -191,6 +191,8 @@ def test_the_picture_is_charged():
     small, large = picture(), picture(height=2048, width=2048)
     assert context_bytes(large) - context_bytes(small) == png_bytes(2048, 2048) - png_bytes(64, 32)
     assert context_bytes(large) > 12 << 20
+    previews = picture(steps=9, extra_params={"previews": np.array([2])})
+    assert context_bytes(previews) - context_bytes(picture(steps=9)) > 2 * png_bytes(256, 256)
 
 
 _ODD = [
