@@ -21,9 +21,7 @@ from ..deploy.local.cluster import LocalCluster, check_model
 from ..deploy.local.terminal import terminal
 from ..proto.errors import BatonError
 from ..proto.sampling import SamplingParamsInput
-from .demo_draw import DrawTour
-from .demo_images import PictureTour
-from .demo_speech import SpeechTour
+from .demo_media import DrawTour, ImageTour, SpeechTour
 from .demo_steps import KILL_TOKENS, Question, show, show_http, show_kill
 from .serve import run_cluster
 
@@ -106,7 +104,7 @@ def _model_and_tour(arguments: argparse.Namespace) -> tuple[str, Callable[[], To
     if arguments.speech or arguments.wav is not None:
         return str(demo_speech_folder()), lambda: SpeechTour(arguments.wav, questions)
     if arguments.images or folder is not None:
-        return str(demo_vision_model_folder()), lambda: PictureTour(folder, questions)
+        return str(demo_vision_model_folder()), lambda: ImageTour(folder, questions)
     return "", lambda: text_tour(questions or QUESTIONS)
 
 

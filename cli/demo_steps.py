@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..client import Client, Output
 from ..deploy.messages import mebibytes
-from ..deploy.report import HandoffRecord
+from ..deploy.report import HandoffRecord, WorkerReport
 from ..proto.errors import InternalError
 from ..proto.sampling import SamplingParamsInput
 from .cluster import parsed
@@ -181,11 +181,7 @@ def show_kill(client: Client, question: Question, how: str) -> None:
     handoffs = parsed(client.status(handoffs=0)).handoffs.count
 
     def kill(received: int) -> None:
-        victim = wait_handoff(client, handoffs).decode
-        pid = worker_pid(client, victim)
-        os.kill(pid, signal.SIGKILL)
-        victims.append(victim)
-        print(f"  {received} tokens  SIGKILL to {victim}, pid {pid}", flush=True)
+        victims.append(kill_decode_worker(client, handoffs, f"{received} tokens  ").id)
 
     actual = _answer(client, question, kill)
     if victims == [actual.decode]:
@@ -220,12 +216,19 @@ def _answer(
     return answer
 
 
-def worker_pid(client: Client, worker: str) -> int:
-    """Return the worker's pid. Raises InternalError without one: kill(0) would hit this process."""
-    for report in parsed(client.status(handoffs=0)).workers:
-        if report.id == worker and report.pid > 0:
-            return report.pid
-    raise InternalError(f"the router reports no process id for {worker}")
+def kill_decode_worker(client: Client, before: int, moment: str = "") -> WorkerReport:
+    """Kill the decode worker of the newest handoff after the first ``before``, and return it.
+
+    ``moment``: printed before the worker's name. Raises InternalError if the router does not report
+    the handoff or the worker's process id.
+    """
+    victim = wait_handoff(client, before).decode
+    for worker in parsed(client.status(handoffs=0)).workers:
+        if worker.id == victim and worker.pid > 0:  # kill(0) would hit this process
+            os.kill(worker.pid, signal.SIGKILL)
+            print(f"  {moment}SIGKILL to {victim}, pid {worker.pid}", flush=True)
+            return worker
+    raise InternalError(f"the router reports no process id for {victim}")
 
 
 def compare(expected: list[int], actual: list[int]) -> str:

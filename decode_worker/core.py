@@ -258,7 +258,8 @@ class DecodeCore(WorkerCore):
             return []
         if isinstance(event.samples, Exception):
             text = f"the audio codec failed: {type(event.samples).__name__}"
-            return self._end(job, now, code=InternalError.code, message=text)
+            fault = Fault("codec.failed", event.samples, {"request": job.key[0].hex()})
+            return [fault, *self._end(job, now, code=InternalError.code, message=text)]
         job.voice.made(event.frame, event.samples)
         self._voices[job.key] = job
         return []

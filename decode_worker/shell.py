@@ -1,7 +1,9 @@
 """Sockets, clock and threads around :class:`.core.DecodeCore`.
 
 The I/O thread owns all sockets, the core and, for blocks under a grant, the KV pool. The
-compute thread owns the model and the blocks of the step it runs.
+compute thread owns the model and the blocks of the step it runs. Of a speech model, one more
+thread decodes samples while steps run, one chunk after the other. Each request has at most one
+chunk in its queue, so requests take turns.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.compute import ComputeThread
 from ..worker.host import TextHost
 from ..worker.membership import Membership
 from ..worker.router_links import routing_identity
 from . import events
-from .codec_thread import CodecThread
 from .config import DecodeWorkerConfig
 from .core import DecodeCore
 from .handoffs import GrantStore
@@ -58,9 +60,14 @@ class DecodeShell(TextHost):
             self.core, config, runner, config.runner.model, FRAME_BYTES,
             control, loop, context, keys, identity,
         )  # fmt: skip
-        self._codec: CodecThread | None = None
+        self._codec: ComputeThread[events.DecodeChunk, bytes] | None = None
         if audio is not None:
-            self._codec = CodecThread(loop, audio, self.feed)
+            self._codec = ComputeThread(
+                loop,
+                lambda chunk: audio.decode_pcm(chunk.window, chunk.entries),
+                self._on_chunk,
+                name="codec",
+            )
         device = None
         if self._stream is not None and self._moves is not None:
             device = DeviceFrameWriter(self._stream, self._moves.moves)
@@ -97,6 +104,9 @@ class DecodeShell(TextHost):
                 self._codec.submit(action)
             case _:
                 super()._perform(action)
+
+    def _on_chunk(self, chunk: events.DecodeChunk, samples: bytes | Exception) -> None:
+        self.feed(events.ChunkDecoded(chunk.key, chunk.window.first, samples))
 
     def _on_gone(self, peer: bytes) -> None:
         self._data.pools.close(peer)

@@ -20,7 +20,7 @@ from .errors import (
     KeyInvalid,
     MethodNotAllowed,
     RouteNotFound,
-    content_of,
+    error_json,
     headers_of,
     status_of,
 )
@@ -222,7 +222,7 @@ def _request_id(headers: dict[bytes, bytes]) -> bytes:
 def response_of(error: BatonError) -> Response:
     """Return the response of an error."""
     return Response(
-        content_of(error), status_of(error), headers_of(error), media_type="application/json"
+        error_json(error), status_of(error), headers_of(error), media_type="application/json"
     )
 
 

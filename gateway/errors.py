@@ -117,7 +117,7 @@ def headers_of(error: BatonError) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(error.retry_after or _RETRY_AFTER_S)))}
 
 
-def content_of(error: BatonError) -> bytes:
+def error_json(error: BatonError) -> bytes:
     """Return the JSON of an error, in OpenAI's shape."""
     status = status_of(error)
     kind = _type_of(status)

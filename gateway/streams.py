@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from ..client.async_generation import AsyncGeneration
 from ..client.output import Output
 from ..proto.errors import BatonError, RequestCancelled
-from .errors import content_of
+from .errors import error_json
 from .metrics import current_clock
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class EventStream:
             async for event in self._events:
                 yield event
         except BatonError as error:
-            yield b"data: " + content_of(error) + b"\n\n"
+            yield b"data: " + error_json(error) + b"\n\n"
 
 
 async def _next(events: Events) -> bytes:

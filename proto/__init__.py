@@ -1,13 +1,15 @@
 """The wire contract: contexts, sampling parameters, messages, codec, layouts and errors."""
 
 from .codec.single_buffer import msgpack_numpy_decoder, msgpack_numpy_encoder
-from .contexts.batch import (
+from .contexts.generators import (
+    AudioGenerator,
     BatchType,
+    EmbeddingsGenerator,
+    EmbeddingsOutput,
     TextGenerationInputs,
     reserve_token_space_for_batch,
     update_batch,
 )
-from .contexts.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
 from .contexts.images import ImageMetadata
 from .contexts.outputs import LogProbabilities, SchedulerResult, TextGenerationOutput
 from .contexts.pixels import GenerationOutput, OutputImageContent, PixelContext

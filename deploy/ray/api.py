@@ -1,4 +1,4 @@
-"""The implementation of :class:`.watch.RayApi` with Ray. Calls block while Ray's head is away."""
+"""The implementation of :class:`.backend.RayApi` with Ray. Calls block while Ray's head is away."""
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import msgspec
 from ...proto.errors import ConnectionLost
 from ..controller.backend import DECODE, GATEWAY, POOLS, PREFILL, ROUTER, MemberSpec
 from .actors import PoolMember
+from .backend import ActorGone
 from .connect import NAMESPACE
 from .member import MemberReport
 from .placing import order_of
-from .watch import ActorGone
 
 ROLES = (ROUTER, PREFILL, DECODE)
 _FLAG = "--autoscaling-config="
@@ -68,7 +68,7 @@ class Ray:
         return actor.report.remote()
 
     def answer(self, ticket: Any) -> MemberReport | None:
-        """Return the report if it has arrived; see :class:`.watch.RayApi`."""
+        """Return the report if it has arrived; see :class:`.backend.RayApi`."""
         from ray.exceptions import ActorDiedError, RayError
 
         done, _ = self._ray.wait([ticket], timeout=0)

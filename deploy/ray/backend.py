@@ -1,10 +1,24 @@
-"""Ray as process manager: each member is an actor, watched on a separate thread."""
+"""Ray as process manager: each member is an actor, watched on a separate thread.
+
+Ray's calls may block while its head is away, so only the thread of :class:`MemberWatch` makes them.
+Commands arrive through a queue. :class:`RayBackend` receives the events on the controller's loop.
+Invariant: :class:`MemberEnded` is emitted once, after the name is free in Ray.
+
+This module does not import ``ray``: it uses the interface :class:`RayApi`, which :mod:`.api`
+implements.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
+from ...proto.errors import BatonError
 from ...runtime.net.loop import Loop
 from ...runtime.process.log import get_logger
 from ..controller.backend import (
@@ -12,16 +26,281 @@ from ..controller.backend import (
     MemberDown,
     MemberEnded,
     MemberEvent,
+    MemberServes,
     MemberSpec,
     MemberStarted,
+    MemberUnplaced,
 )
 from ..report import ClusterReport
 from ..supervise.hangs import HangLimits, Hangs
-from .watch import MemberAlive, MemberWatch, RayApi, WatchEvent
+from .member import MemberReport, State
 
+CYCLE = 0.2
+"""Seconds between two checks of all members."""
+UNPLACED_AFTER = 2.0
+"""Seconds without a report before a member's node is checked, and before a wait is reported."""
+ASK_AGAIN = 1.0
+"""Seconds before a stop without effect is repeated; the actor may have been restarting."""
+MARGIN = 5.0
+"""Seconds after the grace before an actor without a final report is killed."""
+CAPACITY_EVERY = 5.0
 HANG_CHECK = 0.5
 """Seconds between checks for hanging members."""
 _log = get_logger()
+
+
+class ActorGone(Exception):
+    """The actor has ended permanently, without an order of this process."""
+
+
+class RayApi(Protocol):
+    """The calls to Ray. Methods may block while its head is away, and raise BatonError."""
+
+    def create(self, spec: MemberSpec) -> Any:
+        """Return the member's actor, and create it if it does not exist."""
+
+    def ask(self, actor: Any) -> Any:
+        """Request an actor's report. Returns a ticket for :meth:`answer`."""
+
+    def answer(self, ticket: Any) -> MemberReport | None:
+        """Return the report, or None before it arrives.
+
+        Raises ActorGone, or BatonError if the caller should ask again.
+        """
+
+    def stop(self, actor: Any, grace: float) -> None:
+        """Order the actor to stop its child within ``grace`` seconds."""
+
+    def kill_child(self, actor: Any, pid: int) -> None:
+        """Order the actor to kill its hanging child."""
+
+    def kill(self, actor: Any) -> None:
+        """Kill the actor permanently."""
+
+    def is_free(self, name: str) -> bool:
+        """Whether no actor has this name."""
+        raise NotImplementedError
+
+    def why_unplaced(self, actor: Any, role: str) -> str:
+        """Return why the actor has no node, or an empty text."""
+        raise NotImplementedError
+
+    def request(self, bundles: dict[str, int]) -> None:
+        """Request room from Ray's autoscaler."""
+
+    def capacity(self) -> dict[str, int] | None:
+        """Maximum members of each role that the nodes can ever hold; None: unknown."""
+
+    def nodes(self) -> dict[str, int]:
+        """Number of workers of each role that the live nodes can hold."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class MemberAlive:
+    """A member's child sent a heartbeat ``quiet`` seconds ago."""
+
+    name: str
+    quiet: float
+
+
+WatchEvent = MemberEvent | MemberAlive
+
+
+@dataclass(slots=True)
+class _Remote:
+    """One member's actor, with the data of its last report."""
+
+    spec: MemberSpec
+    actor: Any = None
+    ticket: Any = None
+    asked_at: float = 0.0
+    report: MemberReport | None = None
+    started_sent: tuple[int, int] = (0, 0)  # (supervisor, pid) of the last MemberStarted
+    serves_sent: tuple[int, int] = (0, 0)  # (supervisor, pid) of the last MemberServes
+    down_sent: tuple[int, int] = (0, 0)  # (supervisor, starts) of the last MemberDown
+    waits_for: str = ""
+    waits_since: float = 0.0
+    waits_sent: str = ""
+    stop_until: float | None = None
+    stop_sent_at: float = 0.0
+    ending: MemberEnded | None = None  # to emit after the name is free
+    kills: int = 0
+
+
+class MemberWatch:
+    """See the module docstring. ``emit`` is called on the watching thread."""
+
+    def __init__(self, api: RayApi, emit: Callable[[WatchEvent], object]) -> None:
+        self._api = api
+        self._emit = emit
+        self._remotes: dict[str, _Remote] = {}
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self.capacity: dict[str, int] | None = None
+        """See :meth:`RayApi.capacity`; as last read."""
+        self.nodes: dict[str, int] | None = None
+        """See :meth:`RayApi.nodes`; as last read, None before."""
+        self._capacity_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="ray", daemon=True)
+
+    # ------------------------------------------------------------- from any thread
+
+    def begin(self) -> None:
+        """Read the capacity, then start the watching thread."""
+        self._guarded(self._read_capacity)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop watching. The actors keep running."""
+        self._over.set()
+
+    def put(self, command: Callable[[], object]) -> None:
+        """Run ``command``, a method of this object, on the watching thread."""
+        self._commands.put(command)
+
+    # ------------------------------------------------------------- the watching thread
+
+    def _run(self) -> None:
+        while not self._over.wait(CYCLE):
+            self.cycle(time.monotonic())
+
+    def cycle(self, now: float) -> None:
+        """Run the queued commands, then check every member."""
+        while not self._commands.empty():
+            self._guarded(self._commands.get())
+        if now >= self._capacity_at:
+            self._capacity_at = now + CAPACITY_EVERY
+            self._guarded(self._read_capacity)
+        for remote in list(self._remotes.values()):
+            self._guarded(partial(self._look, remote, now))
+
+    def _guarded(self, command: Callable[[], object]) -> None:
+        try:
+            command()
+        except BatonError as problem:
+            _log.warning("ray.call_failed", error=str(problem))
+        except Exception:
+            _log.exception("ray.call_failed")
+
+    def _read_capacity(self) -> None:
+        self.capacity = self._api.capacity()
+        self.nodes = self._api.nodes()
+
+    def start(self, spec: MemberSpec) -> None:
+        """See ``Backend.start``."""
+        self._remotes[spec.name] = _Remote(spec)
+
+    def stop(self, name: str, grace: float) -> None:
+        """See ``Backend.stop``."""
+        remote = self._remotes.get(name)
+        if remote is not None and remote.ending is None:
+            remote.stop_until = time.monotonic() + grace
+            remote.stop_sent_at = 0.0
+
+    def kill(self, name: str) -> None:
+        """See ``Backend.kill``."""
+        remote = self._remotes.get(name)
+        if remote is not None and remote.ending is None:
+            remote.ending = MemberEnded(name, -9, "killed")
+
+    def kill_child(self, name: str, pid: int) -> None:
+        """Kill the member's child if it is still this process."""
+        remote = self._remotes.get(name)
+        if remote is not None and remote.actor is not None:
+            self._api.kill_child(remote.actor, pid)
+
+    def request(self, bundles: dict[str, int]) -> None:
+        """See ``Backend.request``."""
+        self._api.request(bundles)
+
+    # ------------------------------------------------------------- one member
+
+    def _look(self, remote: _Remote, now: float) -> None:
+        if remote.ending is not None:
+            self._finish(remote, remote.ending)
+            return
+        if remote.actor is None:
+            remote.actor = self._api.create(remote.spec)
+            remote.asked_at = now
+        if remote.stop_until is not None:
+            self._stop(remote, remote.stop_until, now)
+        if remote.ticket is None:
+            remote.ticket = self._api.ask(remote.actor)
+        self._read_report(remote, now)
+
+    def _read_report(self, remote: _Remote, now: float) -> None:
+        try:
+            report = self._api.answer(remote.ticket)
+        except ActorGone as problem:
+            remote.ending = MemberEnded(remote.spec.name, -9, f"its actor has ended: {problem}")
+            return
+        except BatonError:  # its actor is being restarted
+            remote.ticket = None
+            return
+        if report is not None:
+            remote.ticket, remote.report = None, report
+            remote.asked_at, remote.waits_sent = now, ""
+            self._handle(remote, report)
+        elif now - remote.asked_at >= UNPLACED_AFTER:
+            self._send_unplaced(remote, now)
+
+    def _handle(self, remote: _Remote, report: MemberReport) -> None:
+        name = remote.spec.name
+        if report.state is State.ENDED:
+            remote.ending = MemberEnded(name, report.code, report.reason, report.refused)
+        elif report.pid and remote.started_sent != (report.supervisor, report.pid):
+            remote.started_sent = (report.supervisor, report.pid)
+            self._emit(MemberStarted(name, report.host, report.pid))
+        elif report.state is State.WAITING and report.starts:
+            self._send_down(remote, report)
+        if report.pid and report.quiet is not None:
+            self._emit(MemberAlive(name, report.quiet))
+            process = (report.supervisor, report.pid)
+            if remote.spec.role == GATEWAY and remote.serves_sent != process:
+                remote.serves_sent = process
+                self._emit(MemberServes(name))
+
+    def _send_down(self, remote: _Remote, report: MemberReport) -> None:
+        ended = (report.supervisor, report.starts)
+        if remote.down_sent != ended:
+            remote.down_sent = ended
+            down = MemberDown(remote.spec.name, report.why, report.wait, report.ends)
+            self._emit(down)
+
+    def _send_unplaced(self, remote: _Remote, now: float) -> None:
+        """Report why a member waits for a host, after the reason was constant for a while.
+
+        The delay avoids messages while hosts join one after another.
+        """
+        why = self._api.why_unplaced(remote.actor, remote.spec.role)
+        if why != remote.waits_for:
+            remote.waits_for, remote.waits_since = why, now
+        lasting = now - remote.waits_since >= UNPLACED_AFTER
+        if why and lasting and why != remote.waits_sent:
+            remote.waits_sent = why
+            self._emit(MemberUnplaced(remote.spec.name, why))
+
+    def _stop(self, remote: _Remote, until: float, now: float) -> None:
+        """Order the stop. Kill an actor without a host or without a report in time."""
+        waits = remote.report is None and bool(
+            self._api.why_unplaced(remote.actor, remote.spec.role)
+        )
+        if waits or now > until + MARGIN:
+            remote.ending = MemberEnded(remote.spec.name, -9, "stopped")
+            return
+        heard = remote.report is not None and remote.report.state is State.STOPPING
+        if not remote.stop_sent_at or (not heard and now - remote.stop_sent_at >= ASK_AGAIN):
+            self._api.stop(remote.actor, max(0.0, until - now))
+            remote.stop_sent_at = now
+
+    def _finish(self, remote: _Remote, ended: MemberEnded) -> None:
+        if remote.actor is not None and remote.kills % 10 == 0:
+            self._api.kill(remote.actor)
+        remote.kills += 1
+        if self._api.is_free(remote.spec.name):
+            del self._remotes[remote.spec.name]
+            self._emit(ended)
 
 
 class RayBackend:

@@ -31,10 +31,9 @@ from ..plan.plan import role_of
 from ..plan.prepare import check_keys, with_task
 from ..plan.revisions import Revisions
 from ..supervise.core import Log
-from .backend import RayBackend
+from .backend import RayApi, RayBackend
 from .plan import ray_plan, ray_settings
 from .saved import Saved, decode_saved, encode_saved, restore, saved_of
-from .watch import RayApi
 
 SAVE_EVERY = 0.1
 """Seconds between checks whether the saved state is out of date."""

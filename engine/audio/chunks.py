@@ -20,6 +20,7 @@ from ...proto.errors import CheckpointError
 from ...text.model_files import SPEECH_FILE
 from ...text.speech_format import SpeechFormat, parse_speech_format
 from ..kernels import load_backend
+from .pcm import pcm16
 from .snac import Rows, SnacDecoder
 from .snac_weights import SnacConfig, load_snac_config
 
@@ -163,6 +164,10 @@ class AudioDecoder:
         with self._turn:
             *_, samples = self.stages(window, entries)
         return samples
+
+    def decode_pcm(self, window: Window, entries: Integers) -> bytes:
+        """Return the samples of a chunk as little-endian 16-bit integers."""
+        return pcm16(self.decode(window, entries))
 
     def stages(self, window: Window, entries: Integers) -> Iterator[F32]:
         """Decode in stages; the last item is what :meth:`decode` returns."""

@@ -427,10 +427,13 @@ def test_demo_refuses_an_answer_that_a_kill_changed(tokens):
 
 
 def test_demo_kills_no_process_that_the_router_does_not_name():
-    report = {"workers": [{"id": "decode-0", "role": "decode", "pid": 0}]}
+    report = {
+        "workers": [{"id": "decode-0", "role": "decode", "pid": 0}],
+        "handoffs": {"count": 1, "last": [{"decode": "decode-0"}]},
+    }
     client = SimpleNamespace(status=lambda handoffs: report)
     with pytest.raises(InternalError, match="no process id for decode-0"):
-        demo_steps.worker_pid(client, "decode-0")
+        demo_steps.kill_decode_worker(client, 0)
 
 
 def test_demo_waits_for_no_handoff_of_an_answer_of_one_token(capsys):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from baton.cli.demo_draw import PROMPTS
-from baton.cli.demo_images import PICTURES, SEED, random_scene
+from baton.cli.demo_media import PROMPTS, SCENE_SEED, SCENES, random_scene
 from baton.proto.contexts.pixels import decode_png
 from baton.tools.demo_flux.scenes import all_scenes, shows
 from baton.tools.demo_model.sights import Sight, description, held_out
@@ -87,10 +86,10 @@ def test_the_demo_with_images_answers_right_and_survives_a_kill(tmp_path_factory
         output, errors = demo.communicate(timeout=90)
     assert demo.returncode == 0, output + errors
     assert "Traceback" not in output + errors
-    rng = random.Random(SEED)
+    rng = random.Random(SCENE_SEED)
     asked = dict(re.findall(r"\n> (.*)\n  (.*)\n  \[prefill-0 read the prompt", output))
     assert asked["How many objects are there?"] == "Two."
-    for index in range(PICTURES):
+    for index in range(SCENES):
         sight = Sight(random_scene(rng))
         assert held_out(sight)  # no training picture has these shapes together
         file = pictures / f"picture-{index}.png"
@@ -122,8 +121,7 @@ def test_pictures_that_cannot_be_written_are_one_error(tmp_path):
     with start_demo(tmp_path, "--images", "--pictures", str(tmp_path / "file")) as demo:
         _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 2
-    assert errors.startswith("baton: cannot write the pictures: ")
-    assert errors.count("\n") == 1
+    assert errors == f"baton: cannot make {tmp_path / 'file'}: File exists\n"
 
 
 def test_the_demo_draws_pictures_and_a_kill_changes_none(tmp_path_factory):

@@ -10,7 +10,7 @@ from baton.engine.audio.chunks import AudioLayout
 from baton.proto.errors import InternalError
 from baton.proto.wire.messages import Abort, Aborted, Adopt, Hello, Terminal, TerminalAck, Tokens
 from baton.proto.wire.wire_context import WireSampling, WireSpeechContext
-from baton.worker.events import RouterUp
+from baton.worker.events import Fault, RouterUp
 
 from ..model_cards import model_card
 from .bench import KEY, LAYOUT, ROUTER, Bench, make_context, wanted
@@ -158,6 +158,7 @@ def test_a_codec_that_fails_ends_its_request(speaker):
     speaker.run(context=speech())
     speaker.step(43)
     speaker.feed(ChunkDecoded((KEY, 1), 0, MemoryError("too large")))
+    assert [found.event for found in speaker.other if isinstance(found, Fault)] == ["codec.failed"]
     terminal = speaker.one(Terminal)
     assert terminal.code == InternalError.code
     assert terminal.message == "the audio codec failed: MemoryError"

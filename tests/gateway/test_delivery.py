@@ -21,10 +21,10 @@ from baton.client.output import Assembler, Output
 from baton.gateway.answers import Answer, CompletionForm
 from baton.gateway.app import make_app
 from baton.gateway.bodies import CompletionBody
-from baton.gateway.delivery import StreamDelivery, WholeDelivery
 from baton.gateway.exchange import Exchange, WriteBatch
 from baton.gateway.served import Served
 from baton.gateway.server import LimitedHttp
+from baton.gateway.text_routes import StreamDelivery, WholeDelivery
 from baton.proto.contexts.status import GenerationStatus
 from baton.proto.errors import InputError, RequestCancelled, WorkerLost
 

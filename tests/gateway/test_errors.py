@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.gateway.config import GatewayConfig
-from baton.gateway.errors import ParameterError, content_of, headers_of, status_of
+from baton.gateway.errors import ParameterError, error_json, headers_of, status_of
 from baton.proto import errors
 from baton.proto.errors import BatonError, CapacityError, ConfigError
 from baton.runtime.keys.api_keys import is_loopback
@@ -32,7 +32,7 @@ def test_errors_have_a_status_and_a_shape(kind):
     error = kind("what happened")
     status = status_of(error)
     assert status == STATUS.get(kind.code, 500)
-    assert json.loads(content_of(error)) == {
+    assert json.loads(error_json(error)) == {
         "error": {
             "message": "what happened",
             "type": "rate_limit_error"
@@ -53,7 +53,7 @@ def test_retry_after_is_whole_seconds():
 
 
 def test_a_parameter_is_named():
-    assert json.loads(content_of(ParameterError("x is wrong", "x")))["error"]["param"] == "x"
+    assert json.loads(error_json(ParameterError("x is wrong", "x")))["error"]["param"] == "x"
 
 
 @pytest.mark.parametrize(

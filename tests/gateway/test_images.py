@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from baton.gateway import image_fetch
-from baton.gateway.errors import ParameterError, content_of, status_of
+from baton.gateway.errors import ParameterError, error_json, status_of
 from baton.gateway.image_fetch import (
     MAX_FETCHES,
     ImageFetcher,
@@ -133,7 +133,7 @@ def test_without_hosts_nothing_is_fetched():
         with pytest.raises(ImageHostRefused, match="fetches no images") as caught:
             images("https://example.com/a.png", fetcher=fetcher)
         assert status_of(caught.value) == 400
-        assert b"image_host_refused" in content_of(caught.value)
+        assert b"image_host_refused" in error_json(caught.value)
 
 
 # --------------------------------------------------------------------------- fetches

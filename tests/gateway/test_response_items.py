@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.gateway.reader import MessageReader, read_message
 from baton.gateway.reasoning import ReasoningSplitter
-from baton.gateway.response_items import ResponseItems
+from baton.gateway.responses_route import ResponseItems
 from baton.gateway.tool_calls import HermesParser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -1,4 +1,4 @@
-"""The ten digits as espeak-ng says them: the training audio of the demo speech model.
+"""The training audio of the demo speech model: the ten digits by espeak-ng. The codec's config.
 
 Needs the program ``espeak-ng`` (``apt-get install espeak-ng``) and numpy.
 """
@@ -6,6 +6,7 @@ Needs the program ``espeak-ng`` (``apt-get install espeak-ng``) and numpy.
 from __future__ import annotations
 
 import subprocess
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,21 @@ VOICE, WORDS_PER_MINUTE = "en-us+f2", 150
 PROGRAM = ("espeak-ng", "-v", VOICE, "-s", str(WORDS_PER_MINUTE), "--stdout")
 PROGRAM_RATE, PROGRAM_HEADER = 22_050, 44
 
+CODEC_CONFIG: dict[str, Any] = {
+    "sampling_rate": SAMPLE_RATE,
+    "encoder_dim": 16,
+    "encoder_rates": [5, 8, 8],
+    "latent_dim": 128,
+    "decoder_dim": 128,
+    "decoder_rates": [8, 8, 5],
+    "attn_window_size": None,
+    "codebook_size": 128,
+    "codebook_dim": 8,
+    "vq_strides": [4, 2, 1],
+    "noise": False,
+    "depthwise": True,
+}
+"""The codec, a SNAC; see :mod:`.codec`."""
 FRAME_SAMPLES = 1280
 """Samples per frame of the codec, 80 ms. Clips are whole frames, so any sequence of them is."""
 PEAK = 0.6

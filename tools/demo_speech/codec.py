@@ -27,25 +27,11 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
-from .clips import F32, SAMPLE_RATE, WORDS, digit_clips
+from .clips import CODEC_CONFIG, F32, WORDS, digit_clips
 from .mel import FLOOR, mel_matrix
 
 I64 = npt.NDArray[np.int64]
 
-CONFIG: dict[str, Any] = {
-    "sampling_rate": SAMPLE_RATE,
-    "encoder_dim": 16,
-    "encoder_rates": [5, 8, 8],
-    "latent_dim": 128,
-    "decoder_dim": 128,
-    "decoder_rates": [8, 8, 5],
-    "attn_window_size": None,
-    "codebook_size": 128,
-    "codebook_dim": 8,
-    "vq_strides": [4, 2, 1],
-    "noise": False,
-    "depthwise": True,
-}
 HOP = 320
 """Samples per latent step."""
 FEATURE_WINDOW = 1024
@@ -124,15 +110,15 @@ def choose_entries(clips: list[F32]) -> tuple[list[list[I64]], list[F32]]:
     rest -= rest.mean(axis=0)
     entries: list[list[I64]] = [[] for _ in clips]
     tables = []
-    for stride in CONFIG["vq_strides"]:
+    for stride in CODEC_CONFIG["vq_strides"]:
         pooled = rest.reshape(-1, stride, rest.shape[1]).mean(axis=1)
-        ids, centres = clusters(pooled, CONFIG["codebook_size"])
+        ids, centres = clusters(pooled, CODEC_CONFIG["codebook_size"])
         rest = rest - np.repeat(centres[ids], stride, axis=0)
         own = np.split(ids, np.cumsum([len(r) // stride for r in rows])[:-1])
         for mine, part in zip(entries, own, strict=True):
             mine.append(part)
-        main = np.linalg.svd(centres, full_matrices=False)[2][: CONFIG["codebook_dim"]]
-        table = np.zeros((CONFIG["codebook_size"], CONFIG["codebook_dim"]), np.float32)
+        main = np.linalg.svd(centres, full_matrices=False)[2][: CODEC_CONFIG["codebook_dim"]]
+        table = np.zeros((CODEC_CONFIG["codebook_size"], CODEC_CONFIG["codebook_dim"]), np.float32)
         table[: len(centres)] = centres @ main.T
         tables.append(table / table[: len(centres)].std(axis=0))
     return entries, tables
@@ -147,7 +133,7 @@ class Training:
     def __init__(self, clips: list[F32]) -> None:
         import snac
 
-        self.codec: Module = snac.SNAC(**CONFIG)
+        self.codec: Module = snac.SNAC(**CODEC_CONFIG)
         self.entries, tables = choose_entries(clips)
         for book, table in zip(self.codec.quantizer.quantizers, tables, strict=True):
             book.codebook.weight.data.copy_(torch.from_numpy(table))
@@ -203,7 +189,9 @@ def train(args: argparse.Namespace) -> None:
 def save(out: Path, training: Training) -> None:
     """Write the decoder and the codebooks, and the entries of the clips."""
     (out / "snac").mkdir(parents=True, exist_ok=True)
-    (out / "snac/config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
+    (out / "snac/config.json").write_text(
+        json.dumps(CODEC_CONFIG, indent=2) + "\n", encoding="utf-8"
+    )
     state = {
         name: tensor.half().contiguous()
         for name, tensor in training.codec.state_dict().items()

@@ -22,14 +22,13 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from ...engine.audio.chunks import AudioLayout
 from ..demo_model.training import write_json
-from .clips import F32, WORDS
-from .codec import CONFIG as CODEC
+from .clips import CODEC_CONFIG, F32, WORDS
 
 SPECIALS = ("<|endoftext|>", "<|text|>", "<|speech|>", "<|end|>", "<|unknown|>")
 END_OF_TEXT, TEXT, SPEECH, END, UNKNOWN = range(len(SPECIALS))
 FIRST_WORD, FIRST_NUMERAL = len(SPECIALS), len(SPECIALS) + len(WORDS)
 FIRST_TOKEN = 32
-LAYOUT = AudioLayout(FIRST_TOKEN, CODEC["codebook_size"], tuple(CODEC["vq_strides"]))
+LAYOUT = AudioLayout(FIRST_TOKEN, CODEC_CONFIG["codebook_size"], tuple(CODEC_CONFIG["vq_strides"]))
 WIDTH, HEAD, ROPE_THETA = 176, 32, 1e8
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

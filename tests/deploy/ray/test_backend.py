@@ -12,9 +12,9 @@ from baton.deploy.controller.backend import (
     MemberStarted,
     MemberUnplaced,
 )
-from baton.deploy.ray import watch
+from baton.deploy.ray import backend
+from baton.deploy.ray.backend import ActorGone, MemberAlive, MemberWatch
 from baton.deploy.ray.member import MemberReport, State
-from baton.deploy.ray.watch import ActorGone, MemberAlive, MemberWatch
 from baton.deploy.supervise.process import ProcessSpec
 from baton.proto.errors import ConnectionLost
 from baton.router.config import RouterConfig
@@ -85,7 +85,7 @@ def report(state=State.RUNNING, pid=11, supervisor=1, **more):
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(backend.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -192,7 +192,7 @@ def test_a_member_that_stays_silent_is_killed_after_its_grace(world):
     ray.reports["decode-0"] = None
     watching.put(lambda: watching.stop("decode-0", 10.0))
     cycle()
-    cycle(10.0 + watch.MARGIN + 1)
+    cycle(10.0 + backend.MARGIN + 1)
     cycle()
     assert ("kill", "decode-0") in ray.calls
     ray.taken.clear()
