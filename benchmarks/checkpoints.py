@@ -52,6 +52,26 @@ class Shape:
             }
         return shapes
 
+    def config(self, dtype: str) -> dict[str, object]:
+        """The content of config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "eos_token_id": 2,
+            "torch_dtype": "float32" if dtype == "F32" else "bfloat16",
+        }
+
     def layer_parameters(self) -> int:
         """Weights every row of a prefill is multiplied with."""
         matrices = [s for n, s in self.tensors().items() if ".layers." in n and len(s) == 2]
@@ -89,7 +109,7 @@ def write_checkpoint(
     rng = np.random.default_rng(seed)
     give = values or (lambda size: [_random(rng, size, dtype).tobytes()])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_config(shape, dtype)))
+    (folder / "config.json").write_text(json.dumps(shape.config(dtype)))
     item, at, header = {"F32": 4, "BF16": 2}[dtype], 0, {}
     for name, size in shape.tensors().items():
         end = at + item * math.prod(size)
@@ -110,23 +130,3 @@ def _random(rng: np.random.Generator, size: tuple[int, ...], dtype: str) -> np.n
     else:
         values = rng.standard_normal(size, np.float32) * np.float32(size[1] ** -0.5)
     return (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "BF16" else values
-
-
-def _config(shape: Shape, dtype: str) -> dict[str, object]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "max_position_embeddings": shape.positions,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "eos_token_id": 2,
-        "torch_dtype": "float32" if dtype == "F32" else "bfloat16",
-    }

@@ -221,11 +221,9 @@ def load_runner(
     backend = backend or _load_backend(config.backend)
     layout = _layout(config, checkpoint, backend)
     if not backend.on_host:
-        if issubclass(make, VisionDecoder):
-            raise ConfigError("models with images run on the CPU: leave --device cuda out")
         from ..pipeline.device_steps import check_device
 
-        check_device(checkpoint.folder, checkpoint.config, layout)
+        check_device(checkpoint.folder, checkpoint.config, layout, tower=config.vision)
     if config.num_blocks or config.kv_bytes or backend.on_host:
         _num_blocks(config.num_blocks, config.kv_bytes, layout)  # fail before reading the weights
     extra = {"vision": False} if issubclass(make, VisionDecoder) and not config.vision else {}

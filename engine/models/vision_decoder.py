@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,6 @@ from ...proto.contexts.text import TextContext
 from ...proto.contexts.vision import TextAndVisionContext
 from ...proto.errors import BatonError, CheckpointError, HandoffFailed, InputError
 from ..kernels.backend import Backend
-from ..kernels.host_backend import HostBackend
 from ..loading.checkpoint import Checkpoint
 from ..loading.model_config import VisionLanguageConfig
 from ..pipeline.model import FeatureRows, ModelInputs, ModelOutputs
@@ -76,9 +74,7 @@ class VisionDecoder(Decoder):
         prefix = "model.visual." if nested else "visual."
         config = checkpoint.config
         if self._vision and isinstance(config, VisionLanguageConfig):
-            # The loader of models refuses these models on other devices.
-            kernels = cast("HostBackend", loader.backend)
-            self._tower = VisionTower(config.vision, loader, kernels, prefix)
+            self._tower = VisionTower(config.vision, loader, loader.backend, prefix)
         else:
             loader.unused.append(prefix)
 
@@ -168,6 +164,7 @@ class VisionDecoder(Decoder):
                 [(_uint8(image), image.grid) for image in missing.values()],
                 None if report is None else lambda: report(0),
             )
+            self.backend.synchronize()  # a GPU's time for images is not a token's
             self.encode_seconds += time.perf_counter() - began
             for (key, image), features in zip(missing.items(), encoded, strict=True):
                 found[key] = features

@@ -9,6 +9,9 @@ other images of a call.
 
 The patches of an image are in the order of its windows, and in a window in the order of its tokens,
 of which each has ``merge_size ** 2`` patches.
+
+A GPU's kernels have few head sizes and read rows in multiples of 8 channels. For them the weights
+get rows and columns of zeros when they are loaded, which change no result.
 """
 
 from __future__ import annotations
@@ -21,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kernels.backend import Backend, PackedLinear
-from ..kernels.host_backend import HostBackend
 from ..kernels.memory import aligned_zeros
 from ..loading.vision_config import VisionConfig
-from .weights import WeightLoader, widened
+from .weights import Order, WeightLoader, widened
 from .workspace import Workspace
 
 F32 = npt.NDArray[np.float32]
@@ -76,7 +78,10 @@ class Merger:
 
 @dataclass(slots=True, frozen=True)
 class Encoded:
-    """Features of an image: ``[tokens, out_hidden_size]``, and as many for each deep layer."""
+    """Features of an image: ``[tokens, out_hidden_size]``, and as many for each deep layer.
+
+    They are in the backend's memory, where the decoder reads them.
+    """
 
     features: F32
     deep: tuple[F32, ...] = ()
@@ -93,6 +98,7 @@ class Segments:
 
     ``offsets``: int32 ``[S+1]``. ``ends``: int32 ``[T]``, index of the last row of each row's
     group. ``slots``: int64 ``[T]``. ``tables``: int32 ``[S, N]``. ``blocks``: of the pool.
+    ``plan``: the backend's attention plan.
     """
 
     offsets: I32
@@ -100,6 +106,7 @@ class Segments:
     slots: I64
     tables: I32
     blocks: int
+    plan: object
 
 
 class VisionTower:
@@ -108,10 +115,13 @@ class VisionTower:
     ``prefix``: of the tensors' names, ending with a dot.
     """
 
-    def __init__(
-        self, config: VisionConfig, loader: WeightLoader, backend: HostBackend, prefix: str
-    ):
+    def __init__(self, config: VisionConfig, loader: WeightLoader, backend: Backend, prefix: str):
         self.config = config
+        dim, multiple = config.head_dim, backend.column_multiple
+        self._dim = next((size for size in backend.head_sizes if size >= dim), dim)
+        self._heads = padded_heads(config.num_heads, dim, self._dim)
+        self._qkv = padded_heads(3 * config.num_heads, dim, self._dim)
+        self._wide = padded(config.intermediate_size, multiple)
         self._backend = backend
         self._space = Workspace(backend)
         hidden, patch = config.hidden_size, config.patch_size
@@ -121,7 +131,9 @@ class VisionTower:
         flat = kernel.sum(axis=2).transpose(0, 2, 3, 1).reshape(hidden, -1)
         biased = config.layer_norm
         bias = loader.vector(f"{prefix}patch_embed.proj.bias", hidden) if biased else None
-        self._patch_embed = backend.pack_linear([np.ascontiguousarray(flat)], bias)
+        self._missing = -flat.shape[1] % multiple  # columns of zeros of a patch
+        flat = np.pad(flat, ((0, 0), (0, self._missing)))
+        self._patch_embed = backend.pack_linear([flat], bias)
         self._positions: F32 | None = None
         if config.side:
             table = loader.take(f"{prefix}pos_embed.weight", (config.side**2, hidden))
@@ -182,6 +194,8 @@ class VisionTower:
                 for (pixels, _), (order, _) in zip(images, orders, strict=True)
             ]
         )
+        if self._missing:
+            patches = np.pad(patches, ((0, 0), (0, self._missing)))
         rows, hidden = len(patches), config.hidden_size
         whole = segments([a * b for a, b in grids], kernels)
         windows = whole
@@ -191,10 +205,11 @@ class VisionTower:
         cos_sin = kernels.upload(np.concatenate(angles))
         every = kernels.upload(np.arange(rows, dtype=np.int32))
         residual, normed = space.rows("residual", rows, hidden), space.rows("normed", rows, hidden)
-        kernels.linear(kernels.upload(patches), self._patch_embed, residual)
+        kernels.linear(kernels.parameters(patches), self._patch_embed, residual)
         if self._positions is not None:
             learned = [learned_positions(self._positions, *g, config) for g in grids]
-            kernels.put_rows(kernels.upload(np.concatenate(learned)), every, residual, add=True)
+            added = kernels.parameters(np.concatenate(learned))
+            kernels.put_rows(added, every, residual, add=True)
         self._norm(residual, self._blocks[0].input_norm, normed)
         pool = self._kv_pool(max(windows.blocks, whole.blocks))
         last = len(self._blocks) - 1
@@ -227,11 +242,14 @@ class VisionTower:
         return patches
 
     def _angles(self, rows: int, columns: int, order: I64) -> F32:
-        """Return cosines and sines of each patch, float32 ``[n, head_dim]``."""
+        """Return cosines and sines of each patch, float32 ``[n, D]``, D the padded head size."""
         at = patch_positions(rows, columns, self.config.merge_size, order)
         exact = (at[:, :, None].astype(np.float32) * self._frequencies).astype(np.float64)
         flat = exact.reshape(len(at), -1)  # the row's frequencies, then the column's
-        return np.concatenate([np.cos(flat), np.sin(flat)], axis=1).astype(np.float32)
+        angles = np.zeros((len(at), 2, self._dim // 2), np.float32)
+        angles[:, 0, : flat.shape[1]] = np.cos(flat)
+        angles[:, 1, : flat.shape[1]] = np.sin(flat)
+        return angles.reshape(len(at), self._dim)
 
     def _attend(
         self,
@@ -245,12 +263,13 @@ class VisionTower:
     ) -> None:
         """Add attention to ``residual``; ``normed`` becomes the MLP's input."""
         config, kernels, space, rows = self.config, self._backend, self._space, len(normed)
-        hidden, heads = config.hidden_size, config.num_heads
-        qkv = space.rows("qkv", rows, 3 * hidden)
-        q = space.rows("q", rows, hidden).reshape(rows, heads, config.head_dim)
+        heads, wide = config.num_heads, config.num_heads * self._dim
+        qkv = space.rows("qkv", rows, 3 * wide)
+        q = space.rows("q", rows, wide).reshape(rows, heads, self._dim)
         kernels.linear(normed, block.qkv, qkv)
-        kernels.qk_norm_rope_append(qkv, every, groups.slots, cos_sin, None, None, 0.0, pool, q)
-        mixed, delta = space.rows("mixed", rows, hidden), space.rows("delta", rows, hidden)
+        kernels.qk_norm_rope_append(qkv, every, groups.slots, cos_sin, None, None, EPS, pool, q)
+        mixed = space.rows("mixed", rows, wide)
+        delta = space.rows("delta", rows, config.hidden_size)
         kernels.attention(
             q,
             pool,
@@ -260,6 +279,7 @@ class VisionTower:
             config.head_dim**-0.5,
             0,
             mixed,
+            groups.plan,
         )
         kernels.linear(mixed, block.o, delta)
         self._add_norm(delta, residual, block.post_norm, normed)
@@ -267,8 +287,7 @@ class VisionTower:
     def _mlp(self, block: Block, residual: F32, normed: F32, following: Norm) -> None:
         """Add the MLP to ``residual``; ``normed`` becomes the input of the next layer."""
         kernels, space, rows = self._backend, self._space, len(normed)
-        width = self.config.intermediate_size
-        active = space.rows("active", rows, width)
+        active = space.rows("active", rows, block.down.in_features)
         delta = space.rows("delta", rows, self.config.hidden_size)
         up = space.rows("up", rows, block.up.out_features)
         if self.config.layer_norm:
@@ -322,7 +341,7 @@ class VisionTower:
         pool = self._pool
         if pool is None or len(pool) < blocks:
             config = self.config
-            shape = (1, blocks, 2, config.num_heads, BLOCK, config.head_dim)
+            shape = (1, blocks, 2, config.num_heads, BLOCK, self._dim)
             pool = self._pool = self._backend.kv_pool(shape, aligned_zeros)[0]
         return pool
 
@@ -335,11 +354,15 @@ class VisionTower:
             up, down = [(f"{mlp}.linear_fc1", wide)], f"{mlp}.linear_fc2"
         return Block(
             input_norm=self._load_norm(loader, f"{name}.norm1", hidden),
-            qkv=loader.linear([(f"{name}.attn.qkv", 3 * hidden)], hidden, bias=True),
-            o=loader.linear([(f"{name}.attn.proj", hidden)], hidden, bias=True),
+            qkv=loader.linear(
+                [(f"{name}.attn.qkv", 3 * hidden)], hidden, bias=True, orders=(self._qkv,)
+            ),
+            o=loader.linear(
+                [(f"{name}.attn.proj", hidden)], hidden, bias=True, columns=self._heads
+            ),
             post_norm=self._load_norm(loader, f"{name}.norm2", hidden),
-            up=loader.linear(up, hidden, bias=True),
-            down=loader.linear([(down, hidden)], wide, bias=True),
+            up=loader.linear(up, hidden, bias=True, orders=[self._wide] * len(up)),
+            down=loader.linear([(down, hidden)], wide, bias=True, columns=self._wide),
         )
 
     def _load_merger(self, loader: WeightLoader, name: str, *, wide: bool) -> Merger:
@@ -358,6 +381,24 @@ class VisionTower:
     def _load_norm(self, loader: WeightLoader, name: str, size: int) -> Norm:
         bias = loader.norm(f"{name}.bias", size) if self.config.layer_norm else None
         return Norm(loader.norm(f"{name}.weight", size), bias)
+
+
+def padded_heads(heads: int, dim: int, to: int) -> Order | None:
+    """Return the channels of heads of ``dim`` as heads of ``to``, -1 for zeros; None if equal.
+
+    Both halves are padded, because rotation pairs a channel of one with a channel of the other.
+    """
+    if dim == to:
+        return None
+    order = np.full((heads, 2, to // 2), -1, np.intp)
+    order[:, :, : dim // 2] = np.arange(heads * dim).reshape(heads, 2, dim // 2)
+    return order.reshape(-1)
+
+
+def padded(width: int, multiple: int) -> Order | None:
+    """Return the indices of ``width`` channels, then -1 up to a multiple; None if it is one."""
+    missing = -width % multiple
+    return np.pad(np.arange(width), (0, missing), constant_values=-1) if missing else None
 
 
 def window_order(rows: int, columns: int, config: VisionConfig) -> tuple[I64, list[int]]:
@@ -425,10 +466,12 @@ def segments(sizes: Sequence[int], backend: Backend) -> Segments:
     ).astype(np.int32)
     group = np.repeat(np.arange(len(sizes)), lengths)
     within = np.arange(offsets[-1]) - offsets[:-1][group]
+    ends = (lengths[group] - 1).astype(np.int32)
     return Segments(
         offsets=backend.upload(offsets),
-        ends=backend.upload((lengths[group] - 1).astype(np.int32)),
+        ends=backend.upload(ends),
         slots=backend.upload(firsts[group] * BLOCK + within),
         tables=backend.upload(tables),
         blocks=int(counts.sum()),
+        plan=backend.plan_attention(offsets, ends),
     )

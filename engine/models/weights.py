@@ -84,10 +84,12 @@ class WeightLoader:
         *,
         bias: bool,
         orders: Sequence[Order | None] | None = None,
+        columns: Order | None = None,
     ) -> PackedLinear:
         """Pack the modules ``(name, out_features)`` into one matrix, with biases if requested.
 
         ``orders``: for each module, the order in which its outputs are packed, or None.
+        ``columns``: the order of its inputs. The index -1 gives a row or column of zeros.
         """
         weights = [self.take(f"{name}.weight", (out, in_features)) for name, out in parts]
         if len({w.dtype for w in weights}) > 1:
@@ -96,6 +98,8 @@ class WeightLoader:
         if orders is not None:
             weights = [_ordered(w, order) for w, order in zip(weights, orders, strict=True)]
             biases = [_ordered(b, order) for b, order in zip(biases, orders, strict=bias)]
+        if columns is not None:
+            weights = [_ordered(w.T, columns).T for w in weights]
         packed = self.backend.pack_linear(weights, np.concatenate(biases) if bias else None)
         self.packed_bytes += packed.nbytes
         if self._on_progress is not None:
@@ -122,7 +126,11 @@ class WeightLoader:
 
 
 def _ordered(array: npt.NDArray[A], order: Order | None) -> npt.NDArray[A]:
-    return array if order is None else array[order]
+    if order is None:
+        return array
+    taken = array[order]
+    taken[order < 0] = 0
+    return taken
 
 
 def widened(tensor: Weights) -> F32:

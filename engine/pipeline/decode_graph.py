@@ -83,6 +83,7 @@ class DecodeGraph:
                 "slots": ((count,), np.int64),
                 "sampling": ((count, sampling.ROW.itemsize), np.uint8),
                 "positions": ((count,), np.int32),
+                "rope_positions": ((count,), np.int32),
             },
         )
         self._plan = GraphPlan(device, count, sizes.max_length, sizes.pool_tokens, TURNS)
@@ -109,6 +110,7 @@ class DecodeGraph:
     def _fill(self, turn: int) -> None:
         host, rows, count = self._buffers.host[turn], self._rows, self._count
         host["positions"][:] = rows.positions[:count]
+        np.add(rows.positions[:count], rows.deltas[:count], out=host["rope_positions"])
         host["slots"][:] = rows.slots[:count]
         host["sampling"][:] = rows.sampling[:count].view(np.uint8).reshape(count, -1)
         self._buffers.send(turn)
@@ -121,6 +123,7 @@ class DecodeGraph:
         inputs = ModelInputs(
             tokens=tokens,
             positions=arrays["positions"],
+            rope_positions=arrays["rope_positions"],
             slots=arrays["slots"],
             block_tables=rows.tables[:count],
             row_offsets=offsets,

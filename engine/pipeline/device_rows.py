@@ -57,7 +57,8 @@ class DeviceRows:
     ``drawn``: int32 ``[2, R]`` on the device, the newest token of each row, which is the input of
     its next step, and the sampler's error. ``tables``: int32 ``[R, W]`` there, block tables.
     On the host, of the step placed last: ``lengths`` int32 ``[R]``, positions that each row sees, 0
-    without a request; ``positions`` int32, ``slots`` int64, ``sampling`` of :data:`.sampling.ROW`.
+    without a request; ``positions`` int32, ``deltas`` int32, rope position minus position,
+    ``slots`` int64, ``sampling`` of :data:`.sampling.ROW`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class DeviceRows:
         self.tables = cast("Any", device.zeros((rows, width), np.int32))
         self.lengths = np.zeros(rows, np.int32)
         self.positions = np.zeros(rows, np.int32)
+        self.deltas = np.zeros(rows, np.int32)
         self.slots = np.full(rows, NOWHERE, np.int64)
         self.sampling = np.full(rows, _NOTHING, sampling.ROW)
         self._blocks: I32 = np.zeros((rows, width), np.int32)  # the tables, on the host
@@ -99,8 +101,8 @@ class DeviceRows:
 
         ``fed``: the chunks' tokens are those that the last placed step draws. ``turn``: the pinned
         memory to use, below :data:`TURNS`. Returns False, and queues nothing, if no captured step
-        computes these chunks: too many, more than a token each, arguments out of range, or sampling
-        that needs more than parameters.
+        computes these chunks: too many, more than a token each, a row of an image, arguments out of
+        range, or sampling that needs more than parameters.
         """
         specs = [chunk.sample for chunk in chunks]
         starts = np.array([chunk.start for chunk in chunks], np.int32)
@@ -151,7 +153,7 @@ class DeviceRows:
 
     def _clear(self, rows: Sequence[int]) -> None:
         at = np.array(rows, np.int64)
-        self.lengths[at] = self.positions[at] = 0
+        self.lengths[at] = self.positions[at] = self.deltas[at] = 0
         self.slots[at] = NOWHERE
         self.sampling[at] = _NOTHING
         for row in rows:
@@ -173,6 +175,12 @@ class DeviceRows:
         if not all(self._take_table(rows[i], tables[i]) for i in changed):
             self.forget()
             return False
+        for i in changed:
+            # Only the first sampled row of a request, whose table is new here, can be an image's.
+            if chunks[i].images or chunks[i].rope_positions is not None:
+                self.forget()
+                return False
+            self.deltas[rows[i]] = chunks[i].rope_delta
         last = self._spec_of
         try:
             for i, row in enumerate(rows):

@@ -23,7 +23,7 @@ from ..kernels.cuda import attention, elementwise, sampling
 from ..kernels.cuda.backend import CudaBackend
 from ..kernels.cuda.cupy_device import CupyDevice
 from ..kernels.cuda.device import CaptureFailed
-from ..loading.model_config import ModelConfig
+from ..loading.model_config import ModelConfig, VisionLanguageConfig
 from ..models.decoder import Decoder
 from ..scheduling.plan import Chunk, Sampled
 from .decode_graph import DecodeGraph, GraphModel, QueuedStep
@@ -43,14 +43,25 @@ def load_device() -> CudaBackend:
     return CudaBackend(CupyDevice())
 
 
-def check_device(folder: Path, config: ModelConfig, layout: KVLayout) -> None:
-    """Raise ConfigError for a model that the GPU's kernels do not support."""
+def check_device(
+    folder: Path, config: ModelConfig, layout: KVLayout, *, tower: bool = True
+) -> None:
+    """Raise ConfigError for a model that the GPU's kernels do not support.
+
+    ``tower``: the vision tower is used, if the model has one.
+    """
     group = config.num_heads // layout.num_kv_heads
     why = (
         attention.refusal(layout.head_dim, layout.block_size, group)
         or elementwise.refusal(config.hidden_size, config.intermediate_size)
         or sampling.refusal(config.vocab_size)
     )
+    if tower and not why and isinstance(config, VisionLanguageConfig):
+        vision = config.vision
+        widest = vision.hidden_size * (vision.merge_size**2 if vision.deep_layers else 1)
+        why = attention.tower_refusal(vision.head_dim) or elementwise.tower_refusal(
+            vision.hidden_size, widest
+        )
     if why:
         raise ConfigError(f"{folder}: {why}")
 
