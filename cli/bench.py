@@ -12,16 +12,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvloop
 
 from ..client import AsyncClient
 from ..client.environment import KEYS_VARIABLE, find_cluster
-from ..loadgen.http import ENDPOINTS, HttpTarget, Server
+from ..loadgen.http import EMBEDDINGS, ENDPOINTS, HttpTarget, Server
 from ..loadgen.plan import Lengths, Shape, constant, poisson, random_jobs, trace_jobs
-from ..loadgen.run import LIMIT_S, NativeTarget, Runner, until
+from ..loadgen.run import LIMIT_S, NativeEmbeddings, NativeTarget, Runner, Target, until
 from ..loadgen.statistics import (
     OK,
     Record,
@@ -41,6 +40,8 @@ ARRIVALS = ("poisson", "constant")
 REQUESTS = 100
 """Requests of a run without --requests, --duration and --trace."""
 KEY_VARIABLE = "BATON_API_KEY"
+MAX_TEXTS = 2048
+"""Of a request for embeddings: as many as OpenAI's route takes."""
 EPILOG = """\
 Without --rates and --trace, a closed loop: --concurrency requests at a time. With --rates, an open
 loop: requests arrive at their times, however slow the answers are. docs/benchmarks.md defines the
@@ -69,7 +70,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     group.add_argument("--model", default="", metavar="NAME", help="model for http:// [the first]")
     group.add_argument(
         "--endpoint", type=one_of(ENDPOINTS), default="completions", metavar=shown(ENDPOINTS),
-        help="route for http://; chat sends about as many words as tokens [completions]",
+        help="route for http://; chat sends about as many words as tokens [completions]; with "
+        "ipc:// and tcp:// the model decides",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
@@ -118,6 +120,9 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
             help=f"tokens of the {what}, fixed or uniform between two numbers [{default}]",
         )  # fmt: skip
     group.add_argument(
+        "--texts", type=count, default=1, metavar="N", help="texts of a request for embeddings [1]"
+    )
+    group.add_argument(
         "--temperature", type=number, default=0.0, metavar="T", help="sampling temperature [0]"
     )
     group.add_argument(
@@ -145,7 +150,10 @@ def _add_requests(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:
-    for name, what in (("ttft", "time to first token"), ("itl", "mean time between tokens")):
+    for name, what in (
+        ("ttft", "time to first token, or to embeddings"),
+        ("itl", "mean time between tokens"),
+    ):
         group.add_argument(
             f"--slo-{name}", type=positive, default=math.inf, metavar="SECONDS",
             help=f"limit of the {what}, for goodput",
@@ -187,6 +195,10 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{given[0]} cannot be combined with {given[1]}")
     if arguments.trace_speed and not arguments.trace:
         raise ConfigError("--trace-speed needs --trace")
+    if arguments.texts != 1 and arguments.trace:
+        raise ConfigError("--texts cannot be combined with --trace")
+    if not 1 <= arguments.texts <= MAX_TEXTS:
+        raise ConfigError(f"--texts must be 1 to {MAX_TEXTS}")
     if arguments.requests == 0:
         raise ConfigError("--requests must be at least 1")
     for name in ("json", "plot"):
@@ -206,7 +218,7 @@ async def _measure(arguments: argparse.Namespace) -> tuple[str, list[Summary]]:
     target, name, shape = await _target(arguments)
     runner = Runner(target, limit=arguments.limit)
     slo = arguments.slo_ttft, arguments.slo_itl
-    title = f"{name}: {_workload(arguments)}"
+    title = f"{name}: {_workload(arguments, embeds=shape.texts > 0)}"
     print(title, flush=True)
     summaries = []
     try:
@@ -256,14 +268,18 @@ def _loads(arguments: argparse.Namespace) -> Sequence[float]:
     return found
 
 
-def _workload(arguments: argparse.Namespace) -> str:
+def _workload(arguments: argparse.Namespace, *, embeds: bool) -> str:
     if arguments.trace:
-        return f"trace {Path(arguments.trace).name}, lengths x {arguments.trace_scale:g}"
+        what = "embeddings of the prompts of " if embeds else ""
+        return f"{what}trace {Path(arguments.trace).name}, lengths x {arguments.trace_scale:g}"
     loop = f"open loop, {arguments.arrivals}" if arguments.rates else "closed loop"
-    return f"{arguments.input} tokens in, {arguments.output} out, {loop}, seed {arguments.seed}"
+    what = f"{arguments.input} tokens in, {arguments.output} out"
+    if embeds:
+        what = f"embeddings of {arguments.texts} x {arguments.input} tokens"
+    return f"{what}, {loop}, seed {arguments.seed}"
 
 
-async def _target(arguments: argparse.Namespace) -> tuple[Any, str, Shape]:
+async def _target(arguments: argparse.Namespace) -> tuple[Target, str, Shape]:
     """Connect. Return the target, the model's name, and what requests look like."""
     shape = Shape(
         arguments.input,
@@ -283,17 +299,42 @@ async def _target(arguments: argparse.Namespace) -> tuple[Any, str, Shape]:
             temperature=arguments.temperature,
         )
         await target.find_model()
-        return target, target.model, replace(shape, longest=target.longest)
+        texts = _texts(arguments, embeds=arguments.endpoint == EMBEDDINGS)
+        return target, target.model, replace(shape, longest=target.longest, texts=texts)
     addresses, keys = find_cluster(address, arguments.keys)
     client = AsyncClient(addresses, keys=keys or os.environ.get(KEYS_VARIABLE))
-    model = await client.model()
-    if model.card.task != "generate":
-        raise InputError(f"{model.card.name!r} is an embedding model; bench measures generation")
+    try:
+        model = await client.model()
+        model.check_text()
+        card = model.card
+        texts = _texts(arguments, embeds=card.task == "embed")
+    except BaseException:
+        await client.close()
+        raise
+    shape = replace(shape, vocabulary=card.vocab_size, longest=card.max_length, texts=texts)
+    if texts:
+        return NativeEmbeddings(client), card.name, shape
     native = NativeTarget(
         client, ignore_eos=not arguments.stop_at_eos, temperature=arguments.temperature
     )
-    card = model.card
-    return native, card.name, replace(shape, vocabulary=card.vocab_size, longest=card.max_length)
+    return native, card.name, shape
+
+
+def _texts(arguments: argparse.Namespace, *, embeds: bool) -> int:
+    """Return the texts of a request, 0 for generation. Raises ConfigError for senseless options."""
+    if embeds:
+        wrong = {
+            "--stop-at-eos": arguments.stop_at_eos,
+            "--slo-itl": math.isfinite(arguments.slo_itl),
+            "--temperature": arguments.temperature,
+        }
+        given = [name for name, value in wrong.items() if value]
+        if given:
+            raise ConfigError(f"{given[0]} has no meaning for embeddings")
+        return int(arguments.texts)
+    if arguments.texts != 1:
+        raise ConfigError("--texts needs embeddings: an embedding model, or --endpoint embeddings")
+    return 0
 
 
 async def _watched(runner: Runner, measuring: Awaitable[list[Record]]) -> list[Record]:

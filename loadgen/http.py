@@ -1,4 +1,6 @@
-"""A target over HTTP: any server with OpenAI's completions or chat completions, streamed.
+"""A target over HTTP: any server with OpenAI's routes for completions, chats or embeddings.
+
+Completions and chats are streamed.
 
 Connections are kept and reused. Cancelling a request closes its connection, as a user's client
 does. The parser keeps a limited number of bytes, so a faulty server cannot fill the memory.
@@ -23,8 +25,10 @@ from .statistics import Record
 CONNECT_S = 10.0
 _READ_BYTES = 1 << 16
 MAX_EVENT_BYTES = 4 << 20
+MAX_EMBEDDINGS_BYTES = 128 << 20
 _BUSY = (429, 503)
-ENDPOINTS = ("completions", "chat")
+EMBEDDINGS = "embeddings"
+ENDPOINTS = ("completions", "chat", EMBEDDINGS)
 _WORDS = ("one", "two", "red", "sun", "sea", "day", "man", "cat", "box", "map", "old", "far")
 
 
@@ -52,6 +56,11 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[msgspec.Raw]
+    usage: _Usage | None = None
 
 
 class _Model(msgspec.Struct):
@@ -103,9 +112,10 @@ class Server:
 
 
 class _Response:
-    """One response, from the parser's callbacks."""
+    """One response, from the parser's callbacks. ``most``: bytes of the body to keep."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_EVENT_BYTES) -> None:
+        self.most = most
         self.parser = httptools.HttpResponseParser(self)
         self.body = bytearray()
         self.done = False
@@ -149,7 +159,7 @@ class _Connection:
             response.parser.feed_data(data)
         except httptools.HttpParserError as problem:
             raise RequestFailed(f"the answer is not HTTP: {problem}") from None
-        if len(response.body) > MAX_EVENT_BYTES + _READ_BYTES:  # events() takes out whole events
+        if len(response.body) > response.most + _READ_BYTES:  # events() takes out whole events
             raise RequestFailed("the answer is too long")
 
     def close(self) -> None:
@@ -157,7 +167,10 @@ class _Connection:
 
 
 class HttpTarget:
-    """A server. ``endpoint``: "completions" with token ids as prompts, or "chat" with words."""
+    """A server.
+
+    ``endpoint``: "completions" or "embeddings" with token ids as prompts, or "chat" with words.
+    """
 
     def __init__(
         self,
@@ -172,6 +185,7 @@ class HttpTarget:
         self._endpoint = endpoint
         self.model = model
         self.longest = 0
+        self._embeds = endpoint == EMBEDDINGS
         self._fields = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
         self._idle: list[_Connection] = []
 
@@ -192,17 +206,20 @@ class HttpTarget:
     async def send(self, job: Job, record: Record) -> None:
         """Send a job and record when its events arrive; usage counts its tokens."""
         route, body = self._request(job)
-        response, whole, status = _Response(), False, 0
+        response = _Response(MAX_EMBEDDINGS_BYTES if self._embeds else MAX_EVENT_BYTES)
+        whole, status = False, 0
         connection = await self._connection()
         try:
             connection.send(self._server.head("POST", route, len(body)) + body)
             while not response.done:
                 await connection.read(response)
                 status = response.parser.get_status_code()
-                if status == 200:
+                if status == 200 and not self._embeds:
                     self._take(response.events(), record)
             if status != 200:
                 raise _refusal(status, bytes(response.body))
+            if self._embeds:
+                _take_embeddings(bytes(response.body), job, record)
             whole = response.keeps
         finally:
             if whole:
@@ -229,6 +246,11 @@ class HttpTarget:
                 _count(event.usage, record)
 
     def _request(self, job: Job) -> tuple[str, bytes]:
+        if self._embeds:
+            texts = job.prompt.reshape(job.texts, -1).tolist()
+            # A list of lists also for one text: base64 costs a server and its clients least.
+            asked = {"model": self.model, "input": texts, "encoding_format": "base64"}
+            return "/embeddings", msgspec.json.encode(asked)
         content: dict[str, object] = {
             "model": self.model,
             "stream": True,
@@ -278,6 +300,20 @@ class HttpTarget:
         for connection in self._idle:
             connection.close()
         self._idle.clear()
+
+
+def _take_embeddings(body: bytes, job: Job, record: Record) -> None:
+    """Record the whole answer. Raises RequestFailed if it has not one embedding per text."""
+    now = time.perf_counter()
+    try:
+        found = msgspec.json.decode(body, type=_Embeddings)
+    except msgspec.DecodeError as problem:
+        raise RequestFailed(f"the answer is no JSON of embeddings: {problem}") from None
+    if len(found.data) != job.texts:
+        raise RequestFailed(f"the answer has {len(found.data)} embeddings of {job.texts} texts")
+    record.stamp(now, 0)
+    if found.usage is not None:
+        _count(found.usage, record)
 
 
 def _has_text(choice: _Choice) -> bool:

@@ -29,12 +29,14 @@ class Job:
 
     ``at``: seconds from the run's start, None in a closed loop. ``prompt``: token ids, int32
     ``[n]``. ``output``: tokens of the answer. ``cancel_after``: seconds after sending, or None.
+    ``texts``: of a request for embeddings, whose prompt is as many equal parts; 0: it generates.
     """
 
     at: float | None
     prompt: npt.NDArray[np.int32]
     output: int
     cancel_after: float | None = None
+    texts: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,7 +72,8 @@ class Shape:
 
     ``cancel_share``: share of the requests that are cancelled ``cancel_delay`` seconds after they
     were sent. ``vocabulary``: token ids are below. ``longest``: prompt and answer together have at
-    most this many tokens (0: unlimited).
+    most this many tokens (0: unlimited). ``texts``: of each request for embeddings, where
+    ``prompt`` is the length of a text and ``output`` is unused; 0: requests generate.
     """
 
     prompt: Lengths
@@ -79,6 +82,7 @@ class Shape:
     cancel_delay: float = 0.0
     vocabulary: int = 1000
     longest: int = 0
+    texts: int = 0
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
@@ -100,9 +104,13 @@ def random_jobs(shape: Shape, times: Iterable[float | None], seed: int) -> Itera
     rng = random.Random(seed)  # noqa: S311
     ids = np.random.default_rng(seed)
     for at in times:
-        prompt, output = fitting(shape.prompt.draw(rng), shape.output.draw(rng), shape.longest)
+        prompt, output = shape.prompt.draw(rng), shape.output.draw(rng)
+        if shape.texts:
+            prompt = shape.texts * min(prompt, shape.longest or prompt)
+        else:
+            prompt, output = fitting(prompt, output, shape.longest)
         tokens = ids.integers(*_ids(shape.vocabulary), prompt).astype(np.int32)
-        yield Job(at, tokens, output, _cancel(shape, rng))
+        yield Job(at, tokens, output, _cancel(shape, rng), shape.texts)
 
 
 def trace_jobs(
@@ -124,7 +132,7 @@ def trace_jobs(
         left = prompt - size * len(parts)
         parts.append(_block((seed, 1, number), left, shape.vocabulary))
         at = (arrival.at - start) / speed
-        yield Job(at, np.concatenate(parts), output, _cancel(shape, rng))
+        yield Job(at, np.concatenate(parts), output, _cancel(shape, rng), shape.texts)
 
 
 def fitting(prompt: int, output: int, longest: int) -> tuple[int, int]:

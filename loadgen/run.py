@@ -60,6 +60,22 @@ class NativeTarget:
         await self._client.close()
 
 
+class NativeEmbeddings:
+    """A Baton cluster with an embedding model, at the addresses of its routers."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def send(self, job: Job, record: Record) -> None:
+        """Send the texts of a job, each as a request, and record when all have their embeddings."""
+        await self._client.embed(list(job.prompt.reshape(job.texts, -1)))
+        record.stamp(time.perf_counter(), 0)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._client.close()
+
+
 class Runner:
     """Runs jobs one run after the other. ``limit``: seconds for each request."""
 
@@ -107,7 +123,7 @@ class Runner:
         return records
 
     async def _send(self, job: Job, arrived: float) -> Record:
-        record = Record(arrived, sent=self._clock(), prompt_tokens=len(job.prompt))
+        record = Record(arrived, sent=self._clock(), prompt_tokens=len(job.prompt), texts=job.texts)
         limit = self._limit if job.cancel_after is None else min(job.cancel_after, self._limit)
         try:
             async with asyncio.timeout(limit):

@@ -26,6 +26,7 @@ _ROWS = (
     ("TPOT", "tpot"),
     ("end to end", "end_to_end"),
 )
+_EMBED_ROWS = (("latency", "end_to_end"),)
 SHARES = (0.9, 0.99)
 LATE_S = 0.01
 """A generator that sends later than this at p99 measures itself."""
@@ -46,7 +47,8 @@ class Record:
     """One request of a run; times in seconds of one clock.
 
     ``arrived``: when it should be sent. ``sent``: when it was. ``stamps``: arrival of each message
-    with tokens, and their number. ``tokens``: of the answer, as the server counts them.
+    with tokens, and their number. ``tokens``: of the answer, as the server counts them. ``texts``:
+    of a request for embeddings, which has one stamp without tokens; 0: it generates.
     """
 
     arrived: float
@@ -55,6 +57,7 @@ class Record:
     prompt_tokens: int = 0
     tokens: int = 0
     cached_tokens: int = 0
+    texts: int = 0
     stamps: list[tuple[float, int]] = field(default_factory=list)
     outcome: str = FAILED
     error: str = ""
@@ -137,7 +140,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ``load``: requests per second of an open loop, or requests at a time of a closed one.
     ``seconds``: from the first arrival to the last end. ``attained``: share of all requests that
     meet both limits; cancelled, refused and failed requests do not. ``goodput``: those per second.
-    ``lag``: seconds by which the generator itself sent late.
+    ``lag``: seconds by which the generator itself sent late. ``texts``: embedded by requests that
+    ended well; None: the requests generate. TTFT of a request for embeddings is its whole latency.
     """
 
     load: float
@@ -145,7 +149,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     outcomes: dict[str, int]
     request_rate: float
+    texts: int | None
+    text_rate: float
     prompt_tokens: int
+    prompt_rate: float
     cached_tokens: int
     output_tokens: int
     output_rate: float
@@ -177,6 +184,8 @@ def summarize(
     good = sum(one.meets(slo_ttft, slo_itl) for one in records)
     gaps = [one.gaps() for one in seen]
     tokens = sum(one.tokens for one in records)
+    prompts = sum(one.prompt_tokens for one in seen if one.stamps or not one.texts)
+    texts = sum(one.texts for one in ok)
     errors: dict[str, int] = {}
     for one in records:
         if one.error:
@@ -187,7 +196,10 @@ def summarize(
         requests=len(records),
         outcomes={name: sum(one.outcome == name for one in records) for name in OUTCOMES},
         request_rate=_rate(len(ok), seconds),
-        prompt_tokens=sum(one.prompt_tokens for one in seen),
+        texts=texts if any(one.texts for one in records) else None,
+        text_rate=_rate(texts, seconds),
+        prompt_tokens=prompts,
+        prompt_rate=_rate(prompts, seconds),
         cached_tokens=sum(one.cached_tokens for one in seen),
         output_tokens=tokens,
         output_rate=_rate(tokens, seconds),
@@ -218,16 +230,20 @@ def highest(summaries: Iterable[Summary], share: float) -> float | None:
 def table(summary: Summary, slo_ttft: float, slo_itl: float) -> list[str]:
     """Return the lines for one run."""
     lines = [f"{'ms':12}" + "".join(f"{name:>10}" for name in _COLUMNS)]
-    lines += [f"{title:12}{_values(getattr(summary, name))}" for title, name in _ROWS]
+    shown = _ROWS if summary.texts is None else _EMBED_ROWS
+    lines += [f"{title:12}{_values(getattr(summary, name))}" for title, name in shown]
     counts = ", ".join(
         f"{number} {name}" for name, number in summary.outcomes.items() if number or name == OK
     )
     lines.append(f"{'requests':12}{summary.requests} in {summary.seconds:.1f} s: {counts}")
-    lines.append(
-        f"{'rates':12}{summary.request_rate:.2f} requests/s, "
-        f"{summary.output_rate:.1f} output tokens/s; prompts: {summary.prompt_tokens} tokens, "
-        f"{summary.cached_tokens} of them cached"
-    )
+    rates = f"{'rates':12}{summary.request_rate:.2f} requests/s, "
+    if summary.texts is None:
+        rates += f"{summary.output_rate:.1f} output tokens/s; prompts: {summary.prompt_tokens} "
+        rates += f"tokens, {summary.cached_tokens} of them cached"
+    else:
+        rates += f"{summary.text_rate:.2f} texts/s, {summary.prompt_rate:.1f} tokens/s; "
+        rates += f"{summary.texts} texts with {summary.prompt_tokens} tokens"
+    lines.append(rates)
     if has_limits(slo_ttft, slo_itl):
         lines.append(f"{'goodput':12}{summary.goodput:.2f} requests/s; {_share(summary)}")
     lines += [f"{FAILED:12}{number} x {text}" for text, number in summary.errors.items()]
@@ -236,15 +252,20 @@ def table(summary: Summary, slo_ttft: float, slo_itl: float) -> list[str]:
 
 def sweep(summaries: Sequence[Summary], unit: str, slo_ttft: float, slo_itl: float) -> list[str]:
     """Return the lines for runs at several loads."""
-    names = ("done/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "tokens/s", "ok")
+    embeds = any(one.texts is not None for one in summaries)
+    names = ("p50", "p99", "texts/s") if embeds else ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99")
+    names = ("done/s", *names, "tokens/s", "ok")
     lines = [f"{unit:>12}" + "".join(f"{name:>10}" for name in names)]
     limited = has_limits(slo_ttft, slo_itl)
     if limited:
         lines[0] += f"{'in limits':>11}"
     for one in summaries:
-        latencies = (one.ttft.p50, one.ttft.p99, one.itl.p50, one.itl.p99)
-        cells = [f"{one.load:12g}{one.request_rate:10.2f}", *(f"{_ms(x):>10}" for x in latencies)]
-        cells += [f"{one.output_rate:10.1f}", f"{one.outcomes[OK] / max(1, one.requests):10.1%}"]
+        shown = (one.end_to_end,) if embeds else (one.ttft, one.itl)
+        cells = [f"{one.load:12g}{one.request_rate:10.2f}"]
+        cells += [f"{_ms(value):>10}" for found in shown for value in (found.p50, found.p99)]
+        cells += [f"{one.text_rate:10.2f}", f"{one.prompt_rate:10.1f}"] if embeds else []
+        cells += [] if embeds else [f"{one.output_rate:10.1f}"]
+        cells.append(f"{one.outcomes[OK] / max(1, one.requests):10.1%}")
         lines.append("".join(cells) + (f"{one.attained:11.1%}" if limited else ""))
     lines[0] += "   (latencies in ms)"
     if limited:
@@ -296,15 +317,16 @@ def picture(
     slo_itl: float = math.inf,
     title: str = "",
 ) -> str:
-    """Return the SVG of TTFT and ITL (p50 and p99) over the load."""
+    """Return the SVG of p50 and p99 over the load: of TTFT and ITL, or of embeddings' latency."""
     runs = sorted(summaries, key=lambda one: one.load)
+    shown = [("TTFT", "ttft", slo_ttft), ("ITL", "itl", slo_itl)]
+    if any(one.texts is not None for one in runs):
+        shown = [("latency", "end_to_end", slo_ttft)]
     panels = [
         _panel(f"{name} in ms", _lines(runs, field), limit * 1000, TOP + at * (PANEL + GAP))
-        for at, (name, field, limit) in enumerate(
-            (("TTFT", "ttft", slo_ttft), ("ITL", "itl", slo_itl))
-        )
+        for at, (name, field, limit) in enumerate(shown)
     ]
-    height = TOP + 2 * (PANEL + GAP)
+    height = TOP + len(shown) * (PANEL + GAP)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">',

@@ -63,6 +63,8 @@ def test_over_http(running, tmp_path, capsys):
             assert run["outcomes"]["ok"] == 6
             assert run["output_tokens"] == 30
             assert run["prompt_tokens"] >= 6 * 64
+        assert main(["bench", url, "--texts=2"]) == 2
+        assert "--texts needs embeddings" in capsys.readouterr().err
         assert main(["bench", url, "--model=nope"]) == 2
         assert "the server has no model 'nope'" in capsys.readouterr().err
     finally:
@@ -75,6 +77,8 @@ def test_over_http(running, tmp_path, capsys):
         (["--rates=1", "--concurrency=1"], "--concurrency cannot be combined with --rates"),
         (["--trace-speed=2"], "--trace-speed needs --trace"),
         (["--json=/nope/a.json"], "--json /nope/a.json: the folder does not exist"),
+        (["--trace=a.csv", "--texts=2"], "--texts cannot be combined with --trace"),
+        (["--texts=0"], "--texts must be 1 to 2048"),
         (["ipc:///nope/x", "--requests=0"], "--requests must be at least 1"),
         (["http://127.0.0.1:1/v1"], "cannot connect to 127.0.0.1:1"),
         (["localhost:80"], "must start with"),

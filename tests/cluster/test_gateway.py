@@ -201,7 +201,7 @@ def test_tokens_there_and_back(gateway):
     assert usage["prompt_tokens"] == chat["count"]
 
 
-def test_embeddings_as_numbers_and_as_base64(start_cluster, tmp_path):
+def test_embeddings_as_numbers_and_as_base64(start_cluster, tmp_path, capsys):
     cluster = start_cluster(prefill=1, model=DATA / "embedders" / "bert")
     cluster.size = (1, 0)
     cluster.wait_ready()
@@ -220,6 +220,17 @@ def test_embeddings_as_numbers_and_as_base64(start_cluster, tmp_path):
         assert status == 400, body
         status, body, _ = gateway.ask("POST", "/v1/embeddings", {"input": "a", "dimensions": 3})
         assert (status, body["error"]["param"]) == (400, "dimensions")
+        url = f"http://127.0.0.1:{gateway.port}/v1"
+        over_http = [url, "--endpoint=embeddings", "--vocabulary=40"]
+        for address in (over_http, [cluster.address]):
+            file = tmp_path / "bench.json"
+            load = ["--concurrency=2", "--requests=6", "--input=5-9", "--texts=3", "--warmup=1"]
+            assert main(["bench", *address, *load, f"--json={file}"]) == 0
+            (run,) = json.loads(file.read_text())["runs"]
+            assert (run["outcomes"]["ok"], run["texts"], run["end_to_end"]["count"]) == (6, 18, 6)
+            assert 6 * 3 * 5 <= run["prompt_tokens"] <= 6 * 3 * 9
+        assert main(["bench", cluster.address, "--slo-itl=1"]) == 2
+        assert "--slo-itl has no meaning for embeddings" in capsys.readouterr().err
     finally:
         assert gateway.end() == 0
         cluster.end_clean()

@@ -58,6 +58,14 @@ def test_jobs_are_the_seeds():
     assert {job.cancel_after for job in jobs} == {None, 0.5}
 
 
+def test_a_request_for_embeddings_has_texts_of_one_length_within_the_context():
+    shape = Shape(Lengths(4, 90), Lengths(9, 9), vocabulary=50, longest=40, texts=3)
+    jobs = list(random_jobs(shape, [None] * 100, 7))
+    assert {job.texts for job in jobs} == {3}
+    lengths = {len(job.prompt) for job in jobs}
+    assert max(lengths) == 3 * 40 and all(length % 3 == 0 for length in lengths)
+
+
 def test_a_traces_prefixes_times_and_lengths():
     one, two = b"1".ljust(8, b"\0"), b"2".ljust(8, b"\0")
     trace = [

@@ -13,10 +13,10 @@ from baton.loadgen.statistics import CANCELLED, FAILED, OK, REFUSED, Record
 from baton.proto.errors import BatonError, CapacityError, ConfigError, RequestFailed
 
 
-def jobs(*times, cancel_after=None):
-    shape = Shape(Lengths(3, 3), Lengths(2, 2))
+def jobs(*times, cancel_after=None, texts=0):
+    shape = Shape(Lengths(3, 3), Lengths(2, 2), texts=texts)
     found = random_jobs(shape, times, 1)
-    return [Job(job.at, job.prompt, job.output, cancel_after) for job in found]
+    return [Job(job.at, job.prompt, job.output, cancel_after, texts) for job in found]
 
 
 class Fake:
@@ -157,7 +157,7 @@ STREAM = (
 )
 
 
-def answers(*responses, read=True):
+def answers(*responses, endpoint="completions", texts=0):
     """Serve these responses, one per request; returns (records, requests, connections)."""
 
     async def main():
@@ -181,9 +181,10 @@ def answers(*responses, read=True):
         responses_left = list(responses)
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        target = HttpTarget(Server.parse(f"http://127.0.0.1:{port}/v1", "secret"), model="m")
+        server_url = Server.parse(f"http://127.0.0.1:{port}/v1", "secret")
+        target = HttpTarget(server_url, endpoint=endpoint, model="m")
         runner = Runner(target, limit=30.0)
-        found = [(await runner.open_loop(jobs(0.0)))[0] for _ in responses]
+        found = [(await runner.open_loop(jobs(0.0, texts=texts)))[0] for _ in responses]
         await target.close()
         server.close()
         return found, requests, connections
@@ -225,6 +226,36 @@ def test_a_stream_in_odd_pieces_over_one_connection():
 def test_refusals_and_faults_of_a_server(response, outcome, error):
     ((record,), _, _) = answers([response])
     assert record.outcome == outcome and record.error.startswith(error)
+
+
+def test_embeddings_over_one_connection_are_whole_answers():
+    entry = {"embedding": "A" * 100_000, "index": 0, "object": "embedding"}
+
+    def response(count):
+        body = json.dumps({"data": [entry] * count, "usage": {"prompt_tokens": 7}}).encode()
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+    broken = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
+    whole = response(60)  # longer than any event of a stream
+    pieces = [whole[at : at + 100_001] for at in range(0, len(whole), 100_001)]
+    records, requests, connections = answers(
+        pieces, [response(60)], [response(59)], [broken], endpoint="embeddings", texts=60
+    )
+    assert [(one.outcome, one.error) for one in records] == [
+        (OK, ""),
+        (OK, ""),
+        (FAILED, "the answer has 59 embeddings of 60 texts"),
+        (FAILED, records[3].error),
+    ]
+    assert records[3].error.startswith("the answer is no JSON of embeddings")
+    first = records[0]
+    assert (first.texts, first.prompt_tokens, first.tokens, len(first.stamps)) == (60, 7, 0, 1)
+    assert len(connections) == 2  # a faulty answer ends its connection
+    head, body = requests[0]
+    assert head.startswith(b"POST /v1/embeddings HTTP/1.1\r\n")
+    sent = json.loads(body)
+    assert set(sent) == {"model", "input", "encoding_format"}
+    assert [len(text) for text in sent["input"]] == [3] * 60
 
 
 def test_an_answer_of_any_status_is_kept_up_to_a_limit():

@@ -16,6 +16,7 @@ from baton.loadgen.statistics import (
     Record,
     highest,
     percentile,
+    picture,
     summarize,
     sweep,
     table,
@@ -83,6 +84,35 @@ def test_a_run():
     assert found.errors == {"full": 2}
     nothing = summarize([], 1.0)
     assert (nothing.seconds, nothing.attained, nothing.goodput) == (0.0, 0.0, 0.0)
+
+
+def embedded(arrived, seconds, texts, tokens, outcome=OK):
+    one = record(arrived, [(arrived + seconds, 0)] if outcome == OK else [], outcome, tokens)
+    one.texts, one.ended = texts, arrived + seconds
+    return one
+
+
+def test_a_run_of_embeddings():
+    records = [
+        embedded(0.0, 0.1, 4, 40),
+        embedded(1.0, 0.3, 2, 30),
+        embedded(1.5, 0.5, 8, 99, CANCELLED),
+    ]
+    found = summarize(records, 2.0, slo_ttft=0.2)
+    assert (found.texts, found.text_rate) == (6, 3.0)
+    assert (found.prompt_tokens, found.prompt_rate) == (70, 35.0)  # no cancelled text has a vector
+    assert (found.end_to_end.count, found.end_to_end.max) == (2, pytest.approx(0.3))
+    assert found.goodput == pytest.approx(0.5)
+    lines = table(found, 0.2, math.inf)
+    assert [line.split()[0] for line in lines[1:]] == ["latency", "requests", "rates", "goodput"]
+    assert "1.00 requests/s, 3.00 texts/s, 35.0 tokens/s; 6 texts with 70 tokens" in lines[3]
+    heads, first, empty = sweep([found, summarize([], 4.0)], "at a time", math.inf, math.inf)
+    names = ["at", "a", "time", "done/s", "p50", "p99", "texts/s", "tokens/s", "ok"]
+    assert heads.split()[: len(names)] == names
+    assert first.split() == ["2", "1.00", "200.0", "298.0", "3.00", "35.0", "66.7%"]
+    assert empty.split()[2] == "-"
+    plot = picture([found], "at a time", 0.2)
+    assert "latency in ms" in plot and "ITL" not in plot
 
 
 def test_both_limits_count():
