@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, Unpack, overload
 
 import numpy as np
 
+from ..images.processor import SharedImage
 from ..proto.contexts.text import TextContext
 from ..proto.errors import BatonError, InputError, InternalError
 from ..proto.ids import RequestID
@@ -22,6 +23,7 @@ from ..proto.requests import check_features
 from ..proto.sampling import MAX_SEED, SamplingParams
 from ..proto.value_checks import whole
 from ..proto.wire.messages import Message
+from .images import split_messages
 from .model import (
     Messages,
     Prepared,
@@ -229,6 +231,8 @@ class Whole:
             options = batch_options(options)
         self.window = Window() if several else None
         own = [options] if prompts is None else options_of_each(len(given), options)
+        if number > 1:
+            given, own = _shared_images(given, own, are_chats=variables is not None)
         self.drafts = [
             Draft(
                 _name(one, options),
@@ -330,6 +334,20 @@ def chats_of(messages: Any) -> Sequence[Any] | None:
         return None
     several = isinstance(messages[0], Sequence) and not isinstance(messages[0], str | Mapping)
     return messages if several else None
+
+
+def _shared_images(
+    prompts: Sequence[Any], options: Sequence[RequestOptions], *, are_chats: bool
+) -> tuple[list[Any], list[RequestOptions]]:
+    """Return prompts and options whose images are prepared once for all answers to a prompt."""
+    pairs: list[tuple[Any, RequestOptions]] = []
+    for at, (prompt, own) in enumerate(zip(prompts, options, strict=True)):
+        images = own.get("images") or []
+        if are_chats:
+            with at_prompt(at if len(prompts) > 1 else None):
+                prompt, images = split_messages(prompt, images)
+        pairs.append((prompt, {**own, "images": [SharedImage(one) for one in images]}))
+    return [prompt for prompt, _ in pairs], [own for _, own in pairs]
 
 
 def sampling_of_one(sampling: Sampling | Each) -> Sampling:

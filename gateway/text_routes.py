@@ -20,7 +20,7 @@ from ..client.async_generation import AsyncGeneration
 from ..client.model import ServedModel, TokensOrText, encode
 from ..client.options import RequestOptions
 from ..client.output import Output
-from ..images.processor import ScaledImage
+from ..images.processor import Image, SharedImage
 from ..proto.errors import BatonError, RequestCancelled
 from ..proto.sampling import SamplingParams
 from .answers import DONE, Answer, ChatForm, Choice, CompletionForm, TokenTexts, usage_of
@@ -59,7 +59,9 @@ async def chat(request: Request) -> None:
         variables["add_generation_prompt"] = body.add_generation_prompt
     urls: list[ImageUrl] = []
     messages = messages_of(body.messages, urls)
-    images = await served.images(model, urls) if urls else []
+    images: list[Image] = await served.images(model, urls) if urls else []
+    if (body.n or 1) > 1:
+        images = [SharedImage(one) for one in images]
     plan = await asyncio.to_thread(
         served.planner.plan,
         model,
@@ -116,7 +118,7 @@ async def _respond(
     answer: Answer,
     body: GenerationBody,
     starts: Sequence[_Start],
-    images: list[ScaledImage] | None = None,
+    images: list[Image] | None = None,
 ) -> None:
     """Start ``n`` requests for each prompt and answer with their outputs.
 

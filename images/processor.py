@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -71,6 +71,32 @@ class PreparedImage:
     content_hash: int
 
 
+class SharedImage:
+    """An image of several requests, which is prepared once. Thread-safe.
+
+    The image is kept until it is prepared, and its pixels as long as this object.
+    """
+
+    def __init__(self, image: Image) -> None:
+        self._image = image
+        self._prepared: PreparedImage | None = None
+        self._problem = ""
+        self._lock = threading.Lock()
+
+    def prepared(self, prepare: Callable[[Image], PreparedImage]) -> PreparedImage:
+        """Return the image that the first call has prepared. Raises its InputError each time."""
+        with self._lock:
+            if self._prepared is None and not self._problem:
+                try:
+                    self._prepared = prepare(self._image)
+                except InputError as error:
+                    self._problem = str(error)
+                self._image = None
+        if self._prepared is None:
+            raise InputError(self._problem)
+        return self._prepared
+
+
 class ImageProcessor:
     """Prepares images for one model. Thread-safe."""
 
@@ -100,10 +126,12 @@ class ImageProcessor:
         """Return an image in the model's size.
 
         ``image``: bytes of a PNG, JPEG, WebP, GIF or BMP file, the path of one, a Pillow image, or
-        an array, uint8 ``[height, width]`` or ``[height, width, 3 or 4]``, or a ScaledImage. Raises
-        InputError for everything else. Without Pillow it raises ConfigError for all but RGB arrays
-        in the model's size.
+        an array, uint8 ``[height, width]`` or ``[height, width, 3 or 4]``, or a ScaledImage or
+        SharedImage. Raises InputError for everything else. Without Pillow it raises ConfigError for
+        all but RGB arrays in the model's size.
         """
+        if isinstance(image, SharedImage):
+            return image.prepared(self.process)
         if isinstance(image, str | os.PathLike):
             image = _file_content(Path(image))
         if isinstance(image, ScaledImage):

@@ -8,10 +8,12 @@ import pytest
 from msgspec.structs import replace
 from PIL import Image
 
-from baton.client.calls import Draft
+from baton.client.calls import Draft, Whole
 from baton.client.description import Description
 from baton.client.model import ServedModel
 from baton.client.options import check_options, options_of_each
+from baton.images import processor
+from baton.images.processor import ImageProcessor
 from baton.proto.contexts.images import image_hash
 from baton.proto.errors import InputError
 from baton.proto.layout import KVLayout, ModelCard
@@ -175,6 +177,56 @@ class TestGenerate:
                 prepared(text, PAD, [A])
         finally:
             text.close()
+
+
+class TestSeveralAnswers:
+    C, D = picture(value=91), picture(84, 84, 31)  # no other test has left them in the cache
+
+    @pytest.fixture
+    def decoded(self, monkeypatch):
+        """The images that were decoded; none is kept for later requests."""
+        decoded, decode = [], ImageProcessor._decode
+
+        def counted(self, content, max_side):
+            decoded.append(content)
+            return decode(self, content, max_side)
+
+        monkeypatch.setattr(processor, "RECENT_BYTES", 0)
+        monkeypatch.setattr(ImageProcessor, "_decode", counted)
+        return decoded
+
+    def test_an_image_is_prepared_once(self, model, decoded):
+        prompts = [f"<image>{PAD}</image> a", f"b {PAD} c"]
+        options = check_options({"images": [[self.C], [self.D]]})
+        drafts = Whole.of_prompt(prompts, None, 3, options).drafts
+        wires = [draft.prepare(model).spec.context for draft in drafts]
+        assert decoded == [self.C, self.D]
+        for wire, tokens in zip(wires, [A_TOKENS] * 3 + [B_TOKENS] * 3, strict=True):
+            (image,) = wire.images
+            assert image.end_idx - image.start_idx == tokens
+        assert wires[0].images[0].pixel_values is wires[2].images[0].pixel_values
+
+    def test_an_image_of_a_chat_is_prepared_once(self, model, decoded):
+        in_part = {"type": "image_url", "image_url": {"url": data_url(self.D)}}
+        chat = user(IMAGE, TEXT, in_part)
+        drafts = Whole.of_chat(chat, None, 2, None, check_options({"images": [self.C]})).drafts
+        several = [draft.prepare(model).spec.context for draft in drafts]
+        assert sorted(decoded) == sorted([self.C, self.D])
+        one = prepared(model, chat, [self.C], chat=True)
+        for wire in several:
+            assert np.array_equal(wire.tokens.array, one.tokens.array)
+            found = [image.image_hash for image in wire.images]
+            assert found == [image.image_hash for image in one.images]
+        assert chat == user(IMAGE, TEXT, in_part)
+
+    def test_each_answer_has_the_error_of_an_image(self, model, decoded):
+        drafts = Whole.of_chat(user(IMAGE), None, 3, None, check_options({"images": [b"x"]})).drafts
+        for draft in drafts:
+            with pytest.raises(InputError, match="formats are PNG"):
+                draft.prepare(model)
+        assert decoded == [b"x"]
+        with pytest.raises(InputError, match=r"prompts\[1\]: .*more parts"):
+            Whole.of_chat([user(TEXT), user(IMAGE)], None, 2, None, {})
 
 
 def test_images_of_a_list_of_prompts():

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import ipaddress
+import json
 import shutil
 import socket
 import ssl
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.requests import Request
 
 from baton.gateway import image_fetch
 from baton.gateway.errors import ParameterError, error_json, status_of
@@ -28,6 +30,7 @@ from baton.gateway.image_fetch import (
 )
 from baton.gateway.messages import ImageUrl, messages_of
 from baton.gateway.served import Served
+from baton.gateway.text_routes import chat
 from baton.proto.errors import CapacityError, ConfigError, InputError
 
 CONTENT = b"\x89PNG" + bytes(5000)
@@ -116,6 +119,49 @@ def test_wrong_urls_name_their_place(url):
         images(url, fetcher=ImageFetcher(["a"]))
     assert caught.value.parameter == "at[0]"
     assert status_of(caught.value) == 400
+
+
+class Refused(Exception):
+    pass
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_several_answers_share_the_images_of_a_request(number):
+    asked = []
+
+    class Cluster:
+        async def model(self):
+            description, card = SimpleNamespace(folder="/seer"), SimpleNamespace(name="seer")
+            return SimpleNamespace(
+                takes_images=True, description=description, card=card, check_text=lambda: None
+            )
+
+        def generate(self, tokens, params, **options):
+            asked.append(options["images"])
+            if len(asked) == number:
+                raise Refused
+
+    plan = SimpleNamespace(tokens=[1], constraint={}, new_reader=None)
+    served = Served(Cluster(), planner=SimpleNamespace(plan=lambda *_, **__: plan))
+    body = {"messages": user(image(), TEXT), "n": number}
+    message = {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def receive():
+        return message
+
+    app = SimpleNamespace(state=SimpleNamespace(served=served))
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "app": app}
+    with pytest.raises(Refused):
+        asyncio.run(chat(Request(scope, receive)))
+    decoded = []
+
+    def prepare(one):
+        decoded.append(one.content)
+        return object()
+
+    prepared = [one.prepared(prepare) if number > 1 else prepare(one) for (one,) in asked]
+    assert len(prepared) == number and len(set(map(id, prepared))) == 1
+    assert decoded == [CONTENT]
 
 
 def test_a_text_model_fetches_nothing():
