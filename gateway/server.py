@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..client.async_client import AsyncClient
@@ -208,6 +209,21 @@ class Server(uvicorn.Server):
             for one in signals:
                 loop.remove_signal_handler(one)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. A TLS handshake has as long as a request's head, not a minute as by default."""
+        if self.config.ssl is None or sockets is None:
+            await super().startup(sockets)
+            return
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                self._make_protocol, sock=one, ssl=self.config.ssl, backlog=self.config.backlog,
+                ssl_handshake_timeout=LimitedHttp.head_timeout_s,
+            )
+            for one in sockets
+        ]  # fmt: skip
+        self.started = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop; first take the connections that the kernel has accepted for this process.
 
@@ -238,6 +254,27 @@ class Server(uvicorn.Server):
 
     def _make_protocol(self) -> LimitedHttp:
         return LimitedHttp(self.config, self.server_state, self.lifespan.state)
+
+
+def server_config(
+    app: ASGIApp, *, most: int | None = None, grace_s: float, certfile: str = "", keyfile: str = ""
+) -> uvicorn.Config:
+    """Return the settings of a server. ``most``: connections; ``grace_s``: of its stop."""
+    return uvicorn.Config(
+        cast(Any, app),
+        http=LimitedHttp,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        limit_concurrency=most,
+        timeout_graceful_shutdown=max(1, int(grace_s)),
+        ssl_certfile=certfile or None,
+        ssl_keyfile=keyfile or None,
+    )
 
 
 Announce = Callable[[str, str, bool], object]
@@ -301,20 +338,12 @@ async def _serve(
     listener = _metrics_listener(config, counts)
     LimitedHttp.head_timeout_s = config.head_timeout_s
     server = Server(
-        uvicorn.Config(
-            cast(Any, app),
-            http=LimitedHttp,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            limit_concurrency=config.max_connections,
-            timeout_graceful_shutdown=max(1, int(config.grace_s)),
-            ssl_certfile=config.ssl_certfile or None,
-            ssl_keyfile=config.ssl_keyfile or None,
+        server_config(
+            app,
+            most=config.max_connections,
+            grace_s=config.grace_s,
+            certfile=config.ssl_certfile,
+            keyfile=config.ssl_keyfile,
         )
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import ssl
+import subprocess
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,7 +15,7 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from baton.gateway.server import MAX_HEAD_BYTES, LimitedHttp, Server
+from baton.gateway.server import MAX_HEAD_BYTES, LimitedHttp, Server, server_config
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -238,3 +241,62 @@ def test_a_stopping_server_answers_whoever_is_in_its_queue():
 
     answers = uvloop.run(run())
     assert [answer[:13] for answer in answers] == [b"HTTP/1.1 204 "] * 20
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes the certificate")
+def test_a_server_with_tls_stops_after_its_requests_alone(tmp_path, monkeypatch):
+    """An idle connection, a stream, and handshakes that have begun or not when the server stops."""
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    make = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=x"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(["openssl", *make.split(), *names], check=True, capture_output=True)
+    trusted = ssl.create_default_context(cafile=certificate)
+    monkeypatch.setattr(LimitedHttp, "head_timeout_s", 2.0)
+
+    async def run() -> tuple[bytes, list[bytes], list[object]]:
+        begun, rest = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Any, _receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            if scope["path"] == "/stream":
+                await send({"type": "http.response.body", "body": b"first", "more_body": True})
+                begun.set()
+                await rest.wait()
+            await send({"type": "http.response.body", "body": b"last"})
+
+        problems: list[object] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: problems.append(context))
+        listener = socket.create_server(("127.0.0.1", 0))
+        host, port = listener.getsockname()
+        server = Server(server_config(app, certfile=str(certificate), keyfile=str(key), grace_s=60))
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        idle, idle_writer = await asyncio.open_connection(host, port, ssl=trusted)
+        idle_writer.write(GET)
+        await idle.readuntil(b"last")
+        stream, stream_writer = await asyncio.open_connection(host, port, ssl=trusted)
+        stream_writer.write(GET.replace(b"/ ", b"/stream ", 1))
+        await begun.wait()
+        silent, silent_writer = await asyncio.open_connection(host, port)
+        partial, partial_writer = await asyncio.open_connection(host, port)
+        partial_writer.write(b"\x16\x03\x01\x02\x00\x01")  # the begin of a ClientHello
+        server.should_exit = True
+        ends = [await idle.read()]
+        assert not serving.done()
+        rest.set()
+        answer = await stream.read()
+        await serving
+        assert not server.server_state.connections
+        ends += [await one.read() for one in (silent, partial)]  # the handshakes' time is over
+        for writer in (idle_writer, stream_writer, silent_writer, partial_writer):
+            writer.close()
+        return answer, ends, problems
+
+    answer, ends, problems = uvloop.run(asyncio.wait_for(run(), 50))
+    assert b"first" in answer
+    assert answer.endswith(b"4\r\nlast\r\n0\r\n\r\n")
+    assert ends[0].endswith(b"0\r\n\r\n") or ends[0] == b"\r\n0\r\n\r\n"
+    assert ends[1:] == [b"", b""]
+    assert problems == []
