@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,14 +86,20 @@ class Server:
         """Send a request; return its native requests."""
         known = len(self.generations)
         self.protocol.data_received(request)
-        while len(self.generations) == known:
-            await asyncio.sleep(0)
+        await unless_failed(self.peer, lambda: len(self.generations) > known)
         await asyncio.sleep(0)
         return self.generations[-1]
 
     async def settle(self) -> None:
         for _ in range(5):
             await asyncio.sleep(0)
+
+
+async def unless_failed(peer: Peer, reached: Callable[[], bool]) -> None:
+    """Wait for a state. Raises AssertionError if the server has failed instead."""
+    while not reached():
+        assert b"HTTP/1.1 5" not in peer.out, peer.out
+        await asyncio.sleep(0)
 
 
 def events(out: bytes) -> list[Any]:
@@ -254,8 +261,10 @@ def test_a_kept_connection_serves_pipelined_requests_in_order():
         server = Server(stream=False)
         server.protocol.data_received(REQUEST * 2)
         for answer in ("one", "two"):
-            while not server.generations or not hasattr(server.generations[-1][0], "give"):
-                await asyncio.sleep(0)
+            await unless_failed(
+                server.peer,
+                lambda: bool(server.generations) and hasattr(server.generations[-1][0], "give"),
+            )
             server.generations[-1][0].say(answer)
             server.generations[-1][0].say("", last=True)
             await server.settle()
@@ -320,12 +329,10 @@ def test_an_answered_request_leaves_nothing_to_the_garbage_collector(stream):
         body = json.dumps({"prompt": [5, 6, 7], "stream": stream}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
         protocol.data_received(head % len(body) + body)
-        while requests.sink is None:
-            await asyncio.sleep(0)
+        await unless_failed(peer, lambda: requests.sink is not None)
         requests.sink(NewTokens("r", 3, [8]))
         requests.sink(Ended(request_id="r", position=4, status="maximum_length"))
-        while not protocol.cycle.response_complete:
-            await asyncio.sleep(0)
+        await unless_failed(peer, lambda: protocol.cycle.response_complete)
         await asyncio.sleep(0)
         protocol.connection_lost(None)
         return bytes(peer.out)
@@ -380,3 +387,18 @@ def test_the_events_of_one_message_are_written_after_it_once_per_connection():
 
     for out in asyncio.run(run()):
         assert texts(events(out)) == [(0, "a"), (0, "b"), (0, "c"), (0, "")]
+
+
+class Broken(list[list[Generation]]):
+    def append(self, _: list[Generation]) -> None:
+        raise ZeroDivisionError
+
+
+def test_a_route_that_raises_fails_a_test_at_once():
+    async def run() -> None:
+        server = Server()
+        server.generations = Broken()
+        await server.ask()
+
+    with pytest.raises(AssertionError, match="500 Internal Server Error"):
+        asyncio.run(run())
