@@ -19,9 +19,9 @@ import pytest
 
 from baton.deploy.config import demo_model_folder
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 280.0
+TIMEOUT = 800.0
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +86,12 @@ def script(text: str, bin_folder: Path, home: Path) -> str:
     return run("bash", "-c", text, cwd=home, env=environment)
 
 
-def blocks(page: str, heading: str) -> list[str]:
-    """The code blocks without a language below a heading of a page."""
-    text = (ROOT / page).read_text().partition(f"\n{heading}\n")[2]
+def blocks(page: str, heading: str, language: str = "") -> list[str]:
+    """The code blocks of a language below a heading of a page, up to the next heading."""
+    text = f"\n{(ROOT / page).read_text()}".partition(f"\n{heading}\n")[2]
     text = re.split(r"\n#+ ", text)[0]
-    return re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [code for kind, code in found if kind == language]
 
 
 def test_the_readme_s_commands(installed, home):
@@ -109,19 +110,58 @@ def test_the_readme_s_commands(installed, home):
 def test_the_commands_of_the_operations_page(installed, home):
     (block,) = re.findall(r"^```\n(baton serve.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     lines = [line.partition("#")[0].strip() for line in block.splitlines()]
-    lines = [re.sub(r"\[(MODEL|--[\w-]+)\]", lambda m: m[1].strip("MODEL"), line) for line in lines]
+    lines = [re.sub(r"\[(?:MODEL|ADDRESS|(--[\w-]+))\]", r"\1", line) for line in lines]
     lines = [line.replace("[SETTING=VALUE]", "max-num-seqs=8") for line in lines]
     lines = [line.replace("FOLDER", "keys") for line in lines]
+    (curl,) = blocks("README.md", "## Over HTTP")
+    curl = curl.strip()
     serve, *rest = lines
     assert serve.startswith("baton serve ")
     launch = next(line for line in rest if line.startswith("baton launch"))
     rest = [line for line in rest if not line.startswith(("baton install", "baton launch"))]
+    after = rest.index("baton down") + 1
+    rest = rest[:after]
+    traced = next(at for at, line in enumerate(rest) if line.startswith("baton trace"))
+    rest.insert(traced, f"{curl} -H 'X-Request-Id: REQUEST_ID'")
+    rest = [line.replace("REQUEST_ID", "my-first-request") for line in rest]
     said = script("\n".join([launch, *rest]), installed, home)
+    assert "request chatcmpl-my-first-request" in said
     assert "rollout finished" in said
-    assert "demo finished" in said
+    assert "100 ok" in said
+
+
+def test_the_commands_of_the_operations_page_without_a_cluster(installed, home):
+    (block,) = re.findall(r"^```\n(baton serve.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    lines = [line.partition("#")[0].strip() for line in block.splitlines()]
+    lines = [line.replace("FOLDER", "keys") for line in lines]
+    said = script("\n".join(lines[lines.index("baton down") + 1 :]), installed, home)
+    assert said.count("demo finished") == 3
 
 
 PAGE = (ROOT / "docs/operations.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "programs"),
+    [("README.md", "## From Python", 1), ("docs/python.md", "# From Python", 1)],
+)
+def test_the_python_programs(installed, home, page, heading, programs):
+    lines = ["baton launch --decode 2"]
+    found = blocks(page, heading, "python")
+    assert len(found) == programs
+    for number, text in enumerate(found):
+        file = home / f"{number}.py"
+        file.write_text(text)
+        lines.append(f"python {file}")
+    said = script("\n".join([*lines, "baton down"]), installed, home)
+    assert "prefill-0" in said or "length" in said
+
+
+def test_the_program_with_its_own_cluster(installed, home):
+    (text,) = blocks("docs/python.md", "## A cluster for one program", "python")
+    (home / "own.py").write_text(text.replace("org/name", "models/Qwen3-0.6B"))
+    said = script("python own.py", installed, home)
+    assert len(said.splitlines()) >= 3, said
 
 
 def test_the_commands_of_the_page_about_images(installed, home):
