@@ -149,17 +149,17 @@ def header_of(request: Request, name: bytes) -> str:
 async def read_body(request: Request) -> bytes:
     """Read the body. Raises BodyTooLarge or CapacityError as soon as it exceeds a limit."""
     served = Served.of(request)
-    message = await request.receive()
-    part: bytes = message.get("body", b"")
-    if not message.get("more_body") and message["type"] == "http.request":
-        _check_size(len(part), served)
-        return part
-    length = header_of(request, b"content-length")
-    _check_size(int(length) if length.isdigit() else 0, served)
     parts: list[bytes] = []
     size = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
+            message = await request.receive()
+            part: bytes = message.get("body", b"")
+            if not message.get("more_body") and message["type"] == "http.request":
+                _check_size(len(part), served)
+                return part
+            length = header_of(request, b"content-length")
+            _check_size(int(length) if length.isdigit() else 0, served)
             while True:
                 if message["type"] != "http.request":
                     raise RequestCancelled("the client has closed its connection")

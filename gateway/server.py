@@ -39,6 +39,7 @@ from .served import Served
 from .tracing import make_tracing
 
 MAX_HEAD_BYTES = 16 << 10
+_LONG_HEAD = "the request's head is too long"
 _BACKLOG = 2048
 _FIRST_REQUEST_S = 1.0
 """Seconds that a new connection has for its first request when the server stops."""
@@ -89,9 +90,10 @@ class LimitedHttp(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        what, size = ("head", self._head_bytes) if self._in_head else ("end", self._idle_bytes)
+        size = self._head_bytes if self._in_head else self._idle_bytes
         if size > MAX_HEAD_BYTES:
-            self._refuse("431 Request Header Fields Too Large", f"the request's {what} is too long")
+            text = _LONG_HEAD if self._in_head else "the request's end is too long"
+            self._refuse("431 Request Header Fields Too Large", text)
         elif self._in_head and self._head_bytes and self._timer is None:
             # A part of a further head on a kept connection. Most heads arrive as a whole.
             self._timer = self.loop.call_later(self.head_timeout_s, self._late)
@@ -100,7 +102,7 @@ class LimitedHttp(HttpToolsProtocol):
         """Limit the path like the rest of the head."""
         super().on_url(url)
         if len(self.url) > MAX_HEAD_BYTES:
-            raise ValueError("the path is too long")
+            raise ValueError(_LONG_HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header; ignore a trailer."""
@@ -113,7 +115,11 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        """Begin the request."""
+        """Begin the request. Raises ValueError if its head has arrived at once and is too long."""
+        if self._head_bytes > MAX_HEAD_BYTES:  # or a part of the body has arrived with the head
+            head = sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if len(self.url) + head > MAX_HEAD_BYTES:
+                raise ValueError(_LONG_HEAD)
         self._in_head = False
         self._head_bytes = self._idle_bytes = 0
         self._stop_timer()
@@ -166,6 +172,13 @@ class LimitedHttp(HttpToolsProtocol):
             self._timer = self.loop.call_later(_FIRST_REQUEST_S, self.transport.close)
         else:
             super().shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser does not accept. It does not pass on why the head was refused."""
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse("431 Request Header Fields Too Large", _LONG_HEAD)
+        else:
+            self._refuse("400 Bad Request", "the request is not valid HTTP/1.1")
 
     def _late(self) -> None:
         self._timer = None

@@ -26,6 +26,7 @@ from ..proto.sampling import SamplingParams
 from .answers import DONE, Answer, ChatForm, Choice, CompletionForm, TokenTexts, usage_of
 from .bodies import (
     CHAT_REFUSED,
+    MAX_PROMPTS,
     BodyReader,
     ChatBody,
     CompletionBody,
@@ -42,6 +43,8 @@ from .parameters import TARGET_HEADER, content_of, options_of, prompts_of, sampl
 from .served import Served, header_of, name_of, origin_of, read_body
 from .tools import tools_of
 
+_TURN = 32
+"""Requests that are started in one turn of the event loop: a millisecond or two."""
 _Start = Callable[[SamplingParams, RequestOptions], AsyncGeneration]
 Take = Callable[[Output], object]
 _encode = msgspec.json.encode
@@ -129,12 +132,17 @@ async def _respond(
     target = header_of(request, TARGET_HEADER.encode())
     options = options_of(body, {TARGET_HEADER: target}) | origin_of(request)
     number = body.n or 1
+    if len(starts) * number > MAX_PROMPTS:
+        text = f"{len(starts)} prompts with n={number} are {len(starts) * number} answers"
+        raise ParameterError(f"{text}, at most {MAX_PROMPTS} are allowed", "n")
     params = [sampling_of(body, index) for index in range(number)]
     generations = []
     for at, start in enumerate(starts):
         for index in range(number):
             own = f"{name}-{at * number + index}" if len(starts) * number > 1 else name
             generations.append(start(params[index], {**options, "request_id": own}))
+            if len(generations) % _TURN == 0:
+                await asyncio.sleep(0)  # other connections take their turn
     if images:
         images.clear()
     deliver = StreamDelivery if body.stream else WholeDelivery

@@ -6,14 +6,18 @@ import asyncio
 import json
 import math
 import threading
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import Request
 
 from baton.gateway.app import make_app
-from baton.gateway.served import Served
+from baton.gateway.errors import BodyTooSlow
+from baton.gateway.served import Served, read_body
+from baton.gateway.text_routes import completions
 from baton.proto.errors import InputError
 from baton.runtime.metrics.families import counter
 
@@ -125,3 +129,58 @@ def test_a_number_that_json_lacks_does_not_fail_the_metrics(value):
     status, text = ask(Cluster(families), "GET", "/metrics", vllm_metrics=True)
     assert status == 200
     assert b"baton_gateway" in text
+
+
+def test_a_request_has_a_limited_number_of_answers():
+    cluster = Cluster()
+    for prompts, number in ((65, 16), (1024, 2)):
+        error = complete(cluster, prompt=["x"] * prompts, n=number)
+        assert error["param"] == "n"
+        assert "at most 1024 are allowed" in error["message"]
+    assert not cluster.started
+
+
+def test_other_connections_take_turns_with_a_request_of_many_prompts():
+    class Slow(Cluster):
+        def generate(self, prompt: Any, _params: Any, **options: Any) -> Any:
+            self.started.append(options)
+            if len(self.started) == 1024:
+                raise InputError("enough")
+
+    cluster, turns = Slow(), []
+
+    async def watch() -> None:
+        while len(cluster.started) < 1024:
+            turns.append(len(cluster.started))
+            await asyncio.sleep(0)
+
+    async def respond(request: Any) -> None:
+        watching = asyncio.ensure_future(watch())
+        try:
+            await completions(request)
+        finally:
+            await watching
+
+    body = json.dumps({"prompt": ["x"] * 1024}).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    state = SimpleNamespace(served=Served(cluster))  # type: ignore[arg-type]
+    scope = {"type": "http", "headers": [], "app": SimpleNamespace(state=state)}
+    with pytest.raises(InputError, match="enough"):
+        asyncio.run(respond(Request(scope, receive)))
+    assert max(after - before for before, after in pairwise(turns)) <= 64
+
+
+def test_a_body_that_never_begins_ends_in_time(monkeypatch):
+    monkeypatch.setattr("baton.gateway.served.BODY_TIMEOUT_S", 0.01)
+
+    async def receive() -> dict[str, Any]:
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    state = SimpleNamespace(served=Served(Cluster()))  # type: ignore[arg-type]
+    headers = [(b"content-length", b"5")]
+    scope = {"type": "http", "headers": headers, "app": SimpleNamespace(state=state)}
+    with pytest.raises(BodyTooSlow):
+        asyncio.run(asyncio.wait_for(read_body(Request(scope, receive)), 20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import ssl
@@ -145,6 +146,39 @@ def test_short_trailers_are_ignored_and_the_next_request_is_answered():
     assert b"".join(bodies) == b"bodybody"
     assert peer.out.count(b"200 OK") == 2
     assert b"x-request-id" not in dict(protocol.headers)
+
+
+PATH = b"GET /%b HTTP/1.1\r\nhost: localhost\r\n\r\n" % (b"a" * MAX_HEAD_BYTES)
+LONG = GET[:-2] + b"x: %b\r\n\r\n" % (b"a" * MAX_HEAD_BYTES)
+MANY = GET[:-2] + b"".join(b"x%d: %b\r\n" % (at, b"a" * 90) for at in range(200)) + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        (PATH, b"431 Request Header Fields Too Large", "the request's head is too long"),
+        (LONG, b"431 Request Header Fields Too Large", "the request's head is too long"),
+        (MANY, b"431 Request Header Fields Too Large", "the request's head is too long"),
+        (b"nonsense\r\n\r\n", b"400 Bad Request", "the request is not valid HTTP/1.1"),
+        (GET.replace(b"GET", b"FOO"), b"400 Bad Request", "the request is not valid HTTP/1.1"),
+        (HEAD + b"zz\r\n", b"400 Bad Request", "the request is not valid HTTP/1.1"),
+    ],
+    ids=["path", "header", "headers", "nonsense", "method", "chunk"],
+)
+def test_what_is_refused_before_its_route_gets_a_typed_error(data, status, message):
+    _, peer, _ = talk(data, answer_first=False)
+    assert peer.out.startswith(b"HTTP/1.1 " + status)
+    error = json.loads(peer.out.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["message"], error["type"]) == (message, "invalid_request_error")
+    assert peer.closed
+
+
+def test_a_body_that_arrives_with_its_head_does_not_count_as_head():
+    size = 4 * MAX_HEAD_BYTES
+    head = b"POST /x HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size
+    _, peer, bodies = talk(head + b"x" * size, answer_first=False)
+    assert b"".join(bodies) == b"x" * size
+    assert b"200 OK" in peer.out
 
 
 def test_the_frames_of_small_chunks_are_not_trailers():
