@@ -40,6 +40,13 @@ def add_address(parser: argparse.ArgumentParser, timeout: float = TIMEOUT) -> No
     )
 
 
+def add_deadline(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for the deadline of a request."""
+    parser.add_argument(
+        "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
+    )
+
+
 def addresses_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the checked addresses of the cluster's routers. Raises ConfigError."""
     return find_cluster(arguments.address or None, None)[0]

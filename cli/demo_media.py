@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..client import Client
 from ..client.pictures import Picture
-from ..client.speech import audio_card, samples_of, speech_context
+from ..client.speech import audio_card, no_speech, samples_of, speech_context
 from ..deploy.config import demo_flux_folder, demo_vision_model_folder
 from ..deploy.demo_shapes import Thing, draw, random_things
 from ..deploy.report import WorkerReport
@@ -295,7 +295,7 @@ def _speak(client: Client, text: str, on_chunk: Callable[[], None] | None = None
                 if on_chunk is not None:
                     on_chunk()
     if not chunks:
-        raise InternalError(f"the model said nothing for {text[:80]!r}")
+        raise no_speech(text)
     return Speech(np.concatenate(chunks), worker, time.monotonic() - began)
 
 

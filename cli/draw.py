@@ -9,19 +9,15 @@ from pathlib import Path
 
 from ..client.pictures import Picture
 from ..proto.errors import ConfigError
-from .cluster import add_address, connect
-from .numbers import number, seconds, whole
+from .cluster import add_deadline, connect
+from .media import add_text_and_output, check_output, text_of, write_error
+from .numbers import number, whole
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = verbs.add_parser("draw", help="draw a picture of a text, with a picture model")
-    parser.add_argument("text", metavar="TEXT", nargs="?", help="text [standard input]")
-    add_address(parser)
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", required=True,
-        help="PNG file; - writes it to standard output",
-    )  # fmt: skip
+    add_text_and_output(parser, "PNG file; - writes it to standard output")
     parser.add_argument(
         "--negative", metavar="TEXT", help="what the picture must not show; takes twice as long"
     )
@@ -43,18 +39,14 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--previews", type=whole, metavar="N",
         help="also write N previews while the steps run, as NAME.preview-1.png and so on, 1 to 16",
     )  # fmt: skip
-    parser.add_argument(
-        "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
-    )
+    add_deadline(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the picture, and show the steps if standard error is a terminal."""
-    text = arguments.text if arguments.text is not None else sys.stdin.read()
-    if not text.strip():
-        raise ConfigError("the text is empty; give TEXT or pipe text to standard input")
-    _check_output(arguments.output)
+    text = text_of(arguments)
+    check_output(arguments.output)
     if arguments.previews and arguments.output == "-":
         raise ConfigError("--previews needs a file: with -o - only the picture is written")
     previews = Previews(Path(arguments.output)) if arguments.previews else None
@@ -94,7 +86,7 @@ class Previews:
         try:
             path.write_bytes(png)
         except OSError as problem:
-            raise ConfigError(f"cannot write {path}: {problem.strerror}") from None
+            raise write_error(path, problem) from None
 
 
 def _show(done: int, total: int) -> None:
@@ -104,14 +96,6 @@ def _show(done: int, total: int) -> None:
     sys.stderr.flush()
 
 
-def _check_output(output: str) -> None:
-    """Raise ConfigError, before the picture is drawn, for a file that cannot be written."""
-    path = Path(output)
-    if output != "-" and (path.is_dir() or not path.parent.is_dir()):
-        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigError(f"cannot write {output}: {reason}")
-
-
 def _write(output: str, picture: Picture) -> None:
     if output == "-":
         sys.stdout.buffer.write(picture.png)
@@ -119,4 +103,4 @@ def _write(output: str, picture: Picture) -> None:
     try:
         picture.save(output)
     except OSError as problem:
-        raise ConfigError(f"cannot write {output}: {problem.strerror}") from None
+        raise write_error(output, problem) from None

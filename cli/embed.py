@@ -6,8 +6,7 @@ import argparse
 import json
 import sys
 
-from .cluster import add_address, connect
-from .numbers import seconds
+from .cluster import add_address, add_deadline, connect
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,9 +14,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser("embed", help="print embeddings of texts, one JSON array per line")
     parser.add_argument("texts", metavar="TEXT", nargs="*", help="texts [the lines of stdin]")
     add_address(parser)
-    parser.add_argument(
-        "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
-    )
+    add_deadline(parser)
     parser.set_defaults(run=run)
 
 

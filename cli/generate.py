@@ -10,8 +10,7 @@ from pathlib import Path
 from ..client import Client, Generation
 from ..client.options import RequestOptions
 from ..proto.errors import ConfigError
-from .cluster import add_address, connect
-from .numbers import seconds
+from .cluster import add_address, add_deadline, connect
 from .sampling import add_sampling, sampling_of
 
 
@@ -36,9 +35,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--json-schema", metavar="FILE", help="constrain the answer to this JSON schema"
     )
-    parser.add_argument(
-        "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
-    )
+    add_deadline(parser)
     parser.set_defaults(run=run)
 
 

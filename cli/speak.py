@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 from ..client.speech import I16, audio_card
 from ..engine.audio.flac import FlacEncoder
 from ..engine.audio.pcm import wav_header
-from ..proto.errors import ConfigError
-from .cluster import add_address, connect
-from .numbers import seconds
+from .cluster import add_deadline, connect
+from .media import add_text_and_output, check_output, text_of, write_error
 from .sampling import add_sampling, sampling_of
 
 MAX_NEW_TOKENS = 2048
@@ -23,30 +23,26 @@ Chunks = Iterable[I16]
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = verbs.add_parser("speak", help="speak a text, with a speech model")
-    parser.add_argument("text", metavar="TEXT", nargs="?", help="text [standard input]")
-    add_address(parser)
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", required=True,
-        help="WAV file, FLAC if it ends with .flac; - writes raw 16-bit samples to a pipe",
-    )  # fmt: skip
+    add_text_and_output(
+        parser, "WAV file, FLAC if it ends with .flac; - writes raw 16-bit samples to a pipe"
+    )
     parser.add_argument("--voice", metavar="NAME", help="voice [the model's first]")
     add_sampling(parser, max_new_tokens=MAX_NEW_TOKENS)
-    parser.add_argument(
-        "--deadline", type=seconds, metavar="SECONDS", help="seconds until the request fails"
-    )
+    add_deadline(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the chunks as they arrive."""
-    text = arguments.text if arguments.text is not None else sys.stdin.read()
-    if not text.strip():
-        raise ConfigError("the text is empty; give TEXT or pipe text to standard input")
+    text = text_of(arguments)
+    check_output(arguments.output)
     with connect(arguments) as client:
         rate = audio_card(client.model()).sample_rate
-        chunks = client.speak(
+        spoken = client.speak(
             text, sampling_of(arguments), voice=arguments.voice, deadline=arguments.deadline
         )
+        first = next(spoken)  # a text without speech fails here, before a file is changed
+        chunks = chain([first], spoken)
         if arguments.output == "-":
             _write(sys.stdout.buffer, chunks, lambda chunk: chunk.tobytes())
             return 0
@@ -54,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             with Path(arguments.output).open("wb") as file:
                 count = _write_file(file, chunks, rate)
         except OSError as problem:
-            raise ConfigError(f"cannot write {arguments.output}: {problem.strerror}") from None
+            raise write_error(arguments.output, problem) from None
     print(f"{arguments.output}: {count / rate:.2f} s")
     return 0
 

@@ -49,7 +49,7 @@ from .options import (
 )
 from .pictures import OnPreview, OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result
-from .speech import I16, samples_of, speech_context
+from .speech import I16, no_speech, samples_of, speech_context
 from .window import Window
 
 
@@ -225,10 +225,14 @@ class AsyncClient(Calls["AsyncGeneration"]):
         """Like :meth:`baton.client.Client.speak`."""
         model = await self._model()
         context = await asyncio.to_thread(speech_context, model, text, voice, sampling_params)
+        silent = True
         async with aclosing(self.generate(context, **options)) as outputs:
             async for output in outputs:
                 if output.media:
+                    silent = False
                     yield samples_of(output.media)
+        if silent:
+            raise no_speech(text)
 
     async def image(
         self,

@@ -48,7 +48,7 @@ from .options import (
 from .output import Output
 from .pictures import OnPreview, OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result, collected
-from .speech import I16, samples_of, speech_context
+from .speech import I16, no_speech, samples_of, speech_context
 from .window import Sink, Window
 
 Item = TypeVar("Item")
@@ -292,13 +292,17 @@ class Client(Calls["Generation"]):
 
         ``model().card.audio`` has their rate. ``voice``: None for the model's first. Closing the
         iterator cancels the request. Raises TaskMismatch if the model does not speak, InputError
-        for an empty text or an unknown voice.
+        for an empty text or an unknown voice, and at the end if no sample came.
         """
         context = speech_context(self._model(), text, voice, sampling_params)
+        silent = True
         with self.generate(context, **options) as outputs:
             for output in outputs:
                 if output.media:
+                    silent = False
                     yield samples_of(output.media)
+        if silent:
+            raise no_speech(text)
 
     def image(
         self,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..proto.contexts.speech import TTSContext
 from ..proto.contexts.tokens import TokenBuffer
-from ..proto.errors import TaskMismatch
+from ..proto.errors import InputError, TaskMismatch
 from ..proto.layout import AudioCard
 from ..text.model_files import SPEECH_FILE
 from ..text.speech_format import SpeechFormat, parse_speech_format
@@ -51,6 +51,14 @@ def speech_context(
         eos_token_ids={*model.card.eos_token_ids, *speech.stop_tokens},
         model_name=model.card.name,
         streaming=True,
+    )
+
+
+def no_speech(text: str) -> InputError:
+    """Return the error for a text that ended without a sample."""
+    return InputError(
+        f"the model spoke nothing for {text[:80]!r}: it speaks no word of this text, or the "
+        "maximum of new tokens is too small"
     )
 
 

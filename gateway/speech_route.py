@@ -117,11 +117,11 @@ class AudioResponse:
         """Wait for the first chunk. Raises the error of a request that fails before."""
         head, encode = _format(form, sample_rate)
         try:
-            first = await unless_gone(receive, anext(chunks, None))
+            first = await unless_gone(receive, anext(chunks))
         except BaseException:
             await chunks.aclose()
             raise
-        return cls(head + (b"" if first is None else encode(first)), chunks, form, encode)
+        return cls(head + encode(first), chunks, form, encode)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the chunks until the last one, or until the client is gone."""

@@ -156,8 +156,9 @@ class LLM:
         **options: Unpack[RequestOptions],
     ) -> I16:
         """Return the samples of a text, int16 ``[n]``, as :meth:`baton.client.Client.speak`."""
-        parts = list(self.client.speak(text, sampling_params, voice=voice, **options))
-        return np.concatenate(parts) if parts else np.zeros(0, np.int16)
+        return np.concatenate(
+            list(self.client.speak(text, sampling_params, voice=voice, **options))
+        )
 
     def _run(self, call: Whole, what: str) -> list[Result]:
         with Progress(len(call.drafts), what, self._progress) as progress:

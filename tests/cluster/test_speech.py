@@ -101,6 +101,17 @@ def test_what_cannot_be_spoken_is_refused(pools):
             next(client.generate(context))
 
 
+def test_a_text_without_speech_is_an_error_and_writes_no_file(pools, tmp_path):
+    environment = command_environment(tmp_path) | {"BATON_ADDRESS": pools.address}
+    command = [sys.executable, "-P", "-m", "baton.cli", "speak", TEXTS[0], "--max-new-tokens=1"]
+    done = subprocess.run(
+        [*command, "-o", "out.wav"], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, list(tmp_path.glob("*.wav"))) == (1, "", [])
+    assert done.stderr.startswith(f"baton: the model spoke nothing for '{TEXTS[0][:80]}'")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_command_writes_a_wav_file(pools, tmp_path):
     environment = command_environment(tmp_path) | {"BATON_ADDRESS": pools.address}
     options = ["--voice=bob", "--seed=0", "--temperature=1.0", "--max-new-tokens=300"]
@@ -188,6 +199,7 @@ def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
         ({"stream_format": "sse"}, "stream_format"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1}, None),  # no samples
         ({"pitch": 1}, "pitch"),
     ],
     ids=str,

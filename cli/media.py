@@ -1,0 +1,38 @@
+"""The text that ``baton draw`` and ``baton speak`` read, and the file that they write."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ..proto.errors import ConfigError
+from .cluster import add_address
+
+
+def add_text_and_output(parser: argparse.ArgumentParser, output_help: str) -> None:
+    """Add the text, the cluster's address and the output file."""
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="text [standard input]")
+    add_address(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help=output_help)
+
+
+def text_of(arguments: argparse.Namespace) -> str:
+    """Return the text of the command line or of standard input. Raises ConfigError if empty."""
+    text: str = arguments.text if arguments.text is not None else sys.stdin.read()
+    if not text.strip():
+        raise ConfigError("the text is empty; give TEXT or pipe text to standard input")
+    return text
+
+
+def check_output(output: str) -> None:
+    """Raise ConfigError, before anything is computed, for a file that cannot be written."""
+    path = Path(output)
+    if output != "-" and (path.is_dir() or not path.parent.is_dir()):
+        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"cannot write {output}: {reason}")
+
+
+def write_error(output: str | Path, problem: OSError) -> ConfigError:
+    """Return the error for an output file that could not be written."""
+    return ConfigError(f"cannot write {output}: {problem.strerror}")
