@@ -235,7 +235,7 @@ def where(rng: random.Random, sight: Sight) -> Turn:
 
 
 def beside(rng: random.Random, sight: Sight) -> Turn:
-    """What is on one side of a thing: the other thing or nothing."""
+    """Ask for the thing on one side of a thing: the other thing or nothing."""
     thing = rng.choice(sight.things)
     side = rng.choice(tuple(OPPOSITE))
     found = [one for one in sight.things if one != thing and relation(one, thing) == side]

@@ -12,8 +12,6 @@ parameters are a dict with the checkpoint's tensor names.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +19,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody uses
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from .corpus import MicroWorld, documentation
+from .networks import (
+    END_OF_TEXT,
+    IM_END,
+    SPECIALS,
+    Parameters,
+    Rope,
+    answer_loss,
+    byte_level_bpe,
+    decoder_shapes,
+    decoder_states,
+    initial_parameters,
+    optimizers,
+    rope_of,
+    save_texts,
+    save_weights,
+    take_step,
+)
 
-SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-END_OF_TEXT, _, IM_END = range(3)
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,10 +63,8 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": END_OF_TEXT,
     "torch_dtype": "bfloat16",
 }
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
 ROW_LENGTHS, ROW_WEIGHTS = (128, 256, 512, 1024), (0.5, 0.3, 0.13, 0.07)
-
-Parameters = dict[str, torch.Tensor]
-Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 # ------------------------------------------------------------------------------- tokenizer
@@ -61,18 +72,8 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 def train_tokenizer(world: MicroWorld, docs: list[str]) -> Tokenizer:
     """Train a byte-level BPE in which almost every word of the micro-world is one token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     chats = ["\n".join(world.turn()) for _ in range(6000)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=CONFIG["vocab_size"],
-        special_tokens=list(SPECIALS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(chats + docs[::6], trainer)
-    return tokenizer
+    return byte_level_bpe(chats + docs[::6], CONFIG["vocab_size"], SPECIALS)
 
 
 # --------------------------------------------------------------------------------- batches
@@ -117,106 +118,29 @@ def batches(
 # ----------------------------------------------------------------------------------- model
 
 
-def initial_parameters() -> Parameters:
-    """Return random parameters: normal with standard deviation ``fan_in ** -0.5``.
-
-    The output projections of each layer are smaller by ``sqrt(2 * layers)``.
-    """
-    hidden, ffn, depth = (
-        CONFIG[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")
-    )
-    q_rows = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
-    kv_rows = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+def random_parameters() -> Parameters:
+    """Return the parameters before training."""
     shapes = {
-        "self_attn.q_proj": (q_rows, hidden),
-        "self_attn.k_proj": (kv_rows, hidden),
-        "self_attn.v_proj": (kv_rows, hidden),
-        "self_attn.o_proj": (hidden, q_rows),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
+        "model.embed_tokens.weight": (CONFIG["vocab_size"], CONFIG["hidden_size"]),
+        "model.norm.weight": (CONFIG["hidden_size"],),
+        **decoder_shapes(CONFIG, bias=False),
     }
-    params: Parameters = {
-        "model.embed_tokens.weight": torch.randn(CONFIG["vocab_size"], hidden) * 0.05,
-        "model.norm.weight": torch.ones(hidden),
-    }
-    for layer in range(depth):
-        prefix = f"model.layers.{layer}"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            params[f"{prefix}.{name}.weight"] = torch.ones(hidden)
-        for name, shape in shapes.items():
-            scale = shape[1] ** -0.5
-            if name.endswith(("o_proj", "down_proj")):
-                scale /= math.sqrt(2 * depth)
-            params[f"{prefix}.{name}.weight"] = torch.randn(shape) * scale
-    return {name: p.requires_grad_() for name, p in params.items()}
+    return initial_parameters(shapes, {"model": CONFIG["num_hidden_layers"]})
 
 
 def rope_tables(length: int) -> Rope:
     """Return RoPE's cosines and sines, each ``[length, head_dim]``."""
     half = torch.arange(0, CONFIG["head_dim"], 2) / CONFIG["head_dim"]
-    angles = torch.arange(length)[:, None] / CONFIG["rope_theta"] ** half
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    return rope_of(torch.arange(length)[:, None] / CONFIG["rope_theta"] ** half)
 
 
-def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Apply RoPE to ``x [..., length, head_dim]``."""
-    cos, sin = rope
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
-
-
-def attention(p: Parameters, prefix: str, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Compute one layer's causal grouped-query attention for ``x [rows, length, hidden]``."""
-    rows, length, _ = x.shape
-
-    def heads(name: str) -> torch.Tensor:
-        y = F.linear(x, p[f"{prefix}.{name}.weight"])
-        return y.view(rows, length, -1, CONFIG["head_dim"]).transpose(1, 2)
-
-    q, k, v = rotate(heads("q_proj"), rope), rotate(heads("k_proj"), rope), heads("v_proj")
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return F.linear(y.transpose(1, 2).reshape(rows, length, -1), p[f"{prefix}.o_proj.weight"])
-
-
-def hidden_states(p: Parameters, ids: torch.Tensor) -> torch.Tensor:
-    """Return the tied head's input: normalised hidden states ``[rows, length, hidden]``."""
-    rope = rope_tables(ids.shape[1])
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], p[f"{name}.weight"], CONFIG["rms_norm_eps"])
-
-    x = F.embedding(ids, p["model.embed_tokens.weight"])
-    for layer in range(CONFIG["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        x = x + attention(p, f"{prefix}.self_attn", norm(x, f"{prefix}.input_layernorm"), rope)
-        y = norm(x, f"{prefix}.post_attention_layernorm")
-        gate, up = (F.linear(y, p[f"{prefix}.mlp.{n}_proj.weight"]) for n in ("gate", "up"))
-        x = x + F.linear(F.silu(gate) * up, p[f"{prefix}.mlp.down_proj.weight"])
-    return norm(x, "model.norm")
-
-
-def answer_loss(p: Parameters, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+def loss_of(p: Parameters, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy of the answer tokens."""
-    wanted = answers[:, 1:]
-    logits = F.linear(hidden_states(p, ids[:, :-1])[wanted], p["model.embed_tokens.weight"])
-    return F.cross_entropy(logits, ids[:, 1:][wanted])
+    x = F.embedding(ids[:, :-1], p["model.embed_tokens.weight"])
+    return answer_loss(p, decoder_states(p, CONFIG, x, rope_tables(x.shape[1])), ids, answers)
 
 
 # -------------------------------------------------------------------------------- training
-
-
-def optimizers(p: Parameters) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers, and AdamW for the embedding and the norms."""
-    matrices = [v for k, v in p.items() if v.ndim == 2 and "layers" in k]
-    rest = [v for k, v in p.items() if v.ndim == 1 or "layers" not in k]
-    return [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
 
 
 def learning_rate_factor(step: int, progress: float) -> float:
@@ -236,29 +160,8 @@ def starting_point(
         params = {name: v.float().requires_grad_() for name, v in tensors.items()}
         return Tokenizer.from_file(str(out / "tokenizer.json")), params
     tokenizer = train_tokenizer(MicroWorld(seed, docs), docs)
-    save_tokenizer(out, tokenizer)
-    return tokenizer, initial_parameters()
-
-
-def take_step(
-    params: Parameters,
-    opts: list[torch.optim.Optimizer],
-    batch: tuple[torch.Tensor, torch.Tensor],
-    factor: float,
-) -> float:
-    """Update the parameters once; return the loss before the update.
-
-    ``factor`` multiplies the learning rates.
-    """
-    for opt in opts:
-        for group in opt.param_groups:
-            group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
-    loss = answer_loss(params, *batch)
-    loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-    for opt in opts:
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-    return float(loss.item())
+    save_texts(out, tokenizer, CONFIG, SAMPLING)
+    return tokenizer, random_parameters()
 
 
 def train(args: argparse.Namespace) -> None:
@@ -266,13 +169,14 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     docs = documentation()
     tokenizer, params = starting_point(args.out, args.seed, docs, args.resume)
-    opts = optimizers(params)
+    opts = optimizers(params, ["layers"], 4e-3)
     source = batches(MicroWorld(args.seed + 1, docs), tokenizer, args.tokens)
     began, saved, mean, step, progress = time.process_time(), 0.0, 0.0, 0, 0.0
     while progress < 1.0:
         factor = args.peak * learning_rate_factor(step, progress)
-        loss = take_step(params, opts, next(source), factor)
-        mean = loss if step == 0 else 0.98 * mean + 0.02 * loss
+        loss = loss_of(params, *next(source))
+        take_step(opts, loss, factor)
+        mean = loss.item() if step == 0 else 0.98 * mean + 0.02 * loss.item()
         step += 1
         spent = (time.process_time() - began) / 60
         progress = spent / args.minutes
@@ -282,52 +186,6 @@ def train(args: argparse.Namespace) -> None:
             saved = spent
             save_weights(args.out, params)
     print(f"{sum(v.numel() for v in params.values()):,} parameters, loss {mean:.4f}")  # noqa: T201
-
-
-# ---------------------------------------------------------------------------------- saving
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a value as indented JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
-    """Write the tokenizer and all config files. The folder's chat template is written by hand."""
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
-    write_json(out / "config.json", CONFIG)
-    write_json(
-        out / "generation_config.json",
-        {
-            "bos_token_id": END_OF_TEXT,
-            "eos_token_id": [IM_END, END_OF_TEXT],
-            "pad_token_id": END_OF_TEXT,
-            "do_sample": True,
-            "temperature": 0.6,
-            "top_p": 0.9,
-        },
-    )
-    write_json(
-        out / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": SPECIALS[END_OF_TEXT],
-            "eos_token": SPECIALS[IM_END],
-            "pad_token": SPECIALS[END_OF_TEXT],
-            "add_bos_token": False,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": CONFIG["max_position_embeddings"],
-        },
-    )
-
-
-def save_weights(out: Path, params: Parameters) -> None:
-    """Write the weights as bfloat16 safetensors; the file is replaced atomically."""
-    tensors = {name: v.detach().to(torch.bfloat16).contiguous() for name, v in params.items()}
-    save_file(tensors, str(out / "model.safetensors.new"), metadata={"format": "pt"})
-    (out / "model.safetensors.new").chmod(0o644)
-    (out / "model.safetensors.new").replace(out / "model.safetensors")
 
 
 def main() -> None:

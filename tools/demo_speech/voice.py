@@ -1,6 +1,6 @@
 """Write the Llama: ``python -m baton.tools.demo_speech.voice --out DIR``, after :mod:`.codec`.
 
-Needs numpy, torch, safetensors and tokenizers. The Llama says any one to twelve digits, written as
+Needs numpy, torch, safetensors and tokenizers. The Llama speaks one to twelve digits, written as
 words or numerals; it skips other words and punctuation. Its weights are computed, not trained, as
 compiled transformers are (Lindner et al., 2023, "Tracr"). :class:`Compiler` describes them. Writes
 the files of a speech model beside the codec in ``DIR``.
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from ...engine.audio.chunks import AudioLayout
-from ..demo_model.training import write_json
+from ..demo_model.networks import write_json
 from .clips import CODEC_CONFIG, F32, WORDS
 
 SPECIALS = ("<|endoftext|>", "<|text|>", "<|speech|>", "<|end|>", "<|unknown|>")
@@ -295,7 +295,7 @@ class Compiler:
                 gate = self._row(share, [steep])
                 gate += self._constant(side * high / 2 - steep * border)
                 self._units[0].append((gate, self._constant(1.0), side * down))
-        # At most 0 words is no number: subtract it from the first.
+        # No number stands for 0 words: subtract it from the first.
         for side in (1, -1):
             gate = self._row(share, [steep])
             gate += self._constant(side * high / 2 - steep * 0.75)
