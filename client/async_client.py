@@ -65,7 +65,7 @@ class AsyncClient(Calls["AsyncGeneration"]):
     ``model_folder``: your own folder of the served model. If its tokenizer files are those of the
     cluster, prompts are rendered and tokenized in this process, and not in guarded processes.
 
-    ``batch``: is told before and after the outputs of a message of the router are delivered.
+    ``batch``: called before and after the outputs of a message of the router are delivered.
     """
 
     def __init__(

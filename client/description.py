@@ -1,4 +1,4 @@
-"""What a router says about the served model.
+"""The description of the served model that a router sends.
 
 All files of the model come over the socket, because client and cluster may share no file system.
 """

@@ -76,7 +76,7 @@ class ModelImages:
 
 @cache
 def image_threads() -> ThreadPoolExecutor:
-    """Return threads of their own for images, so that texts need not wait for large images."""
+    """Return separate threads for images, so that texts need not wait for large images."""
     return ThreadPoolExecutor(2, thread_name_prefix="images")
 
 

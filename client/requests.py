@@ -162,7 +162,7 @@ class Request:
         self.state, self.waits = State.PENDING, True
         growth = min(1.5 ** (self.refusals - 1), MOST_PATIENCE) * (1 + _spread(serial) / 2)
         self.retry_at = self.asked_at = now + max(retry_after, FIRST_WAIT_S) * growth
-        self._said_at = float("inf")  # a Pong is no reason to repeat it
+        self._said_at = float("inf")  # a Pong does not repeat it
         self._backoff = FIRST_RETRY_S
 
     # ------------------------------------------------------------------ messages to send

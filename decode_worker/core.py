@@ -236,7 +236,7 @@ class DecodeCore(WorkerCore):
         return actions
 
     def _speak(self, now: float) -> list[Action]:
-        """Send tokens with their chunks, as far as they are decoded, and end what is over."""
+        """Send tokens with their decoded chunks, and end the requests that are over."""
         actions: list[Action] = []
         voices, self._voices = self._voices, {}
         for job in voices.values():

@@ -1,4 +1,4 @@
-"""Draw two pictures that differ in what they must not show.
+"""Draw two pictures of one prompt, the second with a negative prompt.
 
 The first argument is the folder of a Flux model in the layout of diffusers.
 """

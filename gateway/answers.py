@@ -347,7 +347,7 @@ class Answer:
         return b"".join([self._event([part], **more) for part in parts])
 
     def halves(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """Return what stands before and after the JSON of the text in an event of a choice.
+        """Return the bytes before and after the JSON of the text in an event of a choice.
 
         None if events differ in more than their text. The opening and the last event always do.
         """

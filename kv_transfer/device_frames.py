@@ -152,7 +152,7 @@ class DeviceFramePacker:
 
 
 Stored = Callable[[bool], object]
-"""Receives True if the frame arrived intact. Its blocks are no longer being written."""
+"""Receives True if the frame arrived intact. Nothing writes to its blocks any more."""
 
 
 class DeviceFrameWriter:

@@ -48,7 +48,7 @@ STATE_VOCABULARY = 1 << 16
 def check_picture(request: PixelContext | WirePixelContext, *, committed: bool = False) -> None:
     """Raise InputError for the first fault of a picture request.
 
-    ``committed``: ``tokens`` are no prompt any more, but stand for the state of the picture.
+    ``committed``: ``tokens`` stand for the state of the picture, not for the prompt.
     """
     _check_size(request.height, request.width)
     steps = request.num_inference_steps

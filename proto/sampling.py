@@ -363,7 +363,7 @@ _BIAS = WireSampling.__struct_fields__.index("logit_bias")
 _LISTS = {"stop", "stop_token_ids", "logit_bias", "logits_processors"}
 _scalars = attrgetter(*(name for name in _DEFAULTS if name not in {"seed", *_LISTS}))
 _merges: dict[object, dict[str, Any]] = {}
-"""The fields of merged parameters, by what they were merged from."""
+"""The fields of merged parameters, by their sources."""
 _good: dict[tuple[Any, ...], dict[str, Any]] = {}
 _GOOD = 1024
 

@@ -182,7 +182,7 @@ class Placement:
         """Return the workers with the features that a request needs.
 
         Raises FeatureMissing if no live worker has them and the request has not been placed yet;
-        one that was placed waits for a successor of its worker.
+        a placed request waits for a successor of its worker.
         """
         able = [worker for worker in workers if worker.has(needs)]
         if able or request.attempt.number > request.own:

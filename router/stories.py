@@ -309,7 +309,7 @@ class Stories:
 
         most = max(0, most)
         self._encode_ended()
-        # Only the chosen stories are decoded, and those whose bytes look as if they were chosen.
+        # Only the chosen stories are decoded, and stories whose bytes look as if they were chosen.
         kept = (
             _decode(story)
             for story in reversed(self._kept)

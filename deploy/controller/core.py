@@ -58,7 +58,7 @@ GOING_DOWN = "the cluster is going down"
 
 
 _STOPPED = (0, -signal.SIGTERM)
-"""Exit codes of a router that was told to end; the second if it had only just been started."""
+"""Exit codes of a router after an order to end; the second if it had only just been started."""
 
 
 class ControllerCore:

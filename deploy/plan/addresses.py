@@ -226,8 +226,8 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def free_ports(count: int) -> list[int]:
     """Return different TCP ports of 127.0.0.1 that are free now.
 
-    They are below those that the kernel gives to outgoing connections, if there is room: such a
-    connection could take a port before the process that it was chosen for.
+    They are below the kernel's ports for outgoing connections, if there is room: such a connection
+    could take a port before its process starts.
     """
     try:
         end = int(_PORT_RANGE.read_text().split()[0])

@@ -261,7 +261,7 @@ class Scheduler:
         self._step_seconds.observe(result.seconds)
         self._step_tokens.observe(sum(counts))
         if max(counts) > 1 and not result.abandoned:
-            # Encoding depends on the images, so it says nothing about the cost of tokens.
+            # Encoding depends on the images, so it gives no cost of tokens.
             self._budget.learn(sum(counts), result.seconds - result.encode_seconds)
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}

@@ -74,7 +74,7 @@ class Terminal(Message, frozen=True, kw_only=True, eq=False):
     decode: WorkerName = ""
     embedding: CarriedArray = None  # float32 [dim], of a request for embeddings
     times: WorkerTimes | None = None  # from a worker to the router alone
-    media: Result | None = None  # result that is no text and not streamed, such as a picture
+    media: Result | None = None  # a binary result that is not streamed, such as a picture
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
     def __eq__(self, other: object) -> bool:

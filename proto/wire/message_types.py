@@ -48,7 +48,7 @@ Binary = Annotated[bytes, Meta(max_length=MAX_KEY_BYTES)]
 Chunk = Annotated[bytes, Meta(max_length=MAX_CHUNK_BYTES)]
 """Samples that a token run completes."""
 Result = Annotated[bytes, Meta(max_length=MAX_RESULT_BYTES)]
-"""A result that is no text."""
+"""A binary result."""
 Binaries = Annotated[list[Binary], Meta(max_length=MAX_LIST_ITEMS)]
 Names = Annotated[list[Name], Meta(max_length=MAX_LIST_ITEMS)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_CONTEXT_TOKENS)]

@@ -132,7 +132,7 @@ def _coverage(shape: str, x: float, y: float, radius: float) -> F32:
 
 
 def read(picture: U8) -> Scene | None:
-    """Return the scene that a picture shows, None if it is no scene or not clear.
+    """Return the scene that a picture shows, None if the picture shows no clear scene.
 
     Of two things the first is the left or the upper one; the relation is "left of" if the middles
     are further apart in columns than in rows, else "above".

@@ -1,6 +1,6 @@
 """Count right pictures of the demo Flux model: ``python -m baton.tools.demo_flux.score [FOLDER]``.
 
-It draws random scenes with seeds of their own, and reads colours, shapes and places back from the
+It draws random scenes, each with another seed, and reads colours, shapes and places back from the
 pixels. It needs no torch.
 """
 

@@ -249,7 +249,7 @@ def prompt_tokens(pipeline: FluxPipeline, scenes: list[Scene]) -> tuple[torch.Te
 
 
 def padding_scores(count: int, image: int) -> torch.Tensor:
-    """Return what is added to attention scores ``[count, 1, 1, keys]``."""
+    """Return the terms added to attention scores ``[count, 1, 1, keys]``."""
     low, high = (math.log(length) for length in PROMPT_LENGTHS)
     lengths = torch.exp(low + (high - low) * torch.rand(count))
     scores = torch.zeros(count, 1, 1, TEXT_LENGTH + image)

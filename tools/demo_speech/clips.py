@@ -51,7 +51,7 @@ def resampled(samples: F32) -> F32:
 
 
 def spoken(word: str) -> F32:
-    """Return a word as espeak-ng says it, with silence around, at :data:`SAMPLE_RATE`."""
+    """Return a word spoken by espeak-ng, with silence around it, at :data:`SAMPLE_RATE`."""
     wav = subprocess.run([*PROGRAM, word], capture_output=True, check=True).stdout  # noqa: S603
     samples = np.frombuffer(wav[PROGRAM_HEADER:], "<i2").astype(np.float32)
     return resampled(samples / np.float32(32768))
