@@ -21,7 +21,7 @@ from ...proto.errors import BatonError, CheckpointError, ConfigError
 from ...runtime.keys.allowed import OPERATOR
 from ...runtime.keys.keyring import CONTROLLER, client_keys, load_keys
 from ...runtime.process.otlp import check_installed
-from ..config import ServeSettings, kv_size, parse_size
+from ..config import ServeSettings, demo_model_folder, kv_size, parse_size
 from ..controller.backend import GATEWAY
 from ..local.run_folder import RunFolder
 from ..messages import mebibytes
@@ -85,9 +85,11 @@ def check_tokenizer(settings: ServeSettings) -> None:
     """Load the folder's tokenizer once, in another process. Raises CheckpointError.
 
     Only clients load the tokenizer. Without this check, a damaged tokenizer would fail in every
-    client and in no process of the cluster.
+    client and in no process of the cluster. Embedded models need no check.
     """
     folder = model_folder(settings)
+    if Path(folder).resolve().parent == demo_model_folder().resolve().parent:
+        return
     command = [sys.executable, "-P", "-m", "baton.text.check", folder]
     if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "model_index.json")):
         return

@@ -116,22 +116,19 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free) or free & cached:
             raise InternalError("a block is listed as available twice")
-        for block, refs in enumerate(self._refs):
+        for block, (refs, block_hash) in enumerate(zip(self._refs, self._hashes, strict=True)):
             if refs != holders.get(block, 0):
                 raise InternalError(f"block {block}: {refs} references do not match its holders")
-            states = (block in free) + (block in cached) + (refs > 0)
+            is_free, is_cached = block in free, block in cached
+            states = is_free + is_cached + (refs > 0)
             if states != 1:
                 raise InternalError(f"block {block} is in {states} states")
-            self._check_hash(block, is_free=block in free, is_cached=block in cached)
-        if len(self._index) != sum(h is not None for h in self._hashes):
+            if block_hash is None:
+                if is_cached:
+                    raise InternalError(f"cached block {block} has no hash")
+            elif is_free:
+                raise InternalError(f"free block {block} has a hash")
+            elif self._index.get(block_hash) != block:
+                raise InternalError(f"the prefix index does not list block {block} by its hash")
+        if len(self._index) != len(self._hashes) - self._hashes.count(None):
             raise InternalError("the prefix index contains a block without a hash")
-
-    def _check_hash(self, block: int, *, is_free: bool, is_cached: bool) -> None:
-        block_hash = self._hashes[block]
-        if block_hash is None:
-            if is_cached:
-                raise InternalError(f"cached block {block} has no hash")
-        elif is_free:
-            raise InternalError(f"free block {block} has a hash")
-        elif self._index.get(block_hash) != block:
-            raise InternalError(f"the prefix index does not contain block {block} under its hash")
