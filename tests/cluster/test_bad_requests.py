@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from baton.proto.contexts.text import TextContext
-from baton.proto.errors import BatonError, DeadlineExceeded, DuplicateRequest, InputError
+from baton.proto.errors import (
+    BatonError,
+    DeadlineExceeded,
+    DuplicateRequest,
+    InputError,
+    TaskMismatch,
+)
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire.messages import Submit
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
@@ -140,6 +146,8 @@ def test_the_client_refuses_what_cannot_be_asked(client):
         ask(client, Job(job.prompt, SamplingParams(logits_processors=[lambda row: None])))
     with pytest.raises(BatonError, match="give prompts as token ids"):
         client.generate("text for a model without a tokenizer")
+    with pytest.raises(TaskMismatch, match="generation model"):
+        client.embed([[5, 6]])
 
 
 def test_a_deadline_that_passes_ends_the_request(running, client):

@@ -122,7 +122,7 @@ def all_freed(cluster, known, count: int) -> CancelLog:
     return wait_until(complete, what="the workers' log lines")
 
 
-@pytest.mark.parametrize("count", some_long(200, 1000))
+@pytest.mark.parametrize("count", some_long(100, 1000))
 def test_random_cancels_leak_nothing_and_touch_nobody(clean, undisturbed, count):
     known = CancelLog(clean).seen.keys()
     survivors = asyncio.run(cancels_beside(clean.address, WORK, count, 16))

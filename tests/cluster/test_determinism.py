@@ -114,29 +114,28 @@ def test_after_a_prefix_hit(subjects):
     assert same(answers, subjects.alone)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"prefill": 1, "decode": 1, "max_num_batched_tokens": 16, "block_size": 8},
-        {"prefill": 2, "decode": 2, "max_num_batched_tokens": 0, "step_time": 0, "max_num_seqs": 3},
-    ],
-    ids=["1P1D", "2P2D"],
-)
-def test_with_other_workers_and_chunks(subjects, cluster, settings):
-    running = cluster(model=MODELS[subjects.model], **settings)
+def test_with_other_workers_and_chunks(subjects, cluster):
+    running = cluster(
+        model=MODELS[subjects.model],
+        prefill=2, decode=2, max_num_batched_tokens=0, step_time=0, max_num_seqs=3,
+    )  # fmt: skip
     jobs, ours = mixed(subjects.jobs)
     with running.client() as client:
         answers = ask_all(client, jobs, in_flight=len(jobs))
-    if settings["prefill"] == 2:
-        assert {a.prefill for a in answers} == {"prefill-0", "prefill-1"}
+    assert {a.prefill for a in answers} == {"prefill-0", "prefill-1"}
     assert same(answers[ours], subjects.alone)
 
 
-def test_after_preemption(subjects, cluster):
+def test_in_small_chunks_and_blocks_and_after_preemption(subjects, cluster):
     """Blocks for less than two of the requests that grow, however late the second one comes."""
-    running = cluster(model=MODELS[subjects.model], prefill=1, decode=1, kv_blocks=40, kv_memory="")
+    running = cluster(
+        model=MODELS[subjects.model],
+        prefill=1, decode=1, max_num_batched_tokens=16, block_size=8, kv_blocks=80, kv_memory="",
+    )  # fmt: skip
+    jobs, ours = mixed(subjects.jobs)
     growing = [Job(random_prompt(40, 50 + n), sampled(n, 400)) for n in range(4)]
     with running.client() as client:
+        assert same(ask_all(client, jobs, in_flight=len(jobs))[ours], subjects.alone)
         answers = ask_all(client, [*subjects.jobs, *growing], in_flight=9)
         wait_until(
             lambda: worker_figures(client, "decode", "preemptions") > 0,

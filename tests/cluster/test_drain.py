@@ -20,6 +20,19 @@ WORK = jobs(8, prompt=100, new=900, seed=6)
 SHORT = jobs(4, prompt=100, new=8, seed=7)
 
 
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The tokens of ``WORK`` from the first cluster that is asked; they are those of any other."""
+    known = []
+
+    def of(cluster):
+        if not known:
+            known.append(tokens(run(cluster.address, WORK)))
+        return known[0]
+
+    return of
+
+
 async def short_streams(cluster) -> list[Stream]:
     streams = [Stream() for _ in SHORT]
     async with AsyncClient(cluster.address) as client:
@@ -36,9 +49,9 @@ async def command(cluster, *arguments: str) -> int:
     return await process.wait()
 
 
-def test_drained_workers_finish_what_they_have_and_leave(cluster):
+def test_drained_workers_finish_what_they_have_and_leave(cluster, undisturbed):
     running = cluster(prefill=2, decode=2)
-    undisturbed = tokens(run(running.address, WORK))
+    wanted = undisturbed(running)
     later: list[Stream] = []
 
     async def drain_two(streams: list[Stream]) -> None:
@@ -49,7 +62,7 @@ def test_drained_workers_finish_what_they_have_and_leave(cluster):
         later.extend(await short_streams(running))
 
     streams = run(running.address, WORK, drain_two)
-    assert tokens(streams) == undisturbed
+    assert tokens(streams) == wanted
     tokens(later)
     last = max(stream.ended for stream in streams if stream.decode == "decode-0")
     assert last > later[0].started, "nothing ran on the drained worker any more"
@@ -64,9 +77,9 @@ def test_drained_workers_finish_what_they_have_and_leave(cluster):
     running.wait_said("decode-0 finished its requests and was not restarted")
 
 
-def test_an_interrupt_lets_streams_finish_and_refuses_new_ones(cluster):
+def test_an_interrupt_lets_streams_finish_and_refuses_new_ones(cluster, undisturbed):
     running = cluster(prefill=1, decode=2)
-    undisturbed = tokens(run(running.address, WORK))
+    wanted = undisturbed(running)
     pids = running.pids()
 
     async def interrupt(streams: list[Stream]) -> None:
@@ -81,21 +94,21 @@ def test_an_interrupt_lets_streams_finish_and_refuses_new_ones(cluster):
         assert isinstance(refused.error, CapacityError)
         assert refused.error.retry_after
 
-    assert tokens(run(running.address, WORK, interrupt)) == undisturbed
+    assert tokens(run(running.address, WORK, interrupt)) == wanted
     assert running.process.wait(60) == 0
     assert [name for name, pid in pids.items() if alive(pid)] == []
     assert running.leftovers() == []
 
 
-def test_a_terminated_worker_leaves_after_its_grace_and_others_take_over(cluster):
+def test_a_terminated_worker_leaves_after_its_grace_and_others_take_over(cluster, undisturbed):
     running = cluster(prefill=1, decode=2, grace=0.05, log_level="info")
-    undisturbed = tokens(run(running.address, WORK))
+    wanted = undisturbed(running)
 
     async def terminate(streams: list[Stream]) -> None:
         await begun(streams, len(WORK))
         os.kill(running.pids()["decode-0"], signal.SIGTERM)
 
-    assert tokens(run(running.address, WORK, terminate)) == undisturbed
+    assert tokens(run(running.address, WORK, terminate)) == wanted
     wait_until(lambda: "decode-0" not in running.pids(), what="the end")
     running.wait_said("decode-0: info: worker.exit reason=grace_over")
     running.wait_said("decode-0 finished its requests and was not restarted")

@@ -1,6 +1,7 @@
 """Vectors from a real cluster: prefill workers alone, exact, and in spite of what dies."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.cli.command import main
 from baton.client import AsyncClient
 from baton.engine.loading.loader import RunnerConfig, load_embedder
 from baton.proto.contexts.text import TextContext
@@ -25,6 +27,7 @@ from baton.text.tokenizer import Tokenizer
 from ..processes import wait_until
 from ..suite.short import some_long
 from .conftest import command_environment
+from .http import Gateway
 
 pytestmark = pytest.mark.cluster
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -62,16 +65,23 @@ def embedder(start_cluster):
 
 @pytest.fixture(scope="module")
 def bert(start_cluster):
-    """One prefill worker, for all tests that leave it as it was."""
-    one = start_cluster(prefill=1, model=DATA / "embedders/bert")
-    one.size = (1, 0)
+    """Two prefill workers, for all tests that leave them as they were."""
+    one = start_cluster(prefill=2, model=DATA / "embedders/bert")
+    one.size = (2, 0)
     yield one.wait_ready()
     one.end_clean()
 
 
-@pytest.mark.parametrize("name", some_long("embedders/bert", "embedders/qwen3"))
-def test_vectors_are_those_of_the_engine_alone(embedder, name):
-    cluster = embedder(name, prefill=2)
+def test_vectors_are_those_of_the_engine_alone(bert):
+    check_vectors(bert, "embedders/bert")
+
+
+@pytest.mark.long
+def test_vectors_of_qwen3_are_those_of_the_engine_alone(embedder):
+    check_vectors(embedder("embedders/qwen3", prefill=2), "embedders/qwen3")
+
+
+def check_vectors(cluster, name):
     assert sorted(cluster.pids()) == ["prefill-0", "prefill-1", "router"]
     wanted = expected(name, TEXTS)
     with cluster.client() as client:
@@ -97,7 +107,7 @@ def test_vectors_are_those_of_the_engine_alone(embedder, name):
     np.testing.assert_array_equal(asyncio.run(ask()), wanted)
 
 
-def test_what_is_asked_of_the_wrong_model_is_one_clear_error(bert, start_cluster):
+def test_what_is_asked_of_the_wrong_model_is_one_clear_error(bert):
     with bert.client() as client:
         with pytest.raises(TaskMismatch, match="embedding model"):
             list(client.generate("the cat"))
@@ -114,10 +124,6 @@ def test_what_is_asked_of_the_wrong_model_is_one_clear_error(bert, start_cluster
         with pytest.raises(DeadlineExceeded):
             client.embed(["a"], deadline=-1.0)
         assert client.embed(["a"]).shape == (1, 32)
-    text = start_cluster(model=DATA / "checkpoints" / "qwen3").wait_ready()
-    with text.client() as client, pytest.raises(TaskMismatch, match="generation model"):
-        client.embed([[5, 6]])
-    text.end_clean()
 
 
 def test_a_text_model_embeds_when_it_is_served_for_that(embedder):
@@ -136,8 +142,8 @@ def test_a_text_model_embeds_when_it_is_served_for_that(embedder):
 
 
 @pytest.mark.parametrize("victim", some_long("prefill-0", "router"))
-def test_deaths_cost_no_vector(embedder, victim):
-    cluster = embedder(prefill=2)
+def test_deaths_cost_no_vector(bert, victim):
+    cluster = bert
     wanted = expected("embedders/bert", TEXTS)
     rounds, results = 60, []
     with cluster.client() as client:
@@ -158,6 +164,38 @@ def test_deaths_cost_no_vector(embedder, victim):
         np.testing.assert_array_equal(found, wanted)
     wait_until(lambda: cluster.pids().get(victim) not in (None, pid), what=f"another {victim}")
     cluster.wait_ready()
+
+
+def test_embeddings_over_http_as_numbers_and_as_base64(bert, tmp_path, capsys):
+    gateway = Gateway(bert, tmp_path).wait_ready()
+    try:
+        wanted = expected("embedders/bert", TEXTS)
+        found = gateway.post("/v1/embeddings", input=TEXTS)
+        vectors = np.array([entry["embedding"] for entry in found["data"]], np.float32)
+        np.testing.assert_allclose(vectors, wanted, atol=1e-6)
+        packed = gateway.post("/v1/embeddings", input=TEXTS, encoding_format="base64")
+        texts = [base64.b64decode(entry["embedding"]) for entry in packed["data"]]
+        assert np.array_equal(np.stack([np.frombuffer(text, "<f4") for text in texts]), vectors)
+        assert found["usage"]["prompt_tokens"] > len(TEXTS)
+        assert gateway.ask("GET", "/ready")[0] == 200
+        chat = {"messages": [{"role": "user", "content": "Who are you?"}]}
+        status, body, _ = gateway.ask("POST", "/v1/chat/completions", chat)
+        assert status == 400, body
+        status, body, _ = gateway.ask("POST", "/v1/embeddings", {"input": "a", "dimensions": 3})
+        assert (status, body["error"]["param"]) == (400, "dimensions")
+        url = f"http://127.0.0.1:{gateway.port}/v1"
+        over_http = [url, "--endpoint=embeddings", "--vocabulary=40"]
+        for address in (over_http, [bert.address]):
+            file = tmp_path / "bench.json"
+            load = ["--concurrency=2", "--requests=6", "--input=5-9", "--texts=3", "--warmup=1"]
+            assert main(["bench", *address, *load, f"--json={file}"]) == 0
+            (run,) = json.loads(file.read_text())["runs"]
+            assert (run["outcomes"]["ok"], run["texts"], run["end_to_end"]["count"]) == (6, 18, 6)
+            assert 6 * 3 * 5 <= run["prompt_tokens"] <= 6 * 3 * 9
+        assert main(["bench", bert.address, "--slo-itl=1"]) == 2
+        assert "--slo-itl has no meaning for embeddings" in capsys.readouterr().err
+    finally:
+        assert gateway.end() == 0
 
 
 def test_a_deadline_is_for_all_texts_of_a_call(bert):
@@ -233,7 +271,7 @@ def test_ten_thousand_texts_among_cancels_deadlines_and_a_death(embedder):
 
 def test_the_commands_know_that_no_decode_worker_will_come(bert):
     waited = bert.command("wait-ready", "--timeout=20")
-    assert (waited.returncode, waited.stdout) == (0, "ready: 1 prefill, 0 decode\n"), waited.stderr
+    assert (waited.returncode, waited.stdout) == (0, "ready: 2 prefill, 0 decode\n"), waited.stderr
     wrong = bert.command("wait-ready", "--timeout=20", "--decode=2")
     assert wrong.returncode == 1
     assert "embedding model" in wrong.stderr

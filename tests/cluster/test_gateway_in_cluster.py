@@ -165,7 +165,7 @@ def read_stream(connection: http.client.HTTPConnection, body: dict, begun) -> st
 
 @pytest.mark.parametrize("streams", some_long(4, 32))
 def test_a_dead_gateway_breaks_its_own_connections_alone(two, streams):
-    http, body = door(two), asked(4000 // streams)
+    http, body = door(two), asked(2000 // streams)
     wanted = http.post(CHAT, **body)["choices"][0]["message"]["content"]
     pids = {name: pid for name, pid in two.pids().items() if name.startswith("gateway-")}
     found = connections_of_both(http, pids, streams)

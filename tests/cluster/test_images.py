@@ -225,7 +225,7 @@ def stream_jobs(count: int, new: int, side: int = 160) -> list[StreamJob]:
     return made
 
 
-WORK = stream_jobs(12, new=300)
+WORK = stream_jobs(8, new=200)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def undisturbed(pools):
 
 
 @pytest.mark.parametrize(
-    ("name", "after"), [("prefill-0", 1), pytest.param("decode-0", 12, marks=pytest.mark.long)]
+    ("name", "after"), [("prefill-0", 1), pytest.param("decode-0", 8, marks=pytest.mark.long)]
 )
 def test_a_lost_worker_changes_no_token(pools, undisturbed, name, after):
     before = lost_requests(pools)

@@ -11,7 +11,7 @@ from .streams import Stream, begun, jobs, run, tokens
 
 pytestmark = pytest.mark.cluster
 
-WORK = jobs(16, prompt=700, new=500)
+WORK = jobs(16, prompt=400, new=300)
 
 
 @pytest.fixture(scope="module")

@@ -38,17 +38,6 @@ def tokens_of(client, count: int) -> list[int]:
     return [t for output in client.generate(PROMPT, params(count)) for t in output.tokens]
 
 
-def test_an_interrupt_ends_everything_and_leaves_nothing(cluster):
-    running = cluster()
-    with running.client() as client:
-        assert len(tokens_of(client, 8)) == 8
-    pids = running.pids()
-    assert set(pids) == {"router", "prefill-0", "decode-0", "decode-1"}
-    assert running.end() == 0
-    assert [name for name, pid in pids.items() if alive(pid)] == []
-    assert running.leftovers() == []
-
-
 def test_ctrl_c_at_a_terminal_reaches_the_supervisor_alone(tmp_path_factory):
     """The terminal signals its whole foreground group; running requests may still finish."""
     folder = tmp_path_factory.mktemp("t")
@@ -130,7 +119,9 @@ def test_a_killed_supervisor_takes_its_children_along_and_the_next_start_cleans_
 
 
 @pytest.mark.parametrize("scheme", some_long("tcp", "ipc"))
-def test_an_address_in_use_is_refused_with_one_line(cluster, tmp_path, scheme):
+def test_an_address_in_use_is_refused_with_one_line_and_an_interrupt_leaves_nothing(
+    cluster, tmp_path, scheme
+):
     settings = {} if scheme == "ipc" else {"address": f"tcp://127.0.0.1:{free_port()}"}
     running = cluster(prefill=1, decode=1, **settings)
     second = baton(tmp_path, "serve", f"--address={running.address}")
@@ -139,6 +130,11 @@ def test_an_address_in_use_is_refused_with_one_line(cluster, tmp_path, scheme):
     assert second.stderr.count("\n") == 1
     with running.client() as client:
         assert len(tokens_of(client, 4)) == 4
+    pids = running.pids()
+    assert set(pids) == {"router", "prefill-0", "decode-0"}
+    assert running.end() == 0
+    assert [name for name, pid in pids.items() if alive(pid)] == []
+    assert running.leftovers() == []
 
 
 def damaged_model(folder, name: str):

@@ -28,6 +28,7 @@ from baton.proto import (
     msgpack_numpy_encoder,
 )
 
+from ..suite.short import examples
 from . import sample_contexts as samples
 from .sample_contexts import CONTEXTS
 
@@ -329,7 +330,7 @@ STATE = {
 }
 
 
-@settings(max_examples=1500)
+@settings(max_examples=examples(400, 1500))
 @given(name=st.sampled_from(list(CONTEXTS)), changes=st.fixed_dictionaries({}, optional=STATE))
 def test_what_decodes_is_a_possible_state(name, changes):
     frames = SENT[name]

@@ -18,6 +18,13 @@ def in_short(cases: Mapping[str, object], *kept: str) -> list[ParameterSet]:
     ]
 
 
+def examples(short: int, whole: int) -> int:
+    """How many examples hypothesis draws: ``short`` in ``make test``, ``whole`` elsewhere."""
+    from hypothesis import settings  # absent on a GPU machine
+
+    return short if settings.get_current_profile_name() == "fixed" else whole
+
+
 def some_long(kept: object, *others: object) -> list[object]:
     """Parameters of which the first is ``kept``; the others are marked long."""
     return [kept, *(pytest.param(other, marks=pytest.mark.long) for other in others)]
