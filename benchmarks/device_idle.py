@@ -12,6 +12,7 @@ per step is printed. The host's work is the whole loop of an engine: plan, begin
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -201,6 +202,8 @@ def measure(
         tokens = sum(type(event) is TokenEvent for event in engine.step())
     if tokens != rows:
         raise SystemExit(f"{tokens} of {rows} requests got a token")
+    gc.collect()
+    gc.freeze()  # as a worker that is ready
     timeline.idle, timeline.calls, first = 0.0, 0, timeline.steps
     began = time.thread_time()
     for _ in range(steps):

@@ -185,7 +185,11 @@ class DeviceRows:
         try:
             for i, row in enumerate(rows):
                 spec, before = specs[i], last[row]
-                if before is None or not _same(spec, before):
+                if (
+                    before is None
+                    or spec.params is not before.params
+                    or spec.banned != before.banned
+                ):
                     sampling.fill_row(self.sampling, row, spec)
                     last[row] = spec
         except ValueError:  # only the host can sample this row
@@ -226,17 +230,14 @@ class DeviceRows:
 
 def _plain(specs: Sequence[SampleSpec | None]) -> list[SampleSpec] | None:
     """Return the specs if each has parameters only."""
-    known = [
-        spec
-        for spec in specs
-        if spec is not None
-        and spec.mask is None
-        and not spec.logprobs
-        and not spec.params.needs_penalties
-    ]
-    return known if len(known) == len(specs) else None
-
-
-def _same(spec: SampleSpec, before: SampleSpec) -> bool:
-    """True if the packed rows differ in the position only."""
-    return spec.params is before.params and spec.banned == before.banned
+    known: list[SampleSpec] = []
+    last, plain = None, False
+    for spec in specs:
+        if spec is None or spec.mask is not None or spec.logprobs:
+            return None
+        if spec.params is not last:
+            last, plain = spec.params, not spec.params.needs_penalties
+        if not plain:
+            return None
+        known.append(spec)
+    return known

@@ -232,6 +232,11 @@ def collect(
 
     ``report``: log-prob of the token ``[B]``, ids and log-probs of the most likely ``[B, 20]``.
     """
+    if report is None and not (skipped or failed or errors.any()):
+        return [
+            Sampled(chunk.request, token)
+            for chunk, token in zip(chunks, tokens.tolist(), strict=True)
+        ]
     sampled = []
     for at, (chunk, token, error) in enumerate(
         zip(chunks, tokens.tolist(), errors.tolist(), strict=True)

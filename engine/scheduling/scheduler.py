@@ -26,6 +26,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ...proto.contexts.status import GenerationStatus
 from ...proto.errors import BatonError, InternalError
 from ...proto.wire.messages import Buckets, WorkerLoad
 from ...runtime.metrics.families import GAP_S, STEP_SECONDS, STEP_TOKENS, TOKENS, Histogram
@@ -206,20 +207,22 @@ class Scheduler:
         if len(self._out) != 1 or joins or self.config.one_token:
             return None
         running = self._out[0]
-        rows = [s for s in queues.running if s.remaining_tokens > 1]  # the others certainly end
-        if not rows or not all(_draws(s, running) for s in queues.running):
-            return None
-        if not all(self._may_go_on(s) for s in rows):
+        rows: list[Sequence] = []
+        for sequence in queues.running:
+            if not _draws(sequence, running):
+                return None
+            tokens, allocation = sequence.num_tokens, sequence.allocation
+            if sequence.end_length - tokens <= 1:
+                continue  # it certainly ends with the running step
+            if allocation is None or not sequence.can_go_on_unseen:
+                return None
+            if allocation.capacity <= tokens and not self.cache.grow(allocation, tokens + 1):
+                return None
+            rows.append(sequence)
+        if not rows:
             return None
         self._out.append({s.request: (s, 1) for s in rows})
-        chunks = tuple(s.chunk_ahead() for s in rows)
-        return StepPlan(self.steps + 1, chunks, ahead=True)
-
-    def _may_go_on(self, sequence: Sequence) -> bool:
-        allocation = sequence.allocation
-        if allocation is None or not sequence.can_go_on_unseen:
-            return False
-        return self.cache.grow(allocation, sequence.num_tokens + 1)
+        return StepPlan(self.steps + 1, tuple([s.chunk_ahead() for s in rows]), ahead=True)
 
     def _chunks(self, out: _Rows) -> tuple[Chunk, ...]:
         """Return decode rows first, then prefill chunks in admission order within the budget.
@@ -283,22 +286,26 @@ class Scheduler:
     def _advance(
         self, sequence: Sequence, count: int, drawn: Sampled | None, now: float, events: list[Event]
     ) -> None:
-        if sequence.num_computed_tokens < sequence.prompt_length:
+        computed = sequence.num_computed_tokens
+        if computed < sequence.prompt_length:
             self._prompt_tokens += count
-        sequence.num_computed_tokens += count
-        self._publish(sequence)
-        if sequence.num_computed_tokens < sequence.num_tokens:
-            events.append(ChunkDone(sequence.request, sequence.num_computed_tokens))
+        computed += count
+        sequence.num_computed_tokens = computed
+        allocation = sequence.allocation
+        if allocation is not None and computed // self.cache.block_size > allocation.published:
+            self.cache.publish(allocation, sequence.extend_hashes(), computed)
+        if computed < sequence.num_tokens:
+            events.append(ChunkDone(sequence.request, computed))
         elif drawn is None:
             self._fail(sequence, InternalError.code, "the step sampled no token", events)
         else:
             self._accept(sequence, drawn, now, events)
 
     def _accept(self, sequence: Sequence, drawn: Sampled, now: float, events: list[Event]) -> None:
-        position = sequence.num_tokens
+        position, logprobs = sequence.num_tokens, drawn.logprobs
         token = drawn.token if sequence.given is None else sequence.given
         try:
-            sequence.accept(token, drawn.logprobs)
+            sequence.accept(token, logprobs)
         except ValueError as error:  # a grammar rejected the token: only this request fails
             code = error.code if isinstance(error, BatonError) else InternalError.code
             self._fail(sequence, code, str(error), events)
@@ -306,22 +313,18 @@ class Scheduler:
         self._generated_tokens += 1
         if sequence.first_token is None:
             sequence.first_token = now
-        done = sequence.context.status.is_done
+        request, status = sequence.request, sequence.context.status
+        done = status is not GenerationStatus.ACTIVE
         preview = None if done else drawn.result
-        events.append(TokenEvent(sequence.request, position, token, drawn.logprobs, preview))
+        events.append(TokenEvent(request, position, token, logprobs, preview))
         if done:
             self._queues.leave(sequence)
             self._let_go(sequence)
-            events.append(Finished(sequence.request, sequence.context.status.value, drawn.result))
+            events.append(Finished(request, status.value, drawn.result))
         elif self.config.one_token:
             self._queues.leave(sequence)
             self._prefilled.add(sequence)
-            events.append(Prefilled(sequence.request))
-
-    def _publish(self, sequence: Sequence) -> None:
-        allocation, computed = sequence.allocation, sequence.num_computed_tokens
-        if allocation is not None and computed // self.cache.block_size > allocation.published:
-            self.cache.publish(allocation, sequence.extend_hashes(), computed)
+            events.append(Prefilled(request))
 
     # ------------------------------------------------------------------ ending
 

@@ -169,18 +169,15 @@ class Sequence:
         return not self.needs_history and self.context.matcher is None and self.picture is None
 
     def chunk_ahead(self) -> Chunk:
-        """Return the token that the running step samples, as work for the step after it.
-
-        The context holds a placeholder for this token until :meth:`accept`. ``num_tokens`` counts
-        known tokens only.
-        """
+        """Return the token that the running step samples, as work for the step after it."""
         if self.allocation is None:
             raise ValueError("a sequence without blocks has no chunk")
-        self.context.update_with_future_token()
-        sample = self._sample_spec(self.num_tokens + 1)
-        table = self.allocation.block_table
-        delta = 0 if self.images is None else self.images.delta
-        return Chunk(self.request, self.num_tokens, _UNKNOWN, table, sample, rope_delta=delta)
+        start, table = self.num_tokens, self.allocation.block_table
+        sample = self._sample_spec(start + 1)
+        if self.images is None:
+            return Chunk(self.request, start, _UNKNOWN, table, sample)
+        delta = self.images.delta
+        return Chunk(self.request, start, _UNKNOWN, table, sample, rope_delta=delta)
 
     def accept(self, token: int, logprobs: TokenLogProbs | None) -> None:
         """Append a sampled token; the context's status then shows if the request ended.
@@ -188,12 +185,9 @@ class Sequence:
         Raises ValueError, and changes nothing, if the context rejects the token.
         """
         context = self.context
-        if len(context.tokens) > self.num_tokens:
-            context.realize_future_token(token, logprobs)
-        else:
-            context.update(token, logprobs)
+        context.update(token, logprobs)
         self.num_tokens += 1
-        if self.num_tokens >= self.end_length and not context.status.is_done:
+        if self.num_tokens >= self.end_length and context.status is GenerationStatus.ACTIVE:
             context.update_status(GenerationStatus.MAXIMUM_LENGTH)
 
     def _tokens(self, start: int, end: int) -> Int32:

@@ -52,8 +52,7 @@ class StepLoop:
     """Continuous batching over one pipeline.
 
     ``fingerprint``: the model's, keys block hashes. ``look_ahead``: begin the next step before the
-    tokens of the running one are known, if the pipeline can. Then contexts hold a placeholder
-    between two steps (:data:`~baton.proto.contexts.tokens.FUTURE_TOKEN`).
+    tokens of the running one are known, if the pipeline can.
     """
 
     def __init__(

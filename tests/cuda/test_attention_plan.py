@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from baton.engine.kernels.cuda import row_plan
 from baton.engine.kernels.cuda.attention_plan import (
     MAX_SPLITS,
     PREFILL_ROWS,
@@ -14,6 +15,8 @@ from baton.engine.kernels.cuda.attention_plan import (
     plan_decode,
     plan_prefill,
 )
+from baton.engine.kernels.cuda.row_plan import GraphPlan
+from baton.engine.kernels.cuda.tuning import Tuning
 
 
 def plan_of(shape, lengths):
@@ -47,6 +50,49 @@ def test_a_decode_plan_has_every_key_once(rng, chunk, window):
         np.testing.assert_array_equal(alone[np.argsort(alone[:, 1]), 1:3], mine[:, 1:3])
     assert sorted(slots) == list(range(len(slots)))
     assert not heads[len(lengths) :].any()
+
+
+class Arrays:
+    """A device whose memory is the host's."""
+
+    tuning = Tuning()
+
+    def host_buffer(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+    def upload(self, array):
+        return array.copy()
+
+    def write(self, array, values):
+        array[...] = values
+
+
+def test_lists_that_are_extended_are_those_planned_anew(rng, monkeypatch):
+    """Rows grow by a position per step, some end, others join, in two buffers by turns."""
+    planned = []
+    anew = row_plan.plan_decode
+    monkeypatch.setattr(
+        row_plan, "plan_decode", lambda shape, *a: (planned.append(shape.window), anew(shape, *a))
+    )
+    plan = GraphPlan(Arrays(), rows=6, max_length=2000, pool_tokens=12_000, turns=2)
+    lengths = rng.integers(1, 600, 6).astype(np.int32)
+    plan.write(lengths)
+    plan.decode(1, 0)
+    plan.decode(1, 300)
+    for step in range(400):
+        lengths[lengths > 0] += 1
+        if step % 37 == 5:
+            lengths[rng.integers(6)] = 0
+        if step % 37 == 20:
+            lengths[rng.integers(6)] = rng.integers(1, 600)
+        plan.write(lengths, step % 2)
+        for (_, window), got in plan._decode.items():
+            heads, items = plan_of(got.shape, lengths)
+            listed = got.plan[1 + got.shape.sequences :][: got.plan[0, 0]]
+            assert sorted(map(tuple, listed)) == sorted(map(tuple, items)), (step, window)
+            np.testing.assert_array_equal(got.plan[1 : 1 + got.shape.sequences], heads)
+    assert planned.count(300) > 400
+    assert 10 < planned.count(0) < 100
 
 
 @pytest.mark.parametrize(
