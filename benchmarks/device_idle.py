@@ -34,7 +34,11 @@ from .scratch import scratch_folder
 BARS_US = {1: 40, 256: 150}
 SHAPE = Shape("one", vocab=128, hidden=128, intermediate=192, layers=1, heads=2, kv_heads=1)
 PROMPT, WARM = 24, 8
-KINDS: dict[str, dict[str, Any]] = {"plain": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": {"repetition_penalty": 1.1},
+    "log-probs": {},
+}
 
 
 class Timeline:
@@ -180,7 +184,7 @@ class TimedDevice:
 
 
 def measure(
-    folder: Path, rows: int, step_seconds: float, steps: int, fields: dict[str, Any], *, ahead: bool
+    folder: Path, rows: int, step_seconds: float, steps: int, kind: str, *, ahead: bool
 ) -> tuple[float, float, float]:
     """Return per step: idle seconds of the device, seconds of the host's work, device calls."""
     timeline = Timeline(step_seconds)
@@ -193,11 +197,13 @@ def measure(
     for row in range(rows):
         params = SamplingParams(
             temperature=0.8, top_p=0.9, seed=row, ignore_eos=True, max_new_tokens=total - PROMPT,
-            **fields,
+            **KINDS[kind],
         )  # fmt: skip
         # Prompts of many lengths, so that full blocks do not come in the same step.
         prompt = rng.integers(0, SHAPE.vocab, PROMPT - row % 16).tolist()
-        engine.add(engine._context(prompt, params))
+        context = engine._context(prompt, params)
+        context.log_probabilities = 5 if kind == "log-probs" else 0
+        engine.add(context)
     for _ in range(WARM):
         tokens = sum(type(event) is TokenEvent for event in engine.step())
     if tokens != rows:
@@ -230,7 +236,7 @@ def main() -> int:
                 for step in given.step_ms:
                     found = [
                         [
-                            measure(folder, rows, step / 1e3, given.steps, KINDS[kind], ahead=ahead)
+                            measure(folder, rows, step / 1e3, given.steps, kind, ahead=ahead)
                             for ahead in (False, True)
                         ]
                         for _ in range(given.turns)

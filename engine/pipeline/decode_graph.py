@@ -13,7 +13,7 @@ from ..kernels.cuda.backend import CudaBackend
 from ..kernels.cuda.device import Array, Device, Event, Graph
 from ..kernels.cuda.row_plan import GraphPlan
 from ..scheduling.plan import Chunk, Sampled
-from .device_rows import TURNS, DeviceRows, GraphSizes
+from .device_rows import TURNS, DeviceRows, GraphSizes, report_parts
 from .device_sampler import DeviceSampler, collect
 from .model import ModelInputs, ModelOutputs
 
@@ -63,7 +63,10 @@ class _Buffers:
 
 
 class DecodeGraph:
-    """A decode step of the first ``count`` rows of ``rows``, captured when it is first run."""
+    """A decode step of the first ``count`` rows of ``rows``, captured when it is first run.
+
+    Its sampling is as the step needs that is placed at that time (:class:`.device_rows.Needs`).
+    """
 
     def __init__(
         self,
@@ -120,6 +123,7 @@ class DecodeGraph:
         arrays, rows, count = self._buffers.device, self._rows, self._count
         offsets: Any = self._device.upload(np.arange(count + 1, dtype=np.int32))
         tokens, errors = rows.drawn[0, :count], rows.drawn[1, :count]
+        restrictions, report = rows.restrictions(), rows.report(count)
         inputs = ModelInputs(
             tokens=tokens,
             positions=arrays["positions"],
@@ -136,7 +140,10 @@ class DecodeGraph:
             logits: Any = self._model.forward(inputs, inputs).next_token_logits
             if logits is None:
                 raise ValueError("the model returns no logits")
-            sampling.sample(self._device, logits, arrays["sampling"], self._space, tokens, errors)
+            sampling.sample(
+                self._device, logits, arrays["sampling"], self._space, tokens, errors,
+                restrictions, report, record=True,
+            )  # fmt: skip
 
         return self._device.capture(step)
 
@@ -145,22 +152,34 @@ class QueuedStep:
     """A captured step that is queued on the device.
 
     ``chunks``, ``rows``: what it computes. ``seen``: pinned int32 ``[2, R]``, tokens and errors of
-    all rows once ``event`` is done.
+    all rows once ``event`` is done; ``report``: pinned too, their log-probabilities, or None.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], rows: list[int], seen: Array, event: Event) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        rows: list[int],
+        seen: Array,
+        report: Array | None,
+        event: Event,
+    ) -> None:
         self.chunks = chunks
-        self._rows, self._seen, self._event = np.array(rows, np.int64), seen, event
-        self._found: Array | None = None
+        self._rows, self._event = np.array(rows, np.int64), event
+        self._seen, self._report = seen, report
+        self._found: tuple[Array, list[Array] | None] | None = None
 
-    def wait(self) -> Array:
-        """Return tokens and errors of the chunks, int32 ``[2, n]``, when the device has them."""
+    def wait(self) -> tuple[Array, list[Array] | None]:
+        """Return tokens and errors of the chunks, int32 ``[2, n]``, and their log-probabilities."""
         if self._found is None:
             self._event.wait()
-            self._found = self._seen[:, self._rows]
+            listed = None
+            if self._report is not None:
+                parts = report_parts(self._report, self._seen.shape[1])
+                listed = [part[self._rows] for part in parts]
+            self._found = self._seen[:, self._rows], listed
         return self._found
 
     def collect(self, failed: dict[bytes, BatonError]) -> list[Sampled]:
         """Wait for the tokens and return them; rows that failed go to ``failed``."""
-        tokens, errors = self.wait()
-        return collect(self.chunks, tokens, errors, None, set(), failed)
+        (tokens, errors), listed = self.wait()
+        return collect(self.chunks, tokens, errors, listed, set(), failed)

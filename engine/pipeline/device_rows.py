@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.limits import MAX_LOG_PROBABILITIES as MAX_LOGPROBS
 from ..kernels.cuda import sampling
 from ..kernels.cuda.device import Device
 from ..scheduling.plan import Chunk, SampleSpec
@@ -51,6 +52,25 @@ class GraphSizes:
         return self.blocks * self.block_size
 
 
+class Needs(NamedTuple):
+    """What a step's sampling needs beside parameters: masks, histories, log-probabilities."""
+
+    masks: bool = False
+    histories: bool = False
+    report: bool = False
+
+
+def report_parts(memory: Any, rows: int) -> tuple[Any, Any, Any]:
+    """Split int32 memory: log-prob float32 ``[R]``, ids ``[R, 20]``, log-probs float32 ``[R, 20]``.
+
+    For the memory on the device and its copy on the host.
+    """
+    ids = rows * (1 + MAX_LOGPROBS)
+    shape = (rows, MAX_LOGPROBS)
+    token, values = memory[:rows].view(np.float32), memory[ids:].view(np.float32)
+    return token, memory[rows:ids].reshape(shape), values.reshape(shape)
+
+
 class DeviceRows:
     """Up to ``buckets[-1]`` rows; a step computes the first rows, as many as a bucket has.
 
@@ -59,6 +79,10 @@ class DeviceRows:
     On the host, of the step placed last: ``lengths`` int32 ``[R]``, positions that each row sees, 0
     without a request; ``positions`` int32, ``deltas`` int32, rope position minus position,
     ``slots`` int64, ``sampling`` of :data:`.sampling.ROW`.
+
+    The device also keeps the histories of rows with penalties, to which the sampler adds each token
+    it draws, and the masks of rows with a grammar, written for each step. Their memory is allocated
+    when a row needs it.
     """
 
     def __init__(
@@ -88,6 +112,16 @@ class DeviceRows:
         self._at: I64 = np.empty(0, np.int64)  # the same
         self.bucket = 0
         """Number of rows that the last step computes."""
+        self.needs = Needs()
+        """What the sampling of the last step needs beside parameters."""
+        self._masks: Any = None  # on the device, as the next ones
+        self._seen: Any = None
+        self._counts: Any = None
+        self._history_end = np.zeros(rows, np.int64)  # tokens in the history of each row; 0: none
+        self.moves = 0
+        """How often masks or histories got other memory, which captured steps do not know."""
+        self.reported = cast("Any", device.zeros((rows * (1 + 2 * MAX_LOGPROBS),), np.int32))
+        """Memory of :meth:`report` on the device; see :func:`report_parts`."""
 
     def forget(self) -> None:
         """Give all rows back, because what the device has of them is not known."""
@@ -100,14 +134,13 @@ class DeviceRows:
         """Give each chunk its row and queue what the device lacks of it.
 
         ``fed``: the chunks' tokens are those that the last placed step draws. ``turn``: the pinned
-        memory to use, below :data:`TURNS`. Returns False, and queues nothing, if no captured step
-        computes these chunks: too many, more than a token each, a row of an image, arguments out of
-        range, or sampling that needs more than parameters.
+        memory to use, below :data:`TURNS`. Returns False if no captured step computes these chunks:
+        too many, more than a token each, a row of an image, arguments out of range, or sampling by
+        the host.
         """
-        specs = [chunk.sample for chunk in chunks]
+        known = [chunk.sample for chunk in chunks if chunk.sample is not None]
         starts = np.array([chunk.start for chunk in chunks], np.int32)
-        known = _plain(specs)
-        if known is None or not len(chunks) or int(starts.min()) < 0:
+        if len(known) < len(chunks) or not len(chunks) or int(starts.min()) < 0:
             return False
         tokens = None if fed else self._tokens(chunks)
         if not fed and tokens is None:
@@ -156,6 +189,7 @@ class DeviceRows:
         self.lengths[at] = self.positions[at] = self.deltas[at] = 0
         self.slots[at] = NOWHERE
         self.sampling[at] = _NOTHING
+        self._history_end[at] = 0
         for row in rows:
             self._table_of[row] = self._spec_of[row] = None
 
@@ -181,18 +215,9 @@ class DeviceRows:
                 self.forget()
                 return False
             self.deltas[rows[i]] = chunks[i].rope_delta
-        last = self._spec_of
         try:
-            for i, row in enumerate(rows):
-                spec, before = specs[i], last[row]
-                if (
-                    before is None
-                    or spec.params is not before.params
-                    or spec.banned != before.banned
-                ):
-                    sampling.fill_row(self.sampling, row, spec)
-                    last[row] = spec
-        except ValueError:  # only the host can sample this row
+            self._pack(specs)
+        except Exception:  # only the host can sample a row, or its grammar failed
             self.forget()
             return False
         if (starts >= self._room[at]).any() or int(starts.max()) >= self._sizes.max_length:
@@ -200,15 +225,102 @@ class DeviceRows:
             return False
         self.positions[at] = starts
         self.lengths[at] = starts + np.int32(1)
-        self.sampling["position"][at] = starts + np.int32(1)
+        self.sampling["position"][at] = ends = starts + np.int32(1)
         self.slots[at] = self._blocks[at, starts // size] * np.int64(size) + starts % size
         for i in changed:
             self._send_table(rows[i], len(tables[i]), turn)
+        if not self._restrict(specs, ends, fed=tokens is None):
+            self.forget()
+            return False
         if tokens is not None:
             given, count = self._given[turn], self.bucket
             given[at] = tokens
             self._device.write(self.drawn[0, :count], given[:count])
         return True
+
+    def _pack(self, specs: Sequence[SampleSpec]) -> None:
+        """Write the sampling rows that differ from the last step's in more than the position.
+
+        Raises ValueError for sampling that the kernels lack.
+        """
+        last = self._spec_of
+        for i, row in enumerate(self.rows):
+            spec, before = specs[i], last[row]
+            if (
+                before is None
+                or spec.params is not before.params
+                or spec.banned != before.banned
+                or spec.logprobs != before.logprobs
+                or (spec.mask is None) != (before.mask is None)
+            ):
+                mask = -1 if spec.mask is None else row
+                sampling.fill_row(self.sampling, row, spec, mask, row)
+                last[row] = spec
+                self._history_end[row] = 0
+
+    def _restrict(self, specs: Sequence[SampleSpec], ends: I32, *, fed: bool) -> bool:
+        """Queue the masks and histories that the device lacks; False if they are not known."""
+        packed = self.sampling[self._at]
+        masked = np.flatnonzero(packed["mask"] >= 0).tolist()
+        penalized = np.flatnonzero(packed["history"] >= 0).tolist()
+        self.needs = Needs(bool(masked), bool(penalized), bool((packed["logprobs"] > 0).any()))
+        if not masked and not penalized:
+            return True
+        if masked and fed:
+            return False
+        self._reserve()
+        rows, device = self.rows, self._device
+        for i in masked:
+            spec = specs[i]
+            if spec.mask is None:
+                return False
+            try:
+                allowed = spec.mask.allowed()
+            except Exception:  # the request's grammar failed
+                return False
+            device.write(self._masks[rows[i]], sampling.mask_words(allowed, spec.banned))
+        for i in penalized:
+            row, spec, end = rows[i], specs[i], int(ends[i])
+            if self._history_end[row] != end:
+                if fed or len(spec.history) != end:
+                    return False
+                try:
+                    found = sampling.history_arrays(spec.history, spec.prompt_length, self._vocab)
+                except ValueError:
+                    return False
+                device.write(self._seen[row], found[0])
+                device.write(self._counts[row], found[1])
+            self._history_end[row] = end + 1  # the sampler adds the token that it draws
+        return True
+
+    def _reserve(self) -> None:
+        """Allocate memory for the masks and histories of a step's rows; more drops the old ones."""
+        words = -(-self._vocab // 32)
+        zeros = self._device.zeros
+        if self.needs.masks and (self._masks is None or len(self._masks) < self.bucket):
+            self._masks = zeros((self.bucket, words), np.uint32)
+            self.moves += 1
+        if self.needs.histories and (self._seen is None or len(self._seen) < self.bucket):
+            self._seen = zeros((self.bucket, words), np.uint32)
+            self._counts = zeros((self.bucket, self._vocab), np.int32)
+            self._history_end[:] = 0
+            self.moves += 1
+
+    def restrictions(self) -> sampling.Restrictions:
+        """Return the masks and histories on the device, as far as the last step needs them."""
+        histories = self.needs.histories
+        return sampling.Restrictions(
+            self._masks if self.needs.masks else None,
+            self._seen if histories else None,
+            self._counts if histories else None,
+        )
+
+    def report(self, count: int) -> sampling.Report | None:
+        """Return the first rows of the memory for log-probabilities, if the last step needs it."""
+        if not self.needs.report:
+            return None
+        token, ids, values = report_parts(self.reported, len(self.lengths))
+        return sampling.Report(token[:count], ids[:count], values[:count])
 
     def _take_table(self, row: int, table: I32) -> bool:
         """Keep a block table; False if it is too long or has ids that are no blocks of the pool."""
@@ -226,18 +338,3 @@ class DeviceRows:
         staged = self._staged[turn][row, :count]
         staged[...] = self._blocks[row, :count]
         self._device.write(self.tables[row, :count], staged)
-
-
-def _plain(specs: Sequence[SampleSpec | None]) -> list[SampleSpec] | None:
-    """Return the specs if each has parameters only."""
-    known: list[SampleSpec] = []
-    last, plain = None, False
-    for spec in specs:
-        if spec is None or spec.mask is not None or spec.logprobs:
-            return None
-        if spec.params is not last:
-            last, plain = spec.params, not spec.params.needs_penalties
-        if not plain:
-            return None
-        known.append(spec)
-    return known

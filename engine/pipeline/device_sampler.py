@@ -12,14 +12,12 @@ import numpy.typing as npt
 from ...proto.contexts.outputs import TokenLogProbs
 from ...proto.errors import BatonError, InputError, InternalError
 from ...proto.limits import MAX_LOG_PROBABILITIES
-from ...proto.sampling import SamplingParams
 from ..kernels.cuda import sampling
 from ..kernels.cuda.device import Device, DeviceArray
 from ..sampling.sampler import sample
 from ..scheduling.plan import Chunk, Sampled, SampleSpec
 from .steps import describe
 
-_EMPTY = bytes(sampling.ROW.itemsize)
 _WHY = {
     sampling.NO_TOKEN_LEFT: "no token is left to draw, or a logit is not a number",
     sampling.NOT_FINITE: "the model produced non-finite logits",
@@ -38,31 +36,6 @@ class SampleRows:
     on_host: list[int] = field(default_factory=list)
     reported: bool = False
 
-    @property
-    def plain(self) -> bool:
-        """True if the rows need no masks, histories, reports or host sampling."""
-        return not (self.masks or self.seen or self.on_host or self.reported)
-
-
-@dataclass(slots=True, frozen=True)
-class _Packed:
-    """The row of a request that needs only its parameters; its next row differs in the position."""
-
-    params: SamplingParams
-    banned: tuple[int, ...]
-    logprobs: int
-    row: bytes
-
-    def fits(self, spec: SampleSpec) -> bool:
-        """True if this is the row of ``spec``, but for the position."""
-        # Parameters are never modified, so the same object means the same values.
-        return (
-            self.params is spec.params
-            and spec.mask is None
-            and self.banned == spec.banned
-            and self.logprobs == spec.logprobs
-        )
-
 
 class DeviceSampler:
     """Samples a token per row of logits on ``device``; see :mod:`..kernels.cuda.sampling`.
@@ -76,55 +49,20 @@ class DeviceSampler:
         self._vocab = vocab
         self._capacity = 0
         self._space: sampling.Workspace | None = None
-        self._packed: dict[bytes, _Packed] = {}  # of the requests of the last step
 
     def rows_of(self, chunks: Sequence[Chunk], failed: dict[bytes, BatonError]) -> SampleRows:
         """Collect the chunks' sampling parameters; invalid requests go to ``failed``."""
-        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
-        if len(specs) != len(chunks):
-            raise InternalError("a chunk that samples no token has no row")
-        known = self._known(chunks, specs)
-        rows = b"".join([_EMPTY if row is None else row.row for row in known])
-        asked = SampleRows(np.frombuffer(bytearray(rows), sampling.ROW))
-        asked.rows["position"] = [spec.position for spec in specs]
-        for at, row in enumerate(known):
-            if row is not None:
-                asked.reported |= row.logprobs > 0
-                continue
-            chunk = chunks[at]
+        asked = SampleRows(np.zeros(len(chunks), sampling.ROW))
+        for at, chunk in enumerate(chunks):
+            if chunk.sample is None:
+                raise InternalError("a chunk that samples no token has no row")
             try:
-                self._ask(asked, at, specs[at])
+                self._ask(asked, at, chunk.sample)
             except InputError as error:  # an error of the request's grammar
                 failed[chunk.request] = error
             except Exception as error:  # one request's bad parameters fail this request only
                 failed[chunk.request] = InternalError(f"sampling: {describe(error)}")
-            else:
-                self._keep(chunk.request, specs[at], asked, at)
         return asked
-
-    def _known(self, chunks: Sequence[Chunk], specs: Sequence[SampleSpec]) -> list[_Packed | None]:
-        """Return the packed row of each chunk, if its request had the same one in the last step.
-
-        Drops the rows of all other requests.
-        """
-        last, known = self._packed, list[_Packed | None]()
-        now: dict[bytes, _Packed] = {}
-        self._packed = now
-        for chunk, spec in zip(chunks, specs, strict=True):
-            row = last.get(chunk.request)
-            if row is not None and row.fits(spec):
-                now[chunk.request] = row
-            else:
-                row = None
-            known.append(row)
-        return known
-
-    def _keep(self, request: bytes, spec: SampleSpec, asked: SampleRows, at: int) -> None:
-        """Keep the row for the request's next step, if only its position will change."""
-        plain = spec.mask is None and not spec.params.needs_penalties
-        if plain and at not in asked.on_host:
-            row = asked.rows[at].tobytes()
-            self._packed[request] = _Packed(spec.params, spec.banned, spec.logprobs, row)
 
     def draw(
         self,

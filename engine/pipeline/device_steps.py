@@ -2,9 +2,9 @@
 
 A graph is captured per bucket of rows. It is queued without waiting, and so may the next one be:
 its tokens are where the sampler of the first one writes them (:mod:`.device_rows`). A step that
-needs more than a graph's rows can express (a grammar, penalties, log-probabilities, prompt chunks)
-is launched kernel by kernel. Its results are the same except for the split of attention's sums. So
-is a step whose launches the driver refuses to capture.
+needs more than a graph's rows can express (prompt chunks, sampling by the host) is launched kernel
+by kernel. Its results are the same except for the split of attention's sums. So is a step whose
+launches the driver refuses to capture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..loading.model_config import ModelConfig, VisionLanguageConfig
 from ..models.decoder import Decoder
 from ..scheduling.plan import Chunk, Sampled
 from .decode_graph import DecodeGraph, GraphModel, QueuedStep
-from .device_rows import TURNS, DeviceRows, GraphSizes
+from .device_rows import TURNS, DeviceRows, GraphSizes, Needs
 from .device_sampler import DeviceSampler
 from .model import KVManager, LayerDone, ModelInputs, PipelineModel
 
@@ -105,8 +105,11 @@ class DeviceSteps:
         self._pool = pool
         self._sampler = DeviceSampler(device, model.vocab_size)
         self._rows = DeviceRows(device, sizes, model.vocab_size, buckets)
-        self._graphs: dict[int, DecodeGraph | None] = {}  # None: this bucket cannot be captured
-        self._seen = [device.host_buffer(self._rows.drawn.shape, np.int32) for _ in range(TURNS)]
+        self._graphs: dict[tuple[int, Needs], DecodeGraph | None] = {}  # None: no capture
+        self._moves = 0  # DeviceRows.moves when the graphs were captured
+        pinned, rows = device.host_buffer, self._rows
+        self._seen = [pinned(rows.drawn.shape, np.int32) for _ in range(TURNS)]
+        self._reports = [pinned(rows.reported.shape, np.int32) for _ in range(TURNS)]
         self._turns: list[QueuedStep | None] = [None] * TURNS  # the last step of each turn
         self._turn = 0
         self.replays = 0
@@ -131,18 +134,22 @@ class DeviceSteps:
         rows = self._rows
         if not rows.place(chunks, turn, fed=fed):
             return None
-        graph = self._graph(rows.bucket)
+        graph = self._graph()
         if graph is None or not graph.fits():
+            rows.forget()
             return None
         try:
             self.replays += graph.launch(self._pool, turn)
         except CaptureFailed as error:
-            self._graphs[rows.bucket] = None
+            self._graphs[rows.bucket, rows.needs] = None
             _log.warning("graph.not_captured", rows=rows.bucket, error=str(error))
         self.fed += fed
         device, seen = self._backend.device, self._seen[turn]
+        report = self._reports[turn] if rows.needs.report else None
         device.read(rows.drawn, seen)
-        step = self._turns[turn] = QueuedStep(chunks, rows.rows, seen, device.record())
+        if report is not None:
+            device.read(rows.reported, report)
+        step = self._turns[turn] = QueuedStep(chunks, rows.rows, seen, report, device.record())
         return step
 
     def run(
@@ -186,10 +193,16 @@ class DeviceSteps:
             target = layer[block]
             self._backend.device.write(target, np.zeros(target.shape, target.dtype))
 
-    def _graph(self, bucket: int) -> DecodeGraph | None:
-        """Return the graph of ``bucket`` rows, created on first use; None if it has none."""
-        if bucket not in self._graphs:
-            self._graphs[bucket] = DecodeGraph(
-                self._model, self._backend, self._sampler, self._rows, self._sizes, bucket
+    def _graph(self) -> DecodeGraph | None:
+        """Return the graph of the placed rows, created on first use; None if it has none."""
+        rows, graphs = self._rows, self._graphs
+        if rows.moves != self._moves:  # the arrays of masks or histories are others
+            self._moves = rows.moves
+            for bucket, needs in [key for key in graphs if key[1].masks or key[1].histories]:
+                del graphs[bucket, needs]
+        key = rows.bucket, rows.needs
+        if key not in graphs:
+            graphs[key] = DecodeGraph(
+                self._model, self._backend, self._sampler, rows, self._sizes, rows.bucket
             )
-        return self._graphs[bucket]
+        return graphs[key]

@@ -43,7 +43,8 @@ class SampleSpec:
     """How to sample the token after a chunk.
 
     ``position``: absolute index of the sampled token (the Philox counter).
-    ``history``: int32, all earlier tokens, or empty if no penalty needs them.
+    ``history``: int32, all earlier tokens, or empty if no penalty needs them. In a plan ahead the
+    last one is missing, until :func:`realized`.
     ``prompt_length``: boundary in ``history`` between prompt and generated tokens.
     ``banned``: token ids that must not be sampled (EOS before ``min_new_tokens``).
     ``logprobs``: 0 = off, n = also the n most likely tokens.
@@ -169,8 +170,15 @@ def realized(
         if token is None:
             failed[chunk.request] = InternalError("the previous step sampled no token")
         else:
-            chunks.append(replace(chunk, tokens=np.array([token], np.int32)))
+            chunks.append(_with_token(chunk, np.array([token], np.int32)))
     return chunks
+
+
+def _with_token(chunk: Chunk, token: Int32) -> Chunk:
+    spec = chunk.sample
+    if spec is not None and len(spec.history):
+        spec = replace(spec, history=np.concatenate((spec.history, token)))
+    return replace(chunk, tokens=token, sample=spec)
 
 
 def abandoned_step(plan: StepPlan, seconds: float) -> StepResult:

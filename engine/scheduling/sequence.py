@@ -163,10 +163,10 @@ class Sequence:
     def can_go_on_unseen(self) -> bool:
         """True if a step may be planned before the token of the previous step is known.
 
-        Penalties and grammars need each token before the next one can be sampled. A step of
-        pictures takes so long that those which arrive meanwhile should join the next one.
+        A grammar needs each token before the next one can be sampled. A step of pictures takes so
+        long that those which arrive meanwhile should join the next one.
         """
-        return not self.needs_history and self.context.matcher is None and self.picture is None
+        return self.context.matcher is None and self.picture is None
 
     def chunk_ahead(self) -> Chunk:
         """Return the token that the running step samples, as work for the step after it."""

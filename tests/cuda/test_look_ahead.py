@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.benchmarks import device_idle
+from baton.engine.kernels.cuda import sampling
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.llm import LLMEngine
 from baton.engine.pipeline import device_steps
@@ -218,3 +220,120 @@ def test_planted_bugs_change_tokens(
         assert bug == "same turn"
     else:
         assert found != expected
+
+
+class Every:
+    """A grammar: the token at place n is n modulo three."""
+
+    def __init__(self) -> None:
+        self.consumed = 0
+
+    def consume_token(self, token: int) -> bool:
+        self.consumed += 1
+        return token % 3 == (self.consumed - 1) % 3
+
+    def allowed(self) -> np.ndarray:
+        return np.arange(SHAPE.vocab) % 3 == self.consumed % 3
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalized": {"repetition_penalty": 1.6, "frequency_penalty": 0.7, "presence_penalty": 0.2},
+    "reported": {},
+    "constrained": {},
+    "by the host": {"logit_bias": {3: 4.0}},
+}
+
+
+def run_kinds(
+    folder: Path, device: Any, kinds: list[str], *, look_ahead: bool
+) -> tuple[list[Any], DeviceSteps]:
+    """Tokens and log-probabilities of one request of each kind, of different lengths."""
+    engine = LLMEngine(load(folder, CudaBackend(device)), look_ahead=look_ahead)
+    contexts = []
+    for n, kind in enumerate(kinds):
+        prompt = np.random.default_rng(n).integers(0, SHAPE.vocab, 4 + 3 * n).tolist()
+        params = replace(DRAWN, seed=n, max_new_tokens=5 + 2 * (n % 3), **KINDS[kind])
+        context = engine._context(prompt, params)
+        if kind == "reported":
+            context.log_probabilities = 3
+        if kind == "constrained":
+            context.set_matcher(Every())
+        contexts.append(context)
+        engine.add(context)
+    while engine.has_work:
+        events = engine.step()
+        assert not [event for event in events if isinstance(event, Failed)], events
+    assert engine.cache.pool.used == 0
+    found = [
+        (c.tokens.generated.tolist(), [str(v) for v in c._log_probabilities_data.values()])
+        for c in contexts
+    ]
+    return found, steps_of(engine)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "replays", "fed"),
+    [
+        (["plain", "penalized", "reported", "penalized"], 5, 4),
+        (["constrained", "plain", "penalized", "reported"], 5, 1),
+        (["penalized", "by the host", "plain"], 1, 1),
+    ],
+    ids=["penalties", "grammar", "host"],
+)
+def test_rows_of_all_kinds_share_captured_steps(
+    folder: Path,
+    host_device: HostDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: list[str],
+    replays: int,
+    fed: int,
+) -> None:
+    """Penalties, log-probabilities and grammars; sampling by the host launches single kernels."""
+    ahead, steps = run_kinds(folder, host_device.late(3), kinds, look_ahead=True)
+    waiting, _ = run_kinds(folder, host_device, kinds, look_ahead=False)
+    assert ahead == waiting
+    assert steps.replays >= replays
+    assert steps.fed >= fed
+    monkeypatch.setattr(device_steps, "BUCKETS", ())
+    single, without = run_kinds(folder, host_device, kinds, look_ahead=False)
+    assert without.replays == 0
+    assert [tokens for tokens, _ in single] == [tokens for tokens, _ in ahead]
+    for kind, (tokens, logprobs) in zip(kinds, ahead, strict=True):
+        assert bool(logprobs) == (kind == "reported")
+        assert kind != "constrained" or [t % 3 for t in tokens] == [
+            n % 3 for n in range(len(tokens))
+        ]
+
+
+@pytest.mark.parametrize("bug", ["not recorded", "recorded twice", "stale mask"])
+def test_planted_bugs_of_histories_and_masks_are_noticed(
+    folder: Path, host_device: HostDevice, monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    kinds = ["constrained"] if bug == "stale mask" else ["penalized", "penalized", "penalized"]
+    expected, _ = run_kinds(folder, host_device, kinds, look_ahead=False)
+    sample = sampling.sample
+
+    def wrong(*arguments: Any, record: bool = False) -> None:
+        sample(*arguments, record=record and bug != "not recorded")
+        if bug == "recorded twice" and record:
+            sample(*arguments, record=True)
+
+    monkeypatch.setattr(sampling, "sample", wrong)
+    if bug == "stale mask":
+        words = sampling.mask_words(np.arange(SHAPE.vocab) % 3 == 1)
+        monkeypatch.setattr(sampling, "mask_words", lambda *_: words)
+        with pytest.raises(AssertionError, match="Failed"):
+            run_kinds(folder, host_device, kinds, look_ahead=True)
+        return
+    found, _ = run_kinds(folder, host_device, kinds, look_ahead=True)
+    assert found != expected
+
+
+@pytest.mark.parametrize("kind", device_idle.KINDS)
+def test_a_modelled_device_idles_only_if_the_host_waits(folder: Path, kind: str) -> None:
+    idle, host, _ = device_idle.measure(folder, 3, 1000.0, 5, kind, ahead=False)
+    assert 0 < idle < 2 * host
+    idle, _, calls = device_idle.measure(folder, 3, 1000.0, 5, kind, ahead=True)
+    assert idle == 0
+    assert calls < 10

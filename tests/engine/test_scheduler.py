@@ -537,6 +537,23 @@ def test_a_step_planned_ahead_gets_its_tokens_from_the_step_before() -> None:
     driver.check_streams()
 
 
+def test_a_history_ahead_gets_the_token_of_the_step_before() -> None:
+    driver = Driver()
+    sequence = driver.sequence(LONG)
+    sequence.needs_history = True
+    driver.scheduler.add(sequence, 0.0)
+    driver.start()
+    for drawn in (71, 72, 73):
+        plan = driver.ahead()
+        assert plan is not None
+        (chunk,) = realized(plan, {sequence.request: drawn}, {})
+        assert chunk.sample is not None
+        known = sequence.context.tokens.all.tolist()
+        assert chunk.sample.history.tolist() == [*known, drawn]
+        assert chunk.sample.position == len(known) + 1 == chunk.start + 1
+        driver.finish()
+
+
 def test_a_request_that_ends_before_its_step_ahead_keeps_its_blocks_until_then() -> None:
     driver = Driver()
     request = next(r for r in (Request(prompt(5, n), 30) for n in range(99)) if early(r))
@@ -605,7 +622,7 @@ def test_who_could_join_is_not_passed_over() -> None:
     assert driver.ahead() is None
 
 
-@pytest.mark.parametrize("kind", ["penalty", "grammar", "prefill", "chunk", "room", "limit"])
+@pytest.mark.parametrize("kind", ["grammar", "prefill", "chunk", "room", "limit"])
 def test_what_has_to_see_the_token_is_not_planned_ahead(kind: str) -> None:
     class Anything:
         def consume_token(self, token: int) -> bool:
@@ -619,7 +636,6 @@ def test_what_has_to_see_the_token_is_not_planned_ahead(kind: str) -> None:
     )
     request = LONG if kind != "limit" else Request(prompt(20), 1, ignore_eos=True)
     sequence = driver.sequence(request)
-    sequence.needs_history = kind == "penalty"
     if kind == "grammar":
         sequence.constrain(Anything())
     driver.scheduler.add(sequence, 0.0)
