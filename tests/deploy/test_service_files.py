@@ -79,8 +79,9 @@ def test_the_image_copies_what_exists_and_ignores_what_it_needs_not():
     for needed in ("src", "pyproject.toml", "setup.py", "README.md", "LICENSE", "deploy", "engine"):
         assert needed not in ignored
         assert (ROOT / needed).exists()
-    (constraints,) = re.findall(r"-c (\S+)", " ".join(of("RUN")))
+    (constraints,) = re.findall(r"pip install [^&]* -c (\S+)", " ".join(of("RUN")))
     assert (ROOT / constraints).is_file()
+    assert any("import baton.engine.kernels._cpu" in text for text in of("RUN"))
 
 
 def test_the_image_serves_where_its_port_and_health_check_are():
