@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +22,8 @@ from ...proto.errors import CheckpointError
 from ...text.model_files import SPEECH_FILE
 from ...text.speech_format import SpeechFormat, parse_speech_format
 from ..kernels import load_backend
+from ..loading.checkpoint import digest_tensors
+from ..loading.safetensors import TensorStore
 from .pcm import pcm16
 from .snac import Rows, SnacDecoder
 from .snac_weights import SnacConfig, load_snac_config
@@ -223,6 +227,20 @@ def read_layout(folder: Path) -> tuple[AudioLayout, SnacConfig] | None:
     speech = _read_speech(folder)
     config = load_snac_config(folder / speech.codec)
     return AudioLayout(speech.first_token, config.codebook_size, config.vq_strides), config
+
+
+def codec_fingerprint(folder: Path, *, full: bool = False) -> str:
+    """Return the BLAKE2b-128 (hex) of what decides the samples of a model's audio tokens.
+
+    That are the codec's config and weights, and the first audio token. ``full``: all bytes of the
+    weights instead of samples, as for a model. Raises CheckpointError for missing or invalid files.
+    """
+    speech = _read_speech(folder)
+    codec = folder / speech.codec
+    digest = blake2b(digest_size=16)
+    digest.update(msgspec.msgpack.encode((speech.first_token, load_snac_config(codec))))
+    digest_tensors(digest, TensorStore.open(codec), full=full)
+    return digest.hexdigest()
 
 
 def _read_speech(folder: Path) -> SpeechFormat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from ...proto.contexts.speech import TTSContext
 from ...proto.errors import CheckpointError, ConfigError
 from ...proto.layout import FEATURES, AudioCard, KVLayout, ModelCard, model_name
 from ...proto.sampling import SamplingParamsGenerationConfigDefaults
-from ..audio.chunks import read_layout
+from ..audio.chunks import codec_fingerprint, read_layout
 from ..kernels import load_backend
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros
@@ -345,7 +346,7 @@ def _card(
     return ModelCard(
         name=name,
         architecture=checkpoint.config.architecture,
-        fingerprint=checkpoint.fingerprint(full=config.full_digest),
+        fingerprint=_fingerprint(checkpoint, speech, full=config.full_digest),
         numerics=numerics,
         vocab_size=checkpoint.config.vocab_size,
         max_length=length,
@@ -356,6 +357,18 @@ def _card(
         features=list(FEATURES),
         audio=speech,
     )
+
+
+def _fingerprint(checkpoint: Checkpoint, speech: AudioCard | None, *, full: bool) -> str:
+    """Return the fingerprint of the model; of a speech model, it includes the codec.
+
+    Otherwise a stream could continue at a decode worker whose codec makes other samples.
+    """
+    own = checkpoint.fingerprint(full=full)
+    if speech is None:
+        return own
+    both = own + codec_fingerprint(checkpoint.folder, full=full)
+    return blake2b(both.encode(), digest_size=16).hexdigest()
 
 
 def _kinds(checkpoint: Checkpoint, speech: AudioCard | None) -> list[str]:

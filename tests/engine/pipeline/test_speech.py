@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from baton.deploy.config import demo_speech_folder
 from baton.engine.audio.chunks import AudioDecoder, chunk_end
 from baton.engine.audio.snac import SnacDecoder
 from baton.engine.kernels import load_backend
@@ -148,3 +151,31 @@ def test_audio_tokens_outside_the_vocabulary_are_refused(runner):
     decoder = AudioDecoder(SnacDecoder(CODEC, load_backend()), 33)
     with pytest.raises(CheckpointError, match="257, after the model's vocabulary of 256"):
         SpeechPipeline(runner.pipeline, decoder)
+
+
+def test_the_codec_is_part_of_the_fingerprint(tmp_path):
+    """Workers with other codecs refuse each other's handoffs, so no stream changes its voice."""
+    cards = [load_runner(RunnerConfig(model=str(demo_speech_folder()), num_blocks=4)).card]
+    for name in ("weights", "config", "speech"):
+        folder = shutil.copytree(demo_speech_folder(), tmp_path / name)
+        weights, config = folder / "snac" / "model.safetensors", folder / "snac" / "config.json"
+        if name == "weights":
+            content = bytearray(weights.read_bytes())
+            content[-1] ^= 1
+            weights.write_bytes(content)
+        elif name == "config":
+            changed = json.loads(config.read_bytes()) | {"sampling_rate": 8000}
+            config.write_text(json.dumps(changed))
+        else:
+            speech = json.loads((folder / "speech.json").read_bytes())
+            speech["first_token"] -= 1
+            (folder / "speech.json").write_text(json.dumps(speech))
+        model = RunnerConfig(model=str(folder), num_blocks=4, name=cards[0].name)
+        cards.append(load_runner(model).card)
+    for number, card in enumerate(cards):
+        assert card.mismatch(card) is None
+        for other in cards[:number]:
+            assert card.mismatch(other) == ("fingerprint", card.fingerprint, other.fingerprint)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="snac"):
+        load_runner(RunnerConfig(model=str(folder), num_blocks=4))
