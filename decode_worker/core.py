@@ -360,7 +360,7 @@ class DecodeCore(WorkerCore):
 
     def load(self) -> WorkerLoad:
         """Return the load that heartbeats report."""
-        held = ((job.router, job.num_tokens + job.sequence.remaining_tokens) for job in self._jobs)
+        held = ((job.router, job.work) for job in self._jobs)
         return msgspec.structs.replace(self._scheduler.load(), shares=self._shares(held))
 
     @property

@@ -60,6 +60,13 @@ class Job:
         """Position after the last known token."""
         return self.sequence.num_tokens - self.shift
 
+    @property
+    def work(self) -> int:
+        """Tokens in the load of this worker: all, and those to generate. A step has many rows."""
+        picture = self.sequence.picture
+        rows = 1 if picture is None else picture.step_rows
+        return self.num_tokens + self.sequence.remaining_tokens * rows
+
     def known_tokens(self, position: int) -> list[int]:
         """Return the tokens from ``position`` on, without a placeholder for the next token."""
         first, end = position + self.shift, self.sequence.num_tokens

@@ -247,6 +247,17 @@ def uses_negative(request: PixelContext | WirePixelContext) -> bool:
     return request.true_cfg_scale > 1 and given
 
 
+def step_rows(request: PixelContext | WirePixelContext) -> int:
+    """Return the rows of a denoising step, in proportion to its work.
+
+    A row is a token of a prompt, or 16 x 16 pixels. With true CFG both prompts have their rows.
+    """
+    squares = max(1, request.height * request.width >> 8)
+    names = ("tokens_2", "negative_tokens_2") if uses_negative(request) else ("tokens_2",)
+    texts = (getattr(request, name) for name in names)
+    return sum(squares + (0 if text is None else len(text)) for text in texts)
+
+
 def state_parts(request: PixelContext | WirePixelContext, block_size: int) -> tuple[StatePart, ...]:
     """Return the parts of a picture's row. Raises InputError if a prompt is missing."""
     parts: list[StatePart] = []

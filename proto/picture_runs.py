@@ -16,7 +16,7 @@ from .contexts.text import TextContext
 from .contexts.tokens import TokenBuffer
 from .errors import InputError
 from .ids import RequestID
-from .picture_requests import StatePart, state_length, state_parts, state_tokens
+from .picture_requests import StatePart, state_length, state_parts, state_tokens, step_rows
 from .wire.context_maps import from_map, to_map, token_buffer
 from .wire.wire_context import WirePixelContext, WireTokens
 
@@ -38,9 +38,8 @@ class Picture:
 
     @property
     def step_rows(self) -> int:
-        """Rows of a denoising step, in proportion to its work: text, and squares of 16 pixels."""
-        squares = max(1, self.request.height * self.request.width >> 8)
-        return sum(part.texts + squares for part in self.parts)
+        """Rows of a denoising step, in proportion to its work."""
+        return step_rows(self.request)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -148,7 +148,7 @@ class Placement:
                 cached = self._policy.placed(prefill, hashes, tokens)
         if decode is not None:
             decode_load = decode.outstanding + decode.others
-            attempt.decode_cost = cost = tokens + request.remaining
+            attempt.decode_cost = cost = tokens + request.remaining * request.token_rows
             decode.outstanding += cost
             if hashes:
                 decode_cached = self._policy.placed(decode, hashes, tokens)

@@ -38,7 +38,7 @@ from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.contexts.pixels import png_bytes
 from ..proto.errors import InternalError
 from ..proto.limits import MAX_EMBEDDING_SIZE, MAX_PICTURE_SIDE, MAX_PREVIEW_PIXELS
-from ..proto.picture_requests import preview_steps
+from ..proto.picture_requests import preview_steps, step_rows
 from ..proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
 from ..proto.wire.wire_context import WireContext, WirePixelContext
 from .workers import roles_for
@@ -261,6 +261,7 @@ class Request:
     max_new: int = field(init=False)
     embeds: bool = field(init=False)  # its result is an embedding, without tokens
     draws: bool = field(init=False)  # its result is a picture; its tokens count the steps
+    token_rows: int = field(init=False)  # work of a generated token: a step of a picture has many
     emitted: array[int] = field(init=False)
     logprobs: list[TokenLogProbs | None] | None = field(init=False)
     media: dict[int, bytes] | None = None  # by the position of the token that completes it
@@ -313,6 +314,7 @@ class Request:
         self.max_new = new_tokens(context)
         self.embeds = context.task == "embed"
         self.draws = context.task == "draw"
+        self.token_rows = step_rows(context) if isinstance(context, WirePixelContext) else 1
         self.emitted = array("i")
         self.logprobs = [] if context.log_probabilities else None
 

@@ -119,6 +119,15 @@ def media(bench):
     return [(run.position, run.media) for one in bench.take(Tokens) for run in one.runs]
 
 
+def test_the_load_counts_the_rows_of_the_steps(bench):
+    take_over(bench)
+    bench.feed(RouterUp("router-2"))
+    (job,) = bench.core._jobs
+    assert job.work == BASE + 1 + STEPS * (16 + 8)  # 64 x 64 pixels, and 8 tokens
+    step(bench)
+    assert job.work == BASE + 2 + (STEPS - 1) * (16 + 8)
+
+
 def test_hello_names_the_positions_of_the_router(bench):
     take_over(bench)
     step(bench)

@@ -1,5 +1,6 @@
 """The checks of picture requests, for both forms of a request."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from baton.proto.picture_requests import (
     state_length,
     state_parts,
     state_tokens,
+    step_rows,
     uses_negative,
 )
 from baton.proto.wire.context_maps import to_map
@@ -119,6 +121,14 @@ def test_previews_divide_the_steps(make, steps, count, expected):
 # --------------------------------------------------------------------------- the row of a picture
 
 GUIDED = {"negative_tokens": tokens(2), "negative_tokens_2": tokens(4), "true_cfg_scale": 3.0}
+
+
+def test_the_work_of_a_step_follows_the_size_and_the_prompts(make):
+    assert step_rows(make(height=16, width=32)) == 2 + 5
+    assert step_rows(make(height=1024, width=1024)) == 4096 + 5
+    assert step_rows(make(height=64, width=64, **GUIDED)) == 2 * 16 + 5 + 4
+    assert step_rows(make(height=64, width=64, **{**GUIDED, "true_cfg_scale": 1.0})) == 16 + 5
+    assert step_rows(msgspec.structs.replace(wire(), tokens_2=None)) == 4096
 
 
 def test_a_row_has_whole_blocks_and_one_position(make):

@@ -142,6 +142,18 @@ def test_wrong_requests_are_refused_at_once(bench, draws, fields, message):
     assert not bench.take(prefill, Assign)
 
 
+def test_a_large_picture_weighs_more_than_small_ones(bench, draws):
+    prefill, first = join(bench, draws)
+    second = bench.join("decode", 1, model=draws)
+    placed = []
+    for name, side in (("large", 512), *((f"small-{n}", 32) for n in range(6))):
+        bench.submit(name, context=picture(height=side, width=side))
+        placed.append(bench.one(prefill, Assign).decode)
+    (other,) = {first.endpoint, second.endpoint} - {placed[0]}
+    assert placed[1:] == 6 * [other]  # together 288 rows, the large one 4128
+    assert bench.core.check_integrity() is None
+
+
 def test_a_picture_beyond_the_memory_of_a_decode_worker_is_refused(bench, draws):
     prefill, decode = join(bench, draws)
     small = msgspec.structs.replace(draws, max_pixels=32 * 32)
