@@ -47,11 +47,13 @@ from .assign_core import AssignCore
 from .decode_links import DecodeLinks
 from .events import (
     Action,
+    CheckImages,
     DataDown,
     DataUp,
     Event,
     FromPeer,
     HandoffEvent,
+    ImagesChecked,
     LayersDone,
     NotSent,
     Packed,
@@ -125,7 +127,8 @@ class PrefillCore(AssignCore[Job]):
         self._queue.queue(job)
         task = job.grammar = grammar_task(job.context)
         job.compiling = task is not None
-        return [] if task is None else [CompileGrammar(job.key, task)]
+        actions: list[Action] = [] if task is None else [CompileGrammar(job.key, task)]
+        return [*actions, CheckImages(job.key, job.assign.context)] if job.checking else actions
 
     def _stop(self, job: Job, now: float) -> list[Action]:
         """End a job without a message to the router; release its grant."""
@@ -152,9 +155,12 @@ class PrefillCore(AssignCore[Job]):
                 actions += self._start(job, now)
 
     def _start(self, job: Job, now: float) -> list[Action]:
-        """Reserve blocks if the link to the decode worker is open and the grammar is compiled."""
-        if job.compiling:
-            self._queue.park(job, _grammar_place(job))
+        """Reserve blocks if the link to the decode worker is open and the request is prepared.
+
+        Blocks are found by the hashes of images, so these must be checked before.
+        """
+        if job.compiling or job.checking:
+            self._queue.park(job, _preparing_place(job))
             return []
         endpoint = job.assign.decode
         link = self._links.get(endpoint)
@@ -177,7 +183,18 @@ class PrefillCore(AssignCore[Job]):
             code, later = error.code, error.retry_after
             return self._end(job, now, code=code, message=str(error), retry_after=later)
         job.sequence.constrain(event.result)
-        self._queue.wake(_grammar_place(job))
+        self._queue.wake(_preparing_place(job))
+        return []
+
+    def _on_images(self, event: ImagesChecked, now: float) -> list[Action]:
+        """Let a job start whose images have their hashes; end it otherwise."""
+        job = self._queue.get(event.key)
+        if job is None or not job.checking:
+            return []
+        job.checking = False
+        if event.problem is not None:
+            return self._end(job, now, code=event.problem.code, message=str(event.problem))
+        self._queue.wake(_preparing_place(job))
         return []
 
     # ------------------------------------------------------------------ handoffs
@@ -398,10 +415,11 @@ class PrefillCore(AssignCore[Job]):
         NotSent: _on_not_sent,
         StepDone: _on_step,
         GrammarDone: _on_grammar,
+        ImagesChecked: _on_images,
         Tick: _on_tick,
     }
 
 
-def _grammar_place(job: Job) -> str:
-    """Key under which a job is parked until its grammar is compiled."""
-    return f"grammar of {job.sequence.request.hex()}"
+def _preparing_place(job: Job) -> str:
+    """Key under which a job is parked until its grammar is compiled and its images are checked."""
+    return f"preparing {job.sequence.request.hex()}"

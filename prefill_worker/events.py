@@ -8,7 +8,9 @@ from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.scheduling.plan import Int32
 from ..kv_transfer import sender_handoff as handoff
 from ..kv_transfer.sender_handoff import Key
+from ..proto.errors import BatonError
 from ..proto.wire.messages import Message
+from ..proto.wire.wire_context import WireContext
 from ..worker.events import (
     AbandonStep,
     DrainRequested,
@@ -39,6 +41,22 @@ class NotSent:
     endpoint: str
     message: Message
     reason: str
+
+
+@dataclass(slots=True, frozen=True)
+class CheckImages:
+    """Compare the images of a request with their hashes, then report :class:`ImagesChecked`."""
+
+    key: Key
+    context: WireContext
+
+
+@dataclass(slots=True, frozen=True)
+class ImagesChecked:
+    """The images of a request were checked. ``problem``: the fault of the first wrong one."""
+
+    key: Key
+    problem: BatonError | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -131,10 +149,10 @@ class PackFrame:
 
 HandoffEvent = FromPeer | PeerUp | PeerDown | DataUp | DataDown | LayersDone | Packed
 Event = (
-    FromRouter | RouterUp | RouterDown | HandoffEvent | NotSent | StepDone | GrammarDone | Tick
-    | DrainRequested
+    FromRouter | RouterUp | RouterDown | HandoffEvent | NotSent | StepDone | GrammarDone
+    | ImagesChecked | Tick | DrainRequested
 )  # fmt: skip
 Action = (
     ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | AbandonStep
-    | CompileGrammar | DropGrammar | Log | Exit
+    | CompileGrammar | DropGrammar | CheckImages | Log | Exit
 )  # fmt: skip

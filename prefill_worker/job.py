@@ -21,7 +21,7 @@ from ..proto.ids import RequestID
 from ..proto.layout import ModelCard
 from ..proto.picture_runs import PictureRun, committed_picture, picture_run
 from ..proto.requests import check_kind, check_wire_context
-from ..proto.vision_requests import check_hashes, check_images, committed
+from ..proto.vision_requests import check_images, committed
 from ..proto.wire.context_maps import to_map
 from ..proto.wire.messages import (
     Assign,
@@ -71,6 +71,7 @@ class Job:
     place: str = ""  # key of the event that the job is parked for
     grammar: GrammarTask | None = None  # grammar that constrains the answer
     compiling: bool = False  # the grammar is not compiled yet
+    checking: bool = False  # the hashes of the images are not checked yet
     token_end: int = 0  # end of the chunk in the running step
     last_chunk: bool = False
     last_logprobs: TokenLogProbs | None = None
@@ -214,6 +215,8 @@ def _spec(task: GrammarTask) -> GrammarSpec:
 def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float) -> Job:
     """Return a queued job. Raises InputError or ValueError if the context cannot be run.
 
+    The hashes of its images are still to be checked, which takes milliseconds for each.
+
     A replay of speech begins with the last token that the router has: the next token may complete
     a chunk of samples, or end the request, and only a decode worker has the codec.
     """
@@ -222,8 +225,8 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
     check_kind(assign.context, card)
     if isinstance(assign.context, WireVisionContext):
         check_images(assign.context)
-        check_hashes(assign.context)
     job = _job(key, router, assign, assign.emitted, card, now)
+    job.checking = isinstance(assign.context, WireVisionContext) and bool(assign.context.images)
     if assign.emitted and isinstance(job.context, TTSContext):
         if job.ended is None:
             job = _job(key, router, assign, assign.emitted[:-1], card, now)

@@ -17,10 +17,13 @@ from ..kv_transfer.device_frames import DeviceFramePacker, Release
 from ..kv_transfer.frames import Bytes, FramePacker
 from ..kv_transfer.sender import Sender
 from ..kv_transfer.sender_handoff import SenderConfig
+from ..proto.errors import BatonError, InternalError
+from ..proto.vision_requests import check_hashes
 from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.compute import TimeLimited
 from ..worker.host import TextHost
 from ..worker.membership import Membership
 from ..worker.router_links import routing_identity
@@ -29,6 +32,9 @@ from .config import PrefillWorkerConfig, kv_frame_bytes
 from .core import PrefillCore, PrefillLimits
 from .decode_sockets import DecodeSockets
 from .endpoint import Endpoint
+
+_CHECK_S = 60.0
+"""Most seconds for the hashes of one request; they usually take less than a tenth of a second."""
 
 
 class PrefillShell(TextHost):
@@ -65,6 +71,13 @@ class PrefillShell(TextHost):
             dropped=member.dropped,
             on_refused=self._on_refused,
         )
+        self._checks: TimeLimited[events.CheckImages, None] = TimeLimited(
+            loop,
+            lambda wanted: check_hashes(wanted.context),
+            self._on_checked,
+            lambda: _CHECK_S,
+            name="images",
+        )
         self._device: DeviceFramePacker | None = None
         if self._stream is not None and self._moves is not None:
             self._device = DeviceFramePacker(self._stream, self._moves.moves, self._sockets.buffers)
@@ -76,6 +89,7 @@ class PrefillShell(TextHost):
 
     def close(self) -> bool:
         """Stop all threads, then close the sockets. Return False if a step still runs."""
+        self._checks.stop()
         ended = super().close()
         self._sockets.close()
         return ended
@@ -94,11 +108,19 @@ class PrefillShell(TextHost):
                 self._sockets.open_data(endpoint, address)
             case events.Disconnect(endpoint=endpoint):
                 self._sockets.disconnect(endpoint)
+            case events.CheckImages():
+                self._checks.submit(action)
             case _:
                 super()._perform(action)
 
     def _on_data(self, endpoint: str, stands: bool) -> None:
         self.feed(events.DataUp(endpoint) if stands else events.DataDown(endpoint))
+
+    def _on_checked(self, wanted: events.CheckImages, answer: object) -> None:
+        problem = answer if isinstance(answer, BatonError) else None
+        if problem is None and isinstance(answer, Exception):
+            problem = InternalError(f"the images could not be checked: {answer!r}")
+        self.feed(events.ImagesChecked(wanted.key, problem))
 
     def _on_refused(self, endpoint: str, message: Message, reason: str) -> None:
         self._dropped["not_encodable"] += 1
