@@ -15,7 +15,7 @@ from ..client import events as client
 from ..client.core import ClientCore
 from ..proto.ids import request_key
 from ..proto.wire.messages import Drain, Message, Submit
-from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
+from ..proto.wire.wire_context import WireContext, WirePixelContext, WireSampling, WireTokens
 from ..router.events import FromClient
 from .nodes import DETECT_S, Node
 from .toy_model import EOS, MAX_LENGTH
@@ -42,6 +42,7 @@ class Record:
     poison: bool = False
     schema: str | None = None
     embed: bool = False  # requests an embedding
+    draws: bool = False  # requests a picture, with a step for each of ``max_new_tokens``
     mute: bool = False  # the model returns no embedding for this text
     started: float = 0.0
     tokens: list[int] = field(default_factory=list)
@@ -67,6 +68,8 @@ class Record:
                 task="embed",
             )
             return self._spec(context)
+        if self.draws:
+            return self._spec(self.picture())
         context = WireContext(
             tokens=WireTokens(np.array(self.prompt, np.int32)),
             max_length=MAX_LENGTH,
@@ -76,6 +79,22 @@ class Record:
             json_schema=self.schema,
         )
         return self._spec(context)
+
+    def picture(self) -> WirePixelContext:
+        """Return the request for a picture of the prompt, with a step per new token."""
+        ids = WireTokens(np.array(self.prompt, np.int32))
+        return WirePixelContext(
+            tokens=ids,
+            tokens_2=ids,
+            extra_params={
+                "seed": np.array([self.max_new_tokens]),
+                "previews": np.array([len(self.prompt) % 4]),
+            },
+            height=16,
+            width=16 * (1 + len(self.prompt) % 8),
+            num_inference_steps=self.max_new_tokens,
+            target_endpoint=self.endpoint,
+        )
 
     def _spec(self, context: WireContext) -> client.RequestSpec:
         return client.RequestSpec(

@@ -30,7 +30,10 @@ FLAP_S = 0.02
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """Number of processes of each kind and their sizes; either text or embedding workers."""
+    """Number of processes of each kind and their sizes; either text or embedding workers.
+
+    ``draws``: the prefill and decode workers serve a picture model.
+    """
 
     prefill: int = 2
     decode: int = 2
@@ -40,6 +43,7 @@ class Shape:
     restart_s: float = 0.3
     sizes: Sizes = field(default_factory=Sizes)
     policy: str = "least_loaded"
+    draws: bool = False
 
 
 class Cluster:

@@ -20,7 +20,7 @@ from ..proto.wire.messages import Credit, KVFrame, Message, PrefillToDecode
 from ..worker.events import Fault, RunStep, StepDone
 from .invariants import Violation
 from .prefill_nodes import PrefillNode
-from .toy_model import KILLS_DECODE, ToyExecutor
+from .toy_model import KILLS_DECODE
 from .workers import (
     MAX_BATCH,
     Bytes,
@@ -40,7 +40,7 @@ class DecodeNode(EngineNode[DecodeCore]):
     def make(self) -> None:
         """Create pool, scheduler, receiver and core."""
         sizes, layout = self.sizes, self.card.layout
-        self.executor = ToyExecutor(layout, sizes.decode_blocks, KILLS_DECODE)
+        self.executor = self.make_executor(sizes.decode_blocks, KILLS_DECODE)
         self.cache = PagedCache(sizes.decode_blocks, layout.block_size)
         config = SchedulerConfig(
             max_batch=MAX_BATCH, token_budget=sizes.token_budget, growth=sizes.growth

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..client import events as client
 from ..proto.wire.messages import Message, Reserve, TokenRun, Tokens
 from ..router.workers import WorkerState
-from .toy_model import expected_tokens, expected_vector
+from .toy_model import expected_media, expected_tokens, expected_vector
 
 if TYPE_CHECKING:
     from .clients import Record
@@ -40,6 +40,7 @@ class Watcher:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._truth: dict[int, list[int]] = {}
+        self._media: dict[int, dict[int, bytes]] = {}
         self._named: dict[bytes, list[Record]] = {}
         self._empty: set[int] = set()  # incarnations whose pool was empty at the last check
         self._unused: dict[tuple[int, int, int], float] = {}  # grants without a handoff, since when
@@ -96,9 +97,19 @@ class Watcher:
         known = self._truth.get(id(record))
         if known is None and record.embed:
             known = self._truth[id(record)] = []
+        elif known is None and record.draws:
+            known = self._truth[id(record)] = list(range(record.max_new_tokens + 1))
         elif known is None:
             known = expected_tokens(record.prompt, record.max_new_tokens)
             self._truth[id(record)] = known
+        return known
+
+    def media(self, record: Record) -> dict[int, bytes]:
+        """Return the previews and the picture of a request, by the steps that are done."""
+        known = self._media.get(id(record))
+        if known is None:
+            size = self._cluster.shape.sizes.block_size
+            known = self._media[id(record)] = expected_media(record.picture(), size)
         return known
 
     def to_router(self, node: WorkerNode[Any], message: Message) -> None:
@@ -127,6 +138,12 @@ class Watcher:
         record.tokens += new.tokens
         if record.tokens != self.expected(record)[: len(record.tokens)]:
             raise Violation(f"{record.request_id}: wrong tokens {record.tokens}")
+        if record.draws and new.tokens:
+            last, steps = record.tokens[-1], record.max_new_tokens
+            wanted = self.media(record).get(last) if last < steps else None
+            if new.media != wanted:
+                raise Violation(f"{record.request_id}: wrong preview after {last} steps")
+            self._cluster.stats["previews"] += wanted is not None
 
 
 def check_request(cluster: Cluster, record: Record, allowed: frozenset[str], calm: float) -> None:
@@ -143,6 +160,10 @@ def check_request(cluster: Cluster, record: Record, allowed: frozenset[str], cal
         complete = record.tokens == want and (end.status == FINISHED[0]) == (want[-1] == 0)
         if not complete and not record.stopped:
             raise Violation(f"{name}: {end.status} after {len(record.tokens)} of {len(want)}")
+        if record.draws and complete:
+            if end.media != cluster.watcher.media(record)[record.max_new_tokens]:
+                raise Violation(f"{name}: another picture")
+            cluster.stats["pictures"] += 1
     elif end.status is not None:
         if end.status != "cancelled" or not record.stopped:
             raise Violation(f"{name}: ended {end.status}")

@@ -28,7 +28,6 @@ from .toy_model import (
     KILLS_PREFILL,
     MUTE,
     Poisoned,
-    ToyExecutor,
     embed_card,
     expected_vector,
 )
@@ -55,7 +54,7 @@ class PrefillNode(EngineNode[PrefillCore]):
     def make(self) -> None:
         """Create pool, scheduler, sender and core."""
         sizes, layout = self.sizes, self.card.layout
-        self.executor = ToyExecutor(layout, sizes.prefill_blocks, KILLS_PREFILL)
+        self.executor = self.make_executor(sizes.prefill_blocks, KILLS_PREFILL)
         self.cache = PagedCache(sizes.prefill_blocks, layout.block_size)
         config = SchedulerConfig(
             max_batch=MAX_BATCH, token_budget=sizes.token_budget, one_token=True

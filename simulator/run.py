@@ -141,7 +141,7 @@ def _request(
     elif random.random() < 0.1:
         prompt = shared[:16]  # whole blocks, so that a repetition finds all of it cached
     record = Record(f"{number}", prompt, random.randint(1, scenario.answer))
-    record.embed = bool(scenario.shape.embed)
+    record.embed, record.draws = bool(scenario.shape.embed), scenario.shape.draws
     if random.random() < scenario.names:
         record.request_id = f"name-{number % 3}"
     if random.random() < scenario.deadlines:

@@ -16,6 +16,7 @@ SCARCE = Sizes(decode_blocks=26, prefill_blocks=48, growth=4, slo_ttft=0.05)
 NARROW = Sizes(frame_bytes=64, window=128, budget=256, stream_tokens=8, token_budget=32)
 """Long prompts are sent layer by layer through small windows."""
 
+DRAW = Shape(sizes=Sizes(block_size=8), draws=True)
 EMBED = Shape(prefill=0, decode=0, embed=3)
 
 PATIENT_S = 6.0
@@ -279,6 +280,25 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "embed-misfit": Scenario(
         shape=EMBED, requests=60, load_s=0.5, misfits=2, cancels=0.1, allowed=UNLUCKY
+    ),
+    "pictures": Scenario(shape=DRAW, prompt=24, answer=12, requests=40, cancels=0.3),
+    "pictures-crash": Scenario(
+        shape=DRAW, prompt=24, answer=12, requests=40, crashes=4, cancels=0.2, allowed=UNLUCKY
+    ),
+    "pictures-scarce": Scenario(
+        shape=replace(
+            DRAW, sizes=replace(DRAW.sizes, decode_blocks=16, prefill_blocks=12, growth=1)
+        ),
+        prompt=24,
+        answer=12,
+        requests=40,
+        cancels=0.2,
+        crashes=1,
+        faults=NOISE,
+        allowed=UNLUCKY,
+    ),
+    "pictures-all": replace(
+        _ALL, shape=replace(DRAW, routers=2, clients=4), prompt=24, answer=12, requests=40
     ),
     "clients": Scenario(crashes=3, victims=("client",), cancels=0.2),
     "routers": Scenario(

@@ -19,8 +19,17 @@ import numpy.typing as npt
 
 from ..engine.grammar.constraint import GrammarTask, follow
 from ..engine.scheduling.plan import Chunk, Sampled, StepPlan, StepResult, realized
-from ..proto.errors import BatonError
+from ..proto.contexts.pixels import PixelContext
+from ..proto.errors import BatonError, InternalError
 from ..proto.layout import FEATURES, KVLayout, ModelCard
+from ..proto.picture_requests import (
+    STATE_VOCABULARY,
+    picture_seed,
+    preview_steps,
+    state_parts,
+    state_tokens,
+)
+from ..proto.wire.wire_context import WirePixelContext
 
 LAYERS = 2
 ANSWERS = 251
@@ -57,6 +66,45 @@ def toy_card(block_size: int = 4) -> ModelCard:
 def embed_card() -> ModelCard:
     """Return the card of the toy embedding model."""
     return msgspec.structs.replace(toy_card(), task="embed", embedding_size=DIMENSIONS)
+
+
+def picture_card(block_size: int) -> ModelCard:
+    """Return the card of the toy picture model."""
+    return msgspec.structs.replace(
+        toy_card(block_size),
+        task="draw",
+        kinds=[PixelContext.__name__],
+        vocab_size=STATE_VOCABULARY,
+        eos_token_ids=[],
+    )
+
+
+def expected_media(wire: WirePixelContext, block_size: int) -> dict[int, bytes]:
+    """Return the previews and the picture of a request, by the number of steps that are done."""
+    row = state_tokens(wire, block_size)
+    cells = _cells(row[: state_parts(wire, block_size)[-1].end], 0)
+    latent, found = _noise(wire), {}
+    for step in range(wire.num_inference_steps):
+        latent = _denoised(latent, cells, step)
+        media = _media(wire, step + 1, latent)
+        if media is not None:
+            found[step + 1] = media
+    return found
+
+
+def _noise(request: PixelContext | WirePixelContext) -> int:
+    return picture_seed(request) or 0
+
+
+def _denoised(latent: int, cells: npt.NDArray[np.float32], step: int) -> int:
+    return zlib.crc32(np.ascontiguousarray(cells).tobytes(), (latent + step) & 0xFFFFFFFF)
+
+
+def _media(request: PixelContext | WirePixelContext, done: int, latent: int) -> bytes | None:
+    """Return the picture after the last step, a preview after some others, else None."""
+    if done != request.num_inference_steps and done not in preview_steps(request):
+        return None
+    return f"{done} steps: {latent}".encode()
 
 
 def expected_vector(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -158,3 +206,37 @@ class ToyExecutor:
         rows = self.pool[:, :, :, 0, :, 0][:, blocks]  # [layers, blocks, 2, block_size]
         layers, _, kinds, _ = rows.shape
         return rows.transpose(0, 2, 1, 3).reshape(layers, kinds, -1)[:, :, :count]
+
+
+class ToyPictures(ToyExecutor):
+    """Draws pictures: each step digests the whole state, read from its blocks, and the last latent.
+
+    Like the engine, it keeps the latents of the requests in the last plan alone.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, kills: int) -> None:
+        super().__init__(layout, num_blocks, kills)
+        self._latents: dict[bytes, tuple[int, int]] = {}
+
+    def execute(self, plan: StepPlan, seconds: float) -> StepResult:
+        """Write the rows of new pictures, or compute a step of each."""
+        before, self._latents = self._latents, {}
+        sampled = [self._next(chunk, before) for chunk in plan.chunks]
+        return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens)
+
+    def _next(self, chunk: Chunk, before: dict[bytes, tuple[int, int]]) -> Sampled:
+        picture = chunk.picture
+        if picture is None:
+            raise InternalError("a chunk without a picture")
+        if chunk.start < picture.length:
+            self._write(chunk)
+            return Sampled(chunk.request, 0)
+        request, step = picture.request, chunk.start - picture.length
+        cells = self._read(chunk.block_table, picture.parts[-1].end)
+        at, latent = before.get(chunk.request, (0, _noise(request)))
+        if at > step:
+            at, latent = 0, _noise(request)
+        for again in range(at, step + 1):
+            latent = _denoised(latent, cells, again)
+        self._latents[chunk.request] = step + 1, latent
+        return Sampled(chunk.request, step + 1, result=_media(request, step + 1, latent))

@@ -42,7 +42,7 @@ from ..worker.membership import Membership, WorkerIdentity
 from .invariants import Violation
 from .network import Network
 from .nodes import Node, RouterNode
-from .toy_model import Poisoned, ToyExecutor, ToyMatcher, toy_card
+from .toy_model import Poisoned, ToyExecutor, ToyMatcher, ToyPictures, picture_card, toy_card
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -252,7 +252,13 @@ class EngineNode(WorkerNode[C]):
 
     def make_card(self) -> ModelCard:
         """Return the card of the toy model."""
-        return toy_card(self.sizes.block_size)
+        size = self.sizes.block_size
+        return picture_card(size) if self.cluster.shape.draws else toy_card(size)
+
+    def make_executor(self, num_blocks: int, kills: int) -> ToyExecutor:
+        """Return the engine of the toy model; ``kills``: the token that crashes it."""
+        kind = ToyPictures if self.cluster.shape.draws else ToyExecutor
+        return kind(self.card.layout, num_blocks, kills)
 
     @property
     def blocks_used(self) -> int:

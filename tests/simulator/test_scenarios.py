@@ -49,6 +49,9 @@ FIGURES = {
     "cuts-noise": ["cuts", "lost", "replays"],
     "embed": ["vectors", "batches", "ended internal", "ended cancelled"],
     "embed-noise": ["vectors", "replays", "ended internal", "lost", "duplicated"],
+    "pictures": ["pictures", "previews", "ended cancelled"],
+    "pictures-crash": ["pictures", "replays"],
+    "pictures-scarce": ["pictures", "replays"],
     "structured": ["grammars", "grammars_dropped", "preemptions", "replays"],
 }
 """The events that a scenario must contain to deserve its name."""
