@@ -176,7 +176,8 @@ async def _events(
     on_preview = (lambda png, *_: arrived.put_nowait(png)) if body.partial_images else None
     task = asyncio.ensure_future(served.client.image(body.prompt, on_preview=on_preview, **own))
     task.add_done_callback(lambda _: arrived.put_nowait(None))
-    size, count = f"{own['width']}x{own['height']}", 0
+    width, height = _size_of(body.size)
+    size, count = f"{width}x{height}", 0
     try:
         while (png := await arrived.get()) is not None:
             yield _event("partial_image", png, size, {"partial_image_index": count})

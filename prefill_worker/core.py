@@ -172,28 +172,23 @@ class PrefillCore(AssignCore[Job]):
         self._queue.park(job, endpoint)
         return self._links.connect(endpoint, now)
 
-    def _on_grammar(self, event: GrammarDone, now: float) -> list[Action]:
-        """Store the compiled grammar in its job, or end the job with the compiler's error."""
-        job = self._queue.get(event.key)
-        if job is None or not job.compiling:
+    def _on_prepared(self, event: GrammarDone | ImagesChecked, now: float) -> list[Action]:
+        """Note that the grammar is compiled or the images are checked, or end the job."""
+        job, result = self._queue.get(event.key), event.result
+        grammar = isinstance(event, GrammarDone)
+        if job is None or not (job.compiling if grammar else job.checking):
             return []
-        job.compiling = False
-        if isinstance(event.result, BatonError):
-            error = event.result
-            code, later = error.code, error.retry_after
-            return self._end(job, now, code=code, message=str(error), retry_after=later)
-        job.sequence.constrain(event.result)
-        self._queue.wake(_preparing_place(job))
-        return []
-
-    def _on_images(self, event: ImagesChecked, now: float) -> list[Action]:
-        """Let a job start whose images have their hashes; end it otherwise."""
-        job = self._queue.get(event.key)
-        if job is None or not job.checking:
-            return []
-        job.checking = False
-        if event.problem is not None:
-            return self._end(job, now, code=event.problem.code, message=str(event.problem))
+        if isinstance(result, Exception) and not isinstance(result, BatonError):
+            result = InternalError(f"the images could not be checked: {result!r}")
+        if grammar:
+            job.compiling = False
+        else:
+            job.checking = False
+        if isinstance(result, BatonError):
+            code, later = result.code, result.retry_after
+            return self._end(job, now, code=code, message=str(result), retry_after=later)
+        if isinstance(event, GrammarDone) and not isinstance(event.result, BatonError):
+            job.sequence.constrain(event.result)
         self._queue.wake(_preparing_place(job))
         return []
 
@@ -414,8 +409,8 @@ class PrefillCore(AssignCore[Job]):
         ),
         NotSent: _on_not_sent,
         StepDone: _on_step,
-        GrammarDone: _on_grammar,
-        ImagesChecked: _on_images,
+        GrammarDone: _on_prepared,
+        ImagesChecked: _on_prepared,
         Tick: _on_tick,
     }
 

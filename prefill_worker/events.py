@@ -8,7 +8,7 @@ from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.scheduling.plan import Int32
 from ..kv_transfer import sender_handoff as handoff
 from ..kv_transfer.sender_handoff import Key
-from ..proto.errors import BatonError
+from ..proto.vision_requests import check_hashes
 from ..proto.wire.messages import Message
 from ..proto.wire.wire_context import WireContext
 from ..worker.events import (
@@ -50,13 +50,17 @@ class CheckImages:
     key: Key
     context: WireContext
 
+    def run(self) -> None:
+        """Raise InputError if a hash is wrong; for another thread than the core's."""
+        check_hashes(self.context)
+
 
 @dataclass(slots=True, frozen=True)
 class ImagesChecked:
-    """The images of a request were checked. ``problem``: the fault of the first wrong one."""
+    """The images of a request were checked. ``result``: None, or why they cannot be used."""
 
     key: Key
-    problem: BatonError | None
+    result: object
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,8 +17,6 @@ from ..kv_transfer.device_frames import DeviceFramePacker, Release
 from ..kv_transfer.frames import Bytes, FramePacker
 from ..kv_transfer.sender import Sender
 from ..kv_transfer.sender_handoff import SenderConfig
-from ..proto.errors import BatonError, InternalError
-from ..proto.vision_requests import check_hashes
 from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
@@ -73,8 +71,8 @@ class PrefillShell(TextHost):
         )
         self._checks: TimeLimited[events.CheckImages, None] = TimeLimited(
             loop,
-            lambda wanted: check_hashes(wanted.context),
-            self._on_checked,
+            lambda wanted: wanted.run(),
+            lambda wanted, result: self.feed(events.ImagesChecked(wanted.key, result)),
             lambda: _CHECK_S,
             name="images",
         )
@@ -115,12 +113,6 @@ class PrefillShell(TextHost):
 
     def _on_data(self, endpoint: str, stands: bool) -> None:
         self.feed(events.DataUp(endpoint) if stands else events.DataDown(endpoint))
-
-    def _on_checked(self, wanted: events.CheckImages, answer: object) -> None:
-        problem = answer if isinstance(answer, BatonError) else None
-        if problem is None and isinstance(answer, Exception):
-            problem = InternalError(f"the images could not be checked: {answer!r}")
-        self.feed(events.ImagesChecked(wanted.key, problem))
 
     def _on_refused(self, endpoint: str, message: Message, reason: str) -> None:
         self._dropped["not_encodable"] += 1
