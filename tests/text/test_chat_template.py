@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from baton.proto.errors import InputError
-from baton.text.chat_template import ChatTemplate
 from baton.text.guarded import GuardedRenderer
 from baton.text.sandbox import MAX_TEMPLATE_CHARS, RenderError, RenderLimit, render
+from baton.text.tokenizer import ChatTemplate
 
 DOUBLING = """\
 {% set n = namespace(s='x') %}
