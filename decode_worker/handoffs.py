@@ -16,7 +16,7 @@ from ..engine.scheduling.scheduler import Scheduler
 from ..kv_transfer.receiver import Receiver
 from ..kv_transfer.receiver_grants import Output as Received
 from ..proto.errors import VersionMismatch
-from ..proto.limits import PROTOCOL_VERSION
+from ..proto.limits import MAX_NAMED_BYTES, PROTOCOL_VERSION
 from ..proto.wire.messages import (
     DEVICE,
     SHARED,
@@ -102,6 +102,7 @@ class Handoffs:
         self._grammars = grammars
         self._data_endpoint = data_endpoint
         self._max_frame_bytes = max_frame_bytes
+        self._in_place: set[bytes] = set()  # peers whose GPU's blocks this worker reads
 
     def handle(self, event: HandoffEvent, now: float) -> list[Output]:
         """Handle an event of a prefill worker's connection."""
@@ -111,6 +112,7 @@ class Handoffs:
                 return self._hear(peer, message, now)
             case PeerGone(peer=peer):
                 self._receiver.contacts.gone(peer, now)
+                self._in_place.discard(peer)
                 return []
             case FrameStored():
                 return self._stored(event, now)
@@ -148,7 +150,9 @@ class Handoffs:
             return [ToPeer(peer, self._uninvited(message))]
         if self._member.draining and not self._receiver.holds(message):
             return [ToPeer(peer, _busy(message, "draining"))]
-        return [*self._receiver.on_reserve(peer, message, now), *self._prepare(message)]
+        in_place = peer in self._in_place
+        outputs = self._receiver.on_reserve(peer, message, now, in_place=in_place)
+        return [*outputs, *self._prepare(message)]
 
     def _invited(self, message: Reserve | Release) -> bool:
         """True if a router assigned this attempt to the sender, for handoff to this worker."""
@@ -199,9 +203,12 @@ class Handoffs:
         return ToPeer(peer, self._opened(STREAMED))
 
     def _mapped(self, event: PoolMapped) -> list[Output]:
+        self._in_place.discard(event.peer)
         if event.failure:
             line = Log("handoff.not_shared", {"reason": event.failure})
             return [line, ToPeer(event.peer, self._opened(STREAMED))]
+        if event.transport == DEVICE:
+            self._in_place.add(event.peer)
         return [ToPeer(event.peer, self._opened(event.transport))]
 
     def _refusal(self, message: Open) -> Message | None:
@@ -224,7 +231,7 @@ class Handoffs:
             incarnation=self._member.identity.incarnation,
             transport=transport,
             data_endpoint=self._data_endpoint,
-            max_frame_bytes=self._max_frame_bytes,
+            max_frame_bytes=MAX_NAMED_BYTES if transport == DEVICE else self._max_frame_bytes,
         )
 
     def _probe(self, nonce: int) -> ProbeReply:

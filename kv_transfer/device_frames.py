@@ -36,11 +36,16 @@ class MoveQueue:
     """Running moves, and moves that wait for buffers.
 
     ``watch(move)`` waits for the move on another thread and then calls :meth:`finished` on this
-    thread. Moves finish in the order in which they were started.
+    thread. Moves finish in the order in which they were started. A move that cannot start is not
+    tried again; ``tell`` receives its error.
     """
 
-    def __init__(self, watch: Callable[[BlockMove], object]) -> None:
-        self._watch = watch
+    def __init__(
+        self,
+        watch: Callable[[BlockMove], object],
+        tell: Callable[[Exception], object] = lambda _error: None,
+    ) -> None:
+        self._watch, self._tell = watch, tell
         self._waiting: deque[tuple[Start, Done]] = deque()
         self._running: deque[tuple[BlockMove, Done]] = deque()
         self._starting = False
@@ -74,9 +79,10 @@ class MoveQueue:
         start, done = self._waiting[0]
         try:
             move = start()
-        except ValueError:  # the frame names blocks outside the pool
+        except Exception as error:  # blocks outside the pool, no memory, a lost device
             self._waiting.popleft()
             self.failures += 1
+            self._tell(error)
             done(None)
             return True
         if move is None:
@@ -100,6 +106,8 @@ class MoveQueue:
 
 Sent = Callable[[KVFrame, Bytes, Release | None], object]
 """Receives a frame's header, its payload and the function to call after the payload was read."""
+Failed = Callable[[], object]
+"""Called if the device could not read a frame's cells."""
 
 
 class DeviceFramePacker:
@@ -112,13 +120,14 @@ class DeviceFramePacker:
     def __init__(self, stream: BlockStream, moves: MoveQueue, buffers: BufferPool) -> None:
         self._stream, self._moves, self._buffers = stream, moves, buffers
 
-    def pack(self, frame: KVFrame, block_table: Int32, sent: Sent) -> None:
-        """Gather the frame's cells and pass them to ``sent``. A failed frame is dropped."""
+    def pack(self, frame: KVFrame, block_table: Int32, sent: Sent, failed: Failed) -> None:
+        """Gather the frame's cells and pass them to ``sent``, or call ``failed``."""
         blocks = block_table[frame.block_start : frame.block_start + frame.block_count]
         start, count = frame.layer_start, frame.layer_count
 
         def done(move: BlockMove | None) -> None:
             if move is None:
+                failed()
                 return
             header = msgspec.structs.replace(frame, checksum=move.digest)
             if self._moves.crowded:
@@ -131,7 +140,7 @@ class DeviceFramePacker:
 
         self._moves.submit(lambda: self._stream.gather(start, count, blocks), done)
 
-    def name(self, frame: KVFrame, block_table: Int32, sent: Sent) -> None:
+    def name(self, frame: KVFrame, block_table: Int32, sent: Sent, failed: Failed) -> None:
         """Pass ``sent`` the checksum and block ids, for a receiver that maps this pool."""
         first = frame.block_start
         blocks = np.array(block_table[first : first + frame.block_count], np.int32)
@@ -139,6 +148,7 @@ class DeviceFramePacker:
 
         def done(move: BlockMove | None) -> None:
             if move is None:
+                failed()
                 return
             header = msgspec.structs.replace(frame, checksum=move.digest, shared=True)
             move.release()

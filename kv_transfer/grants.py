@@ -78,6 +78,7 @@ class Slot(Generic[A]):
     progress_at: float = 0.0
     asked_at: float = 0.0
     credit: int = 0
+    in_place: bool = False  # frames name blocks of the sender's GPU and carry no payload
 
     def step(self, event: str) -> None:
         """Change the state. Raises IllegalTransition if the state forbids ``event``."""
@@ -154,6 +155,7 @@ class GrantTable(Generic[A]):
 @dataclass(slots=True)
 class _Account:
     expected: int  # bytes the whole transfer will need
+    limited: bool = True
     credit: int = 0
     received: int = 0
     served: bool = False
@@ -175,6 +177,9 @@ class CreditPool:
     Grants are served in order of arrival. A grant is served once its whole window fits into the
     budget, and it keeps that reservation. Otherwise many grants could each hold a remainder
     smaller than one frame, and none of them could send.
+
+    An account that is not ``limited`` gets all its credit at once, outside the budget: its bytes
+    are read where they are and occupy no memory here.
     """
 
     def __init__(self, budget: int, window: int) -> None:
@@ -191,9 +196,12 @@ class CreditPool:
         """Bytes of credit that have been granted but not received yet."""
         return self._outstanding
 
-    def open(self, key: int, expected: int) -> int:
+    def open(self, key: int, expected: int, *, limited: bool = True) -> int:
         """Start an account for ``expected`` bytes and return its first credit (may be 0)."""
-        self._accounts[key] = _Account(expected)
+        account = self._accounts[key] = _Account(expected, limited)
+        if not limited:
+            account.credit = expected
+            return expected
         self._waiting[key] = None
         self._serve()
         return self._news.pop(key, 0)
@@ -204,7 +212,7 @@ class CreditPool:
         if account:
             self._waiting.pop(key, None)
             self._news.pop(key, None)
-            self._outstanding -= account.outstanding
+            self._outstanding -= account.outstanding * account.limited
             self._reserved -= self._share(account)
 
     def receive(self, key: int, nbytes: int) -> bool:
@@ -215,7 +223,7 @@ class CreditPool:
         self._reserved -= self._share(account)
         account.received += nbytes
         self._reserved += self._share(account)
-        self._outstanding -= nbytes
+        self._outstanding -= nbytes * account.limited
         return True
 
     def counted(self, key: int) -> int:
@@ -230,10 +238,13 @@ class CreditPool:
         moves to the head of the queue, because its handoff is already under way.
         """
         account = self._accounts[key]
-        self._outstanding -= account.outstanding
+        self._outstanding -= account.outstanding * account.limited
         self._reserved -= self._share(account)
         account.received = account.credit
         account.expected = account.credit + nbytes
+        if not account.limited:
+            account.credit = account.expected
+            return account.credit
         account.served = False
         self._waiting[key] = None
         self._waiting.move_to_end(key, last=False)
@@ -253,7 +264,7 @@ class CreditPool:
     def check_integrity(self) -> None:
         """Raise InternalError if the sums disagree with the accounts or exceed the budget."""
         accounts = self._accounts.values()
-        outstanding = sum(account.outstanding for account in accounts)
+        outstanding = sum(account.outstanding for account in accounts if account.limited)
         reserved = sum(self._share(account) for account in accounts)
         if (outstanding, reserved) != (self._outstanding, self._reserved):
             raise InternalError("the credit sums do not match the accounts")

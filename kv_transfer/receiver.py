@@ -50,8 +50,13 @@ class Receiver(Generic[A]):
 
     # ------------------------------------------------------------------ control messages
 
-    def on_reserve(self, peer: Peer, message: Reserve, now: float) -> list[Output[A]]:
-        """Grant blocks or answer Busy. A repeated Reserve gets the same answer."""
+    def on_reserve(
+        self, peer: Peer, message: Reserve, now: float, *, in_place: bool = False
+    ) -> list[Output[A]]:
+        """Grant blocks or answer Busy. A repeated Reserve gets the same answer.
+
+        ``in_place``: this worker reads the blocks of the sender's GPU.
+        """
         key = (message.request, message.attempt)
         past = self._past.is_past(message.request, message.attempt, now)
         if past or not self._plausible(message):
@@ -66,7 +71,7 @@ class Receiver(Generic[A]):
             self._grants.unblock(slot, now)
             return [Reply(peer, self._grants.grant_message(slot))]
         outputs = self._grants.drop(slot) if slot else []
-        return [*outputs, Reply(peer, self._reserve(peer, message, now))]
+        return [*outputs, Reply(peer, self._reserve(peer, message, now, in_place))]
 
     def holds(self, message: Reserve) -> bool:
         """True if ``message`` repeats the Reserve of a live grant; it takes no new blocks."""
@@ -87,8 +92,8 @@ class Receiver(Generic[A]):
             return False
         return len(message.hashes) <= tokens // self._grants.layout.block_size
 
-    def _reserve(self, peer: Peer, message: Reserve, now: float) -> Message:
-        slot = self._grants.reserve(peer, message, now)
+    def _reserve(self, peer: Peer, message: Reserve, now: float, in_place: bool) -> Message:
+        slot = self._grants.reserve(peer, message, now, in_place=in_place)
         if slot is None:
             return Busy(
                 request=message.request,

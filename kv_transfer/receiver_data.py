@@ -42,6 +42,8 @@ class ReceiverData(Generic[A]):
         if frame.index in slot.frames or frame.index in slot.moving:
             return None  # a duplicate frame
         self._check_bounds(slot, frame)
+        if slot.in_place and not frame.shared:
+            raise ProtocolError(f"KV frame {frame.index} carries what is read in place")
         if slot.allocation is None:
             return None
         if not self._grants.credits.receive(slot.index, frame.nbytes):

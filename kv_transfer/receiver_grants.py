@@ -88,8 +88,13 @@ class ReceiverGrants(Generic[A]):
         self._store = store
         self.stale = 0
 
-    def reserve(self, peer: Peer, message: Reserve, now: float) -> Slot[A] | None:
-        """Reserve the blocks of a request and its first credit; None if too few blocks are free."""
+    def reserve(
+        self, peer: Peer, message: Reserve, now: float, *, in_place: bool = False
+    ) -> Slot[A] | None:
+        """Reserve the blocks of a request and its first credit; None if too few blocks are free.
+
+        ``in_place``: the frames name blocks of the sender's GPU, so they need no memory here.
+        """
         allocation = self._store.reserve(message.hashes, message.num_tokens, message.growth)
         if allocation is None:
             return None
@@ -102,7 +107,9 @@ class ReceiverGrants(Generic[A]):
         slot.arrived = np.zeros((self.layout.num_layers, blocks), np.bool_)
         slot.arrived[:, : allocation.cached_blocks] = True
         missing = (blocks - allocation.cached_blocks) * self.layout.num_layers
-        slot.credit = self.credits.open(slot.index, missing * self.layout.block_bytes)
+        expected = missing * self.layout.block_bytes
+        slot.credit = self.credits.open(slot.index, expected, limited=not in_place)
+        slot.in_place = in_place
         self.table.live[message.request] = slot
         return slot
 

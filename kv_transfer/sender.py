@@ -131,6 +131,13 @@ class Sender:
         handoff.checksums[index] = checksum
         return handoff.maybe_commit(now)
 
+    def not_packed(self, key: Key) -> list[Output]:
+        """Fail a handoff, because the shell cannot pack one of its frames."""
+        handoff = self._live.get(key)
+        if handoff is None or handoff.state is HandoffState.RELEASING:
+            return []
+        return self._fail(handoff, "handoff_failed", "the KV blocks could not be read")
+
     def release(self, key: Key, now: float) -> list[Output]:
         """Give the handoff up. :class:`Gone` follows after the other side has confirmed."""
         handoff = self._live.get(key)

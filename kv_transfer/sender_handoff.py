@@ -425,7 +425,12 @@ class Handoff:
                 self.queue.append(frame)
 
     def _frame_bytes(self) -> int:
-        """Choose the frame size: large frames cost less per byte, several frames overlap."""
+        """Choose the frame size: large frames cost less per byte, several frames overlap.
+
+        A GPU's blocks are read in place, by one kernel: one frame names all that became final.
+        """
+        if self.fenced:
+            return self.frame_limit
         layer = (self.blocks - self.cached_blocks) * self.layout.block_bytes
         least = MIN_JOINED_BYTES if layer < MIN_FRAME_BYTES else MIN_FRAME_BYTES
         if self.shared:

@@ -55,6 +55,7 @@ from .events import (
     HandoffEvent,
     ImagesChecked,
     LayersDone,
+    NotPacked,
     NotSent,
     Packed,
     PeerDown,
@@ -405,7 +406,8 @@ class PrefillCore(AssignCore[Job]):
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
         **WorkerCore.HANDLERS,
         **dict.fromkeys(
-            (FromPeer, PeerUp, PeerDown, DataUp, DataDown, LayersDone, Packed), _on_handoff
+            (FromPeer, PeerUp, PeerDown, DataUp, DataDown, LayersDone, Packed, NotPacked),
+            _on_handoff,
         ),
         NotSent: _on_not_sent,
         StepDone: _on_step,

@@ -109,6 +109,13 @@ class Packed:
 
 
 @dataclass(slots=True, frozen=True)
+class NotPacked:
+    """A frame could not be packed: the device reported an error."""
+
+    key: Key
+
+
+@dataclass(slots=True, frozen=True)
 class Connect:
     """Open the sockets to a decode endpoint."""
 
@@ -140,7 +147,7 @@ class ToPeer:
 
 @dataclass(slots=True, frozen=True)
 class PackFrame:
-    """Gather these cells from the pool, send them, report :class:`Packed`.
+    """Gather these cells from the pool, send them, report :class:`Packed` or :class:`NotPacked`.
 
     ``block_table``: int32, pool block of each logical block. ``shared``: the peer reads the
     blocks itself, so the frame carries only their ids.
@@ -151,7 +158,7 @@ class PackFrame:
     shared: bool = False
 
 
-HandoffEvent = FromPeer | PeerUp | PeerDown | DataUp | DataDown | LayersDone | Packed
+HandoffEvent = FromPeer | PeerUp | PeerDown | DataUp | DataDown | LayersDone | Packed | NotPacked
 Event = (
     FromRouter | RouterUp | RouterDown | HandoffEvent | NotSent | StepDone | GrammarDone
     | ImagesChecked | Tick | DrainRequested

@@ -45,6 +45,7 @@ from .events import (
     FromPeer,
     HandoffEvent,
     LayersDone,
+    NotPacked,
     OpenData,
     Packed,
     PackFrame,
@@ -135,6 +136,8 @@ class Handoffs:
                 return self._hear(endpoint, message, now)
             case Packed(key=key, index=index, checksum=checksum):
                 return self._outputs(self._sender.on_packed(key, index, checksum, now))
+            case NotPacked(key=key):
+                return self._outputs(self._sender.not_packed(key))
             case LayersDone():
                 return self._layers_done(event, now)
             case PeerUp(endpoint=endpoint):
@@ -311,6 +314,10 @@ class Handoffs:
             return
         link = self._links.get(output.endpoint)
         shared = link is not None and link.transport in READ_IN_PLACE
+        if link is not None and output.frame.nbytes > link.frame_limit:
+            # The peer could read these blocks in place when the frame was cut, and no longer can.
+            yield from self._outputs(self._sender.not_packed(output.key))
+            return
         if self._sender.may_be_read(output.key) and output.key not in self._readers:
             self._readers[output.key] = self._cache.hold(allocation)
         yield PackFrame(output, allocation.block_table, shared)

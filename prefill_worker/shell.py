@@ -127,7 +127,7 @@ class PrefillShell(TextHost):
 
         if self._device is not None:
             packed = self._device.name if action.shared else self._device.pack
-            packed(send.frame, table, sent)
+            packed(send.frame, table, sent, lambda: self.feed(events.NotPacked(send.key)))
         elif action.shared:
             sent(*self._packer.name(send.frame, table))
         elif (ready := self._packer.view(send.frame, table)) is not None:

@@ -17,6 +17,8 @@ MAX_ARRAY_FRAMES = 64
 MAX_KV_HEADER_BYTES = 256
 MAX_KV_FRAME_BYTES = 16 << 20
 """Largest payload of one KV frame; larger ZeroMQ frames are much slower per byte."""
+MAX_NAMED_BYTES = 1 << 40
+"""Most bytes in the blocks that a KV frame names, if the receiver reads them in place."""
 MAX_MESSAGES_PER_FRAME = 65_536
 """Maximum messages in one envelope."""
 MAX_DEPTH = 32

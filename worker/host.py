@@ -277,7 +277,9 @@ class MoveThread:
         self._thread: ComputeThread[BlockMove, None] = ComputeThread(
             loop, lambda move: move.wait(), self._finished, name="moves"
         )
-        self.moves = MoveQueue(self._thread.submit)
+        self.moves = MoveQueue(
+            self._thread.submit, lambda error: _log.error("moves.not_started", error=repr(error))
+        )
 
     def _finished(self, move: BlockMove, result: Exception | None) -> None:
         if result is not None:

@@ -51,6 +51,7 @@ from ..limits import (
     MAX_KV_HEADER_BYTES,
     MAX_MESSAGES_PER_FRAME,
     MAX_NAME_CHARS,
+    MAX_NAMED_BYTES,
     MAX_REQUEST_ID_CHARS,
     PROTOCOL_VERSION,
 )
@@ -396,10 +397,9 @@ def decode_kv_header(frame: Frame) -> KVFrame:
         if crc32(body) != int.from_bytes(view[3 : 3 + _CRC_BYTES], "little"):
             raise EnvelopeDamaged("the header of a KV frame is not what its sender wrote")
         header = _KV_DECODER.decode(body)
-        if header.nbytes > MAX_KV_FRAME_BYTES:
-            raise LimitExceeded(
-                f"a KV frame of {header.nbytes} bytes, at most {MAX_KV_FRAME_BYTES} are allowed"
-            )
+        most = MAX_NAMED_BYTES if header.shared else MAX_KV_FRAME_BYTES
+        if header.nbytes > most:
+            raise LimitExceeded(f"a KV frame of {header.nbytes} bytes, at most {most} are allowed")
     except Exception as error:
         _fail(error)
     return header

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,9 @@ class Handoff:
             device.write(self.sender.pool[layer], results[layer])
             self.sender.marks.set(layer + 1)
             for first, count in ((0, 3), (3, 1)):
-                self.packer.pack(frame_of(index, layer, first, count), TABLE, self.sent)
+                self.packer.pack(
+                    frame_of(index, layer, first, count), TABLE, self.sent, pytest.fail
+                )
                 index += 1
             while self.draws.random() < 0.6 and self.go_on():
                 pass
@@ -172,13 +175,15 @@ def reusing_a_buffer_that_the_device_uses(patch: pytest.MonkeyPatch) -> None:
 def reusing_a_buffer_that_zeromq_reads(patch: pytest.MonkeyPatch) -> None:
     pack = DeviceFramePacker.pack
 
-    def pack_and_give(self: DeviceFramePacker, frame: KVFrame, table: Any, sent: Any) -> None:
+    def pack_and_give(
+        self: DeviceFramePacker, frame: KVFrame, table: Any, sent: Any, failed: Any
+    ) -> None:
         def at_once(header: KVFrame, payload: Bytes, release: Release | None) -> None:
             if release is not None:
                 release()
             sent(header, payload, None)
 
-        pack(self, frame, table, at_once)
+        pack(self, frame, table, at_once, failed)
 
     patch.setattr(DeviceFramePacker, "pack", pack_and_give)
 
@@ -291,7 +296,7 @@ def test_slow_readers_do_not_hold_the_ring(device: Device, rng: Draws) -> None:
     packer = DeviceFramePacker(side.stream, side.moves, BufferPool())
     for index in range(10):
         frame = frame_of(index, index % LAYERS, 0, 4)
-        packer.pack(frame, TABLE, lambda *packed: sent.append(packed))
+        packer.pack(frame, TABLE, lambda *packed: sent.append(packed), pytest.fail)
     while side.finish_one():
         pass
     assert len(sent) == 10
@@ -309,6 +314,30 @@ def test_slow_readers_do_not_hold_the_ring(device: Device, rng: Draws) -> None:
 def test_a_copy_to_memory_that_is_not_pinned_is_refused(host_device: HostDevice) -> None:
     with pytest.raises(LaunchFailed, match="not pinned"):
         host_device.read(host_device.zeros((4,), np.int32), np.zeros(4, np.int32))
+
+
+def test_a_move_that_cannot_start_fails_its_frame_and_no_other(device: Device, rng: Draws) -> None:
+    """Blocks outside the pool, and errors of the device: none is tried again."""
+    side, told, reported = Side(device, random_bf16(rng, SHAPE)), [], []
+    side.moves = MoveQueue(side.watched.append, told.append)
+    packer = DeviceFramePacker(side.stream, side.moves, BufferPool())
+    gather, errors = side.stream.gather, iter([MemoryError("no room"), InternalError("lost")])
+
+    def broken(*arguments: Any) -> BlockMove | None:
+        for error in errors:
+            raise error
+        return gather(*arguments)
+
+    side.stream.gather = broken  # type: ignore[method-assign]
+    for index in range(3):
+        packed = partial(reported.append, f"{index} packed")
+        failed = partial(reported.append, f"{index} failed")
+        packer.pack(frame_of(index, 0, 0, 4), TABLE, lambda *_, tell=packed: tell(), failed)
+    assert reported == ["0 failed", "1 failed"] and len(side.moves) == 1
+    while side.finish_one():
+        pass
+    assert reported[2:] == ["2 packed"] and not len(side.moves)
+    assert [type(error) for error in told] == [MemoryError, InternalError]
 
 
 def test_a_failed_move_gives_its_slot_back_and_is_told(device: Device, rng: Draws) -> None:

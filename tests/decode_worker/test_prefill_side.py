@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.decode_worker.events import MapPool, PeerGone, PoolMapped
-from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.limits import MAX_NAMED_BYTES, PROTOCOL_VERSION
 from baton.proto.wire.messages import (
     DeviceTicket,
     Open,
@@ -62,7 +62,9 @@ def test_a_pool_is_mapped_before_the_link_is_open(bench, failure, transport, whe
     (wanted,) = [each for each in bench.other if isinstance(each, MapPool)]
     assert (wanted.incarnation, wanted.ticket) == (5, *where.values())
     bench.feed(PoolMapped(wanted.peer, failure, wanted.transport))
-    assert bench.to_peer(Opened)[0].transport == ("zmq" if failure else transport)
+    (opened,) = bench.to_peer(Opened)
+    assert opened.transport == ("zmq" if failure else transport)
+    assert (opened.max_frame_bytes == MAX_NAMED_BYTES) == (opened.transport == "cuda_ipc")
     bench.ask(msgspec.structs.replace(opening, transports=["zmq"]))
     assert bench.to_peer(Opened)[0].transport == "zmq"
     bench.ask(msgspec.structs.replace(opening, model=msgspec.structs.replace(CARD, vocab_size=7)))

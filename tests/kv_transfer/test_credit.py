@@ -73,6 +73,18 @@ def test_a_closed_account_feeds_the_starving():
     assert pool.top_up() == [(2, 100)]
 
 
+def test_bytes_read_in_place_need_no_budget():
+    pool = CreditPool(budget=100, window=60)
+    assert pool.open(1, 500, limited=False) == 500
+    assert pool.open(2, 500) == 60
+    assert pool.receive(1, 450) and not pool.receive(1, 51)
+    pool.check_integrity()
+    assert pool.expect_again(1, 80) == 580 and pool.counted(1) == 500
+    assert pool.top_up() == [] and pool.outstanding == 60
+    pool.close(1)
+    pool.check_integrity()
+
+
 def test_books_hold_under_random_use():
     random = Random(1)
     pool = CreditPool(budget=1000, window=300)

@@ -363,6 +363,16 @@ def test_overlapping_frames_are_refused():
         receiver.data.locate(msgspec.structs.replace(frames[0], index=9))
 
 
+def test_what_is_read_in_place_gets_all_its_credit_and_carries_nothing():
+    receiver, _ = make_receiver(window=64)
+    (reply,) = receiver.on_reserve(PEER, reserve(), 0.0, in_place=True)
+    assert reply.message.credit == 2 * 3 * LAYOUT.block_bytes
+    first, *_ = frames_for(reply.message)
+    with pytest.raises(ProtocolError, match="read in place"):
+        receiver.data.locate(first)
+    assert receiver.data.locate(msgspec.structs.replace(first, shared=True)) is not None
+
+
 def test_a_frame_beyond_its_credit_is_refused():
     receiver, _ = make_receiver(window=64)
     grant = grant_of(receiver)

@@ -407,6 +407,20 @@ def test_revoke_is_answered_by_a_fence():
     assert isinstance(outputs[-1], Failed)
 
 
+def test_a_frame_names_all_blocks_of_a_gpu_that_became_final():
+    layout = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
+    group = 8 * layout.blocks_for(8192) * layout.block_bytes
+    for limit, count in ((1 << 40, 1), (16 << 20, group // (16 << 20))):
+        sender = Sender(5, layout, SenderConfig())
+        sender.start(ENDPOINT, 0, reserve(8192), 0.0, limit, shared=True, fenced=True)
+        grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=1 << 40)
+        sender.on_grant(ENDPOINT, grant, 0.0)
+        for layer_end in (8, 16, 24, 32):
+            outputs = sender.ready(KEY, layer_end=layer_end, token_end=8192, last=True, now=0.0)
+            assert len(frames(outputs)) == count
+            assert sum(frame.nbytes for frame in frames(outputs)) == group
+
+
 def being_read() -> Sender:
     """A handoff whose blocks the decode worker reads where they are."""
     sender = make_sender()

@@ -27,6 +27,7 @@ from baton.prefill_worker.events import (
     Disconnect,
     FromPeer,
     LayersDone,
+    NotPacked,
     NotSent,
     Packed,
     PackFrame,
@@ -378,6 +379,18 @@ def test_blocks_are_named_to_who_maps_the_pool_and_sent_to_who_does_not(
         assert {a.shared for a in bench.did(PackFrame)} == {transport != "zmq"}
         counts[transport] = bench.commit().frames
     assert all(counts[transport] < counts["zmq"] for transport in offered[:-1])
+
+
+def test_a_frame_that_cannot_be_packed_fails_its_handoff():
+    bench = Bench(ticket=DEVICE_POOL)
+    bench.assign()
+    bench.open(transport="cuda_ipc")
+    bench.grant()
+    (key,) = bench.sender._live
+    bench.feed(NotPacked(key))
+    assert bench.to_peer(Release)
+    bench.feed(NotPacked(key))  # of another frame
+    assert not bench.to_peer(Release)
 
 
 def test_what_the_decode_worker_has_cached_is_not_sent(bench):

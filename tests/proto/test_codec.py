@@ -167,6 +167,8 @@ def test_every_message_belongs_to_a_direction():
 @given(struct_values(KVFrame).filter(lambda header: header.nbytes <= 16 << 20))
 def test_kv_headers_round_trip(header):
     assert decode_kv_header(encode_kv_header(header)) == header
+    named = msgspec.structs.replace(header, shared=True, nbytes=1 << 30)
+    assert decode_kv_header(encode_kv_header(named)) == named
 
 
 # ------------------------------------------------------------------ arrays
@@ -462,6 +464,7 @@ def test_every_flipped_bit_of_a_kv_header_is_noticed():
         (kv_header(b"\x90"), DecodeFailed),
         (kv_header(encode_kv_header(KV)[7:] + b"\0"), DecodeFailed),
         (encode_kv_header(msgspec.structs.replace(KV, nbytes=(16 << 20) + 1)), LimitExceeded),
+        (encode_kv_header(msgspec.structs.replace(KV, shared=True, nbytes=1 << 41)), LimitExceeded),
         (encode_kv_header(msgspec.structs.replace(KV, nbytes=-1)), DecodeFailed),
         (encode_kv_header(msgspec.structs.replace(KV, block_count=-1)), DecodeFailed),
         (encode_kv_header(KV) + bytes(300), LimitExceeded),
