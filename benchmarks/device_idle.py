@@ -204,12 +204,13 @@ def measure(
         context = engine._context(prompt, params)
         context.log_probabilities = 5 if kind == "log-probs" else 0
         engine.add(context)
-    for _ in range(WARM):
+    for at in range(WARM):
+        if at == WARM - 2:
+            gc.collect()
+            gc.freeze()  # as a worker that is ready
         tokens = sum(type(event) is TokenEvent for event in engine.step())
     if tokens != rows:
         raise SystemExit(f"{tokens} of {rows} requests got a token")
-    gc.collect()
-    gc.freeze()  # as a worker that is ready
     timeline.idle, timeline.calls, first = 0.0, 0, timeline.steps
     began = time.thread_time()
     for _ in range(steps):

@@ -260,10 +260,10 @@ class DeviceRows:
 
     def _restrict(self, specs: Sequence[SampleSpec], ends: I32, *, fed: bool) -> bool:
         """Queue the masks and histories that the device lacks; False if they are not known."""
-        packed = self.sampling[self._at]
-        masked = np.flatnonzero(packed["mask"] >= 0).tolist()
-        penalized = np.flatnonzero(packed["history"] >= 0).tolist()
-        self.needs = Needs(bool(masked), bool(penalized), bool((packed["logprobs"] > 0).any()))
+        packed, at = self.sampling, self._at
+        masked = np.flatnonzero(packed["mask"][at] >= 0).tolist()
+        penalized = np.flatnonzero(packed["history"][at] >= 0).tolist()
+        self.needs = Needs(bool(masked), bool(penalized), bool(packed["logprobs"][at].any()))
         if not masked and not penalized:
             return True
         if masked and fed:

@@ -176,6 +176,7 @@ def collect(
             for chunk, token in zip(chunks, tokens.tolist(), strict=True)
         ]
     sampled = []
+    listed = [part.tolist() for part in report or ()]
     for at, (chunk, token, error) in enumerate(
         zip(chunks, tokens.tolist(), errors.tolist(), strict=True)
     ):
@@ -186,11 +187,10 @@ def collect(
             continue
         logprobs = None
         if report is not None and chunk.sample.logprobs:
-            own, ids, values = report
-            wanted = slice(0, chunk.sample.logprobs)
-            ranked = zip(ids[at, wanted].tolist(), values[at, wanted].tolist(), strict=True)
+            own, ids, values = listed
+            ranked = zip(ids[at][: chunk.sample.logprobs], values[at], strict=False)
             top = {token: value for token, value in ranked if token >= 0}
-            logprobs = TokenLogProbs.of(float(own[at]), top)
+            logprobs = TokenLogProbs.of(own[at], top)
         sampled.append(Sampled(chunk.request, token, logprobs))
     return sampled
 
