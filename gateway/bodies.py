@@ -294,7 +294,7 @@ REFUSED: Refused = {
     "return_token_ids": ((False,), "use /tokenize"),
     "kv_transfer_params": ((), "the cluster hands over the KV itself"),
     "ec_transfer_params": ((), "the model has no encoder"),
-    "vllm_xargs": (({},), "there are no such arguments"),
+    "vllm_xargs": (({},), "this server takes no extra arguments"),
     "include_reasoning": ((True,), "reasoning is always shown"),
     "mm_processor_kwargs": (({},), "images are prepared with the settings of the model's folder"),
     "media_io_kwargs": (({},), "images are prepared with the settings of the model's folder"),
