@@ -133,7 +133,7 @@ RESPONSES_REFUSED: Refused = {
     "conversation": ((), "nothing is stored: give the conversation as input"),
     "max_tool_calls": ((), "tools of the server are not offered"),
     "previous_response_id": ((), "nothing is stored: give the conversation as input"),
-    "prompt": ((), "there are no stored prompts"),
+    "prompt": ((), "prompts are not stored"),
     "prompt_cache_retention": (("in_memory",), "the prefix cache is in memory"),
     "reasoning": (({},), "its effort is a property of OpenAI's models"),
     "truncation": (("disabled",), "input is not truncated"),
