@@ -132,12 +132,14 @@ class TestCheck:
     def test_a_request_of_the_most_frequent_kind_is_recognised(self):
         assert _is_usual(build(), CARD)
         assert _is_usual(build(range(60), SamplingParams(temperature=0.5, seed=7)), CARD)
+        assert _is_usual(build(range(60), SamplingParams(ignore_eos=True)), CARD)
+        assert _is_usual(changed(ignore_eos=True), CARD)
 
     @pytest.mark.parametrize(
         "fields",
         [
             {"cache_salt": "s"},
-            {"ignore_eos": True},
+            {"ignore_eos": True, "cache_salt": "s"},
             {"eos_sequences": [[1]]},
             {"eos_token_ids": [2]},
             {"log_probabilities": 3},
