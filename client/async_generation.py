@@ -32,6 +32,8 @@ class _Mailbox:
     without other references is deleted, which cancels the request.
     """
 
+    __slots__ = ("_news", "_taker", "_waiter")
+
     def __init__(self) -> None:
         self._news: deque[NewTokens | Ended] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -69,6 +71,11 @@ class AsyncGeneration:
 
     :meth:`aclose`, or deleting the iterator, cancels the request.
     """
+
+    __slots__ = (
+        "__weakref__", "_assembler", "_client", "_connection", "_done", "_event_loop", "_failure",
+        "_mailbox", "_on_error", "_on_output", "_sink", "_starting", "_window", "request_id",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -131,7 +138,7 @@ class AsyncGeneration:
         if self._starting is not None:
             self._starting.add_done_callback(self._deliver_started)
         elif self._assembler is not None:
-            self._mailbox.pass_on(self._hand_over)
+            self._pass_on()
         elif self._failure is not None and not self._done:
             self._done = True
             on_error(self._failure)
@@ -153,9 +160,9 @@ class AsyncGeneration:
     def cancel(self) -> None:
         """Cancel the request if it still runs, as :meth:`aclose`."""
         if not self._done:
-            self._done = True
-            self._mailbox.end()
-            _end(self._starting, self._connection, self.request_id, self._sink)
+            sink = self._sink
+            self._forget()
+            _end(self._starting, self._connection, self.request_id, sink)
 
     async def __aenter__(self) -> Self:
         return self
@@ -192,7 +199,14 @@ class AsyncGeneration:
             self._on_error(error)
         elif error is None:
             self._assembler = starting.result()
-            self._mailbox.pass_on(self._hand_over)
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Take all events: first those that have arrived, then each without the mailbox."""
+        taker: Sink = self._hand_over
+        self._mailbox.pass_on(taker)
+        if not self._done and self._connection.replace(self.request_id, self._sink, taker):
+            self._sink = taker
 
     def _hand_over(self, news: NewTokens | Ended) -> None:
         """Take an event. An exception must not reach the connection, which serves all requests."""
@@ -200,7 +214,10 @@ class AsyncGeneration:
         if self._done or assembler is None:
             return
         try:
-            output = self._take(assembler, news)
+            if isinstance(news, NewTokens) and not assembler.stops:  # nearly all
+                output = assembler.tokens(news)
+            else:
+                output = self._take(assembler, news)
             if output is not None:
                 self._on_output(output)
         except Exception as error:
@@ -208,14 +225,19 @@ class AsyncGeneration:
             self._on_error(error)
 
     def _take(self, assembler: Assembler, news: NewTokens | Ended) -> Output | None:
-        if isinstance(news, Ended):
-            self._done = True
-            self._mailbox.end()
-            return assembler.end(news)
-        output = assembler.tokens(news)
-        if output is not None and assembler.stopped:
-            self._connection.stop(self.request_id, self._sink, report=True)
-        return output
+        if isinstance(news, NewTokens):
+            output = assembler.tokens(news)
+            if assembler.stopped and output is not None:
+                self._connection.stop(self.request_id, self._sink, report=True)
+            return output
+        self._forget()
+        return assembler.end(news)
+
+    def _forget(self) -> None:
+        """Note the end; drop the references to this object that it holds itself."""
+        self._done = True
+        self._mailbox.end()
+        self._sink = self._mailbox.put
 
 
 async def _begin(

@@ -191,6 +191,13 @@ class Connection:
             self._leave_window(request_id)
         self._handle(Stop(request_id, report))
 
+    def replace(self, request_id: str, sink: Sink, other: Sink) -> bool:
+        """Call ``other`` from now on in place of ``sink``; False if the request does not run."""
+        if self._sinks.get(request_id) is not sink:
+            return False
+        self._sinks[request_id] = other
+        return True
+
     def ask(self, message: Message, timeout: float, sink: AnswerSink) -> None:
         """Send a query to the router. ``sink`` receives the answer or the error."""
         if self._closed:

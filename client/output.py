@@ -6,6 +6,8 @@ contains a token after the token that completed a stop string.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from ..proto.contexts.outputs import LogProbabilities, TokenLogProbs
@@ -70,7 +72,13 @@ class Assembler:
 
     ``detokenizer``: converts tokens to text and finds stop strings; None: neither is needed.
     ``show_text``: put the text into the outputs. ``tokenizer``: for the texts of log-probabilities.
+    ``stops``: a stop string may end the text; ``stopped``: it has.
     """
+
+    __slots__ = (
+        "_detokenizer", "_position", "_push_all", "_show_text", "_stops", "_tokenizer", "stopped",
+        "stops",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -82,10 +90,16 @@ class Assembler:
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer
         # Most requests have no stop strings; text without them takes less time.
-        self._stops = detokenizer if detokenizer is not None and detokenizer.stops else None
+        self._stops: IncrementalDetokenizer | None = None
+        self._push_all: Callable[[list[int]], str] | None = None
+        if detokenizer is not None and detokenizer.stops:
+            self._stops = detokenizer
+        elif detokenizer is not None and show_text:
+            self._push_all = detokenizer.push_all
+        self.stops = self._stops is not None
         self._show_text = show_text
         self._position = 0
-        self.stopped = False  # a stop string was found: ignore all further tokens
+        self.stopped = False  # then all further tokens are ignored
 
     def tokens(self, news: NewTokens) -> Output | None:
         """Return the output for new tokens, or None after a stop string."""
@@ -93,12 +107,17 @@ class Assembler:
             return None
         tokens, position, logprobs = news.tokens, news.position, news.logprobs
         text = ""
-        if self._stops is not None:
+        push_all = self._push_all
+        if push_all is not None:
+            text = push_all(tokens)
+            if logprobs is None and news.media is None:  # nearly all
+                return Output(
+                    request_id=news.request_id, tokens=tokens, text=text, position=position
+                )
+        elif self._stops is not None:
             delta = self._stops.push(tokens)
             text, self.stopped = delta.text, delta.stopped
             tokens = tokens[: delta.num_tokens]
-        elif self._detokenizer is not None:
-            text = self._detokenizer.push_all(tokens)
         count = len(tokens)
         self._position = position + count
         return Output(

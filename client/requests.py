@@ -77,8 +77,16 @@ _STOPPING = State.STOPPING  # before Python 3.12, Enum member access is slow
 class Request:
     """One request: its tokens so far, its state, and its timers."""
 
+    __slots__ = (
+        "_asked", "_asked_at", "_backoff", "_doubt", "_doubt_from", "_said_at", "_took_at",
+        "attempt", "deadline_at", "emitted", "ends_by", "key", "next", "refusals", "report",
+        "request_id", "retry_at", "secret", "serial", "spec", "started", "state", "stop_until",
+        "terminal", "turned_away", "waits",
+    )  # fmt: skip
+
     def __init__(self, spec: RequestSpec, serial: int, now: float) -> None:
         self.spec = spec
+        self.request_id = spec.request_id
         self.serial = serial  # unique in this client, unlike request ids, which may be reused
         self.state = State.PENDING
         self.started = now
@@ -92,7 +100,7 @@ class Request:
         self.deadline_at = None if spec.deadline is None else now + spec.deadline
         # Without a deadline, the router applies its own, which is at most MAX_DEADLINE_S.
         self.ends_by = now + (MAX_DEADLINE_S if spec.deadline is None else spec.deadline)
-        self.asked_at = now  # time of the first unanswered message, or of the last tokens since
+        self._asked_at = now  # time of the first unanswered message
         self.stop_until = 0.0
         self.turned_away = 0  # number of rejections by routers that were shutting down
         self.refusals = 0  # for lack of room
@@ -101,7 +109,8 @@ class Request:
         self._backoff = FIRST_RETRY_S
         self._said_at = now  # time of the last message that needs an answer
         self._asked = -1  # position of the last Resume
-        self._doubt_at = now + FIRST_DOUBT_S
+        self._took_at = now  # arrival of the last tokens
+        self._doubt_from = now
         self._doubt = FIRST_DOUBT_S
 
     # ------------------------------------------------------------------ received messages
@@ -113,21 +122,25 @@ class Request:
         the start.
         """
         tokens, logprobs, position = run.tokens, run.logprobs, self.next
-        skip = position - run.position
-        if not 0 <= skip < len(tokens):
-            return None
-        if skip:
+        if run.position != position:
+            skip = position - run.position
+            if not 0 <= skip < len(tokens):
+                return None
             tokens = tokens[skip:]
             logprobs = logprobs and logprobs[skip:]
+        elif not tokens:
+            return None
         if run.attempt > self.attempt:
             self.attempt = run.attempt
-        fresh = NewTokens(self.spec.request_id, position, tokens, logprobs, run.media)
         self.next = position + len(tokens)
         self.emitted += tokens
-        self.asked_at = now
-        self._doubt = FIRST_DOUBT_S
-        self._doubt_at = now + FIRST_DOUBT_S
-        return fresh
+        self._took_at = now
+        return NewTokens(self.request_id, position, tokens, logprobs, run.media)
+
+    @property
+    def asked_at(self) -> float:
+        """Time of the first unanswered message, or of the last tokens since."""
+        return max(self._asked_at, self._took_at)
 
     def misses(self, run: TokenRun) -> bool:
         """Whether tokens before ``run`` are missing."""
@@ -161,7 +174,7 @@ class Request:
         self.serial, self.secret, self.attempt, self.terminal = serial, b"", 0, None
         self.state, self.waits = State.PENDING, True
         growth = min(1.5 ** (self.refusals - 1), MOST_PATIENCE) * (1 + _spread(serial) / 2)
-        self.retry_at = self.asked_at = now + max(retry_after, FIRST_WAIT_S) * growth
+        self.retry_at = self._asked_at = now + max(retry_after, FIRST_WAIT_S) * growth
         self._said_at = float("inf")  # a Pong does not repeat it
         self._backoff = FIRST_RETRY_S
 
@@ -215,7 +228,7 @@ class Request:
 
     def _ask_again(self, now: float) -> None:
         if not self.unanswered:
-            self.asked_at = now
+            self._asked_at = now
         self.state = State.RESUMING if self.secret else State.PENDING
 
     def _doubted(self, now: float) -> Message | None:
@@ -223,10 +236,12 @@ class Request:
 
         A delayed Submitted may have opened the request after the router dropped it.
         """
-        if now < self._doubt_at:
+        if self._took_at > self._doubt_from:
+            self._doubt_from, self._doubt = self._took_at, FIRST_DOUBT_S
+        if now < self._doubt_from + self._doubt:
             return None
         self._doubt = min(2 * self._doubt, LAST_DOUBT_S)
-        self._doubt_at = now + self._doubt
+        self._doubt_from = now
         return self.resume(now)
 
     def reconnected(self, now: float) -> Message | None:

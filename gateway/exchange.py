@@ -7,6 +7,7 @@ ASGI's ``send``. A request has one answer, by either way.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -14,6 +15,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from ..proto.errors import InternalError
+from .metrics import GatewayMetrics
 
 _KEY: Final = "baton.exchange"
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n%b"
@@ -35,10 +37,11 @@ class WriteBatch:
 
     A write takes as long as all other work on a token. If several messages have arrived at once,
     each stream has one write, and the kernel and the interpreter displace each other less from the
-    caches.
+    caches. ``metrics``: gets the time at which a message arrived.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: GatewayMetrics | None = None) -> None:
+        self._metrics = metrics or GatewayMetrics()
         self.is_open = False
         self.held: list[Exchange] = []
         self._messages = 0
@@ -49,11 +52,13 @@ class WriteBatch:
         if self._messages > MOST_MESSAGES:
             self.end()
         self.is_open = True
+        self._metrics.time = time.perf_counter()
 
     def end(self) -> None:
         """Write all held events."""
         self.is_open = False
         self._messages = 0
+        self._metrics.time = 0.0
         held, self.held = self.held, []
         for exchange in held:
             exchange.flush()
@@ -66,13 +71,19 @@ class Exchange:
     """One request and its answer. ``cycle``: uvicorn's state of them.
 
     ``headers``: header lines that the answer has besides its own. ``status``: 0 before the answer.
-    ``batch``: may hold the events of a stream; a closed one writes each at once.
+    ``batch``: may hold the events of a stream; a closed one writes each at once. ``flow``: its
+    ``write_paused`` is true while the client reads too slowly, so that no event should be written.
     """
+
+    __slots__ = (
+        "_cycle", "_held", "_on_gone", "_on_room", "_transport", "batch", "flow", "headers",
+        "status",
+    )  # fmt: skip
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._transport = cycle.transport
-        self._flow = cycle.flow
+        self.flow = cycle.flow
         self._on_gone: Callback | None = None
         self._on_room: Callback | None = None
         self._held = b""  # events that the batch holds
@@ -111,23 +122,18 @@ class Exchange:
         """Whether the whole answer was written."""
         return self._cycle.response_complete
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the client reads too slowly, so that no event should be written now."""
-        return self._flow.write_paused
-
     # ------------------------------------------------------------------ the connection
 
     def watch(self, on_gone: Callback, on_room: Callback) -> None:
         """Call ``on_gone`` if the client closes its connection, also if it has done so already.
 
-        Call ``on_room`` when events can be written again after :attr:`is_full`.
+        Call ``on_room`` when events can be written again, after the client read too slowly.
         """
         self._on_gone, self._on_room = on_gone, on_room
         if self._cycle.disconnected:
             self.gone()
         else:
-            self._flow.resume_reading()  # paused by a large body: no end would be noticed
+            self.flow.resume_reading()  # paused by a large body: no end would be noticed
 
     def unwatch(self) -> None:
         """Call none of the watchers any more."""
@@ -158,17 +164,14 @@ class Exchange:
         self._add(chunk if self.status else self._opening() + chunk)
 
     def next_event(self, before: bytes, text: bytes, after: bytes) -> None:
-        """Write an event in three parts; it costs a third less than :meth:`event`."""
-        if not self.status:
-            self.event(before + text + after)
-            return
-        size = len(before) + len(text) + len(after)
-        chunk = _EVENT_CHUNK % (size, before, text, after)
-        if self._held or not self.batch.is_open:
+        """Write an event, not the first one, in three parts; takes less time than :meth:`event`."""
+        chunk = _EVENT_CHUNK % (len(before) + len(text) + len(after), before, text, after)
+        batch = self.batch
+        if self._held or not batch.is_open:
             self._add(chunk)
         else:
             self._held = chunk
-            self.batch.held.append(self)
+            batch.held.append(self)
 
     def last_event(self, content: bytes) -> None:
         """Write the last events of a stream."""

@@ -78,17 +78,20 @@ class OutputTimes:
 
     def took(self, output: Output) -> None:
         """Note an output, which has just arrived."""
-        metrics, now, count, last = self._metrics, _now(), len(output.tokens), self._last
+        metrics, count, last = self._metrics, len(output.tokens), self._last
+        self._last = now = metrics.time or _now()
         metrics.generated_tokens += count
         self._tokens += count
-        self._last = now
         if not last:
             metrics.prompt_tokens += output.position
             metrics.prompts.observe(output.position)
             self._first = now
             self._clock.began(now)
         elif count and self._clock.streams:
-            metrics.gaps.observe(now - last)
+            if last == metrics.gap_began and now == metrics.gap_ended:
+                metrics.same_gaps += 1
+            else:
+                metrics.next_gap(last, now)
         if output.final_status is not None:
             metrics.generated.observe(self._tokens)
             if self._tokens > 1:
@@ -100,7 +103,12 @@ current_clock: ContextVar[Clock | None] = ContextVar("current_clock", default=No
 
 
 class GatewayMetrics:
-    """Numbers since the gateway's start."""
+    """Numbers since the gateway's start.
+
+    ``time``: when the router's message that is handled now arrived, or 0. The outputs of one
+    message usually have equal gaps: ``same_gaps`` of them, from ``gap_began`` to ``gap_ended``, are
+    not in ``gaps`` yet.
+    """
 
     def __init__(self) -> None:
         self.running = 0
@@ -108,6 +116,8 @@ class GatewayMetrics:
         self.prompt_tokens = self.generated_tokens = 0
         self.first_tokens = Histogram(LATENCY_S)
         self.gaps = Histogram(GAP_S)
+        self.time = self.gap_began = self.gap_ended = 0.0
+        self.same_gaps = 0
         self.per_token = Histogram(GAP_S)
         self.durations = Histogram(LATENCY_S)
         self.prompts = Histogram(TOKENS)
@@ -120,8 +130,16 @@ class GatewayMetrics:
         current_clock.set(clock)
         return clock
 
+    def next_gap(self, began: float, ended: float) -> None:
+        """Note a gap that differs from the last one, and count those."""
+        if self.same_gaps:
+            self.gaps.observe(self.gap_ended - self.gap_began, self.same_gaps)
+        self.gap_began, self.gap_ended, self.same_gaps = began, ended, 1
+
     def families(self) -> list[Family]:
         """Return the metrics for Prometheus."""
+        self.next_gap(0.0, 0.0)
+        self.same_gaps = 0
         requests: dict[Labels, float] = dict(self.requests.items())
         return [
             gauge("baton_gateway_requests_running", "HTTP requests that run.", self.running),

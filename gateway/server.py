@@ -336,7 +336,8 @@ async def _serve(
     config: GatewayConfig, sockets: list[socket.socket], on_listening: Announce | None
 ) -> None:
     keys, folder = config.keys or None, config.model_folder
-    writes = WriteBatch()
+    counts = GatewayMetrics()
+    writes = WriteBatch(counts)
     client = AsyncClient(list(config.routers), keys=keys, model_folder=folder, batch=writes)
     planner = ChatPlanner(config.tool_call_parser, config.reasoning_parser)
     served = Served(
@@ -345,7 +346,6 @@ async def _serve(
         vllm_metrics=config.metrics_compat == "vllm", router_clients=_router_clients(config),
         writes=writes,
     )  # fmt: skip
-    counts = GatewayMetrics()
     tracing = make_tracing(config.otlp_endpoint, config.name)
     app = make_app(served, config.api_keys, counts, tracing)
     listener = _metrics_listener(config, counts)

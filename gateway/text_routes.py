@@ -198,6 +198,7 @@ class Delivery:
         self._body = body
         self._choices = [Choice(index) for index in range(len(generations))]
         self._running = len(generations)
+        self._ended = False
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -229,7 +230,10 @@ class Delivery:
         return clock.outputs(choice.index)
 
     def _end(self, error: Exception | None = None) -> None:
-        if self._over.done():
+        if self._ended:
+            return
+        self._ended = True
+        if self._over.done():  # the task was cancelled
             return
         if error is None:
             self._over.set_result(None)
@@ -262,7 +266,7 @@ class WholeDelivery(Delivery):
         choice.take(output, log_probs=log_probs)
         if output.is_done:
             self._running -= 1
-            if not self._running and not self._over.done():
+            if not self._running and not self._ended:
                 self._exchange.respond(self._answer.whole(self._choices, self._prompts))
                 self._end()
 
@@ -290,29 +294,45 @@ class StreamDelivery(Delivery):
     def _taker(self, choice: Choice) -> Take:
         times = self._times(choice, streams=True)
         halves = None if self._usage_in_each else self._answer.halves(choice)
-        return partial(self._take, choice, times, halves)
+        if halves is None:
+            return partial(self._take, choice, times)
+        return partial(self._take_text, choice, times, *halves)
 
-    def _take(
+    def _take_text(
         self,
         choice: Choice,
         times: OutputTimes | None,
-        halves: tuple[bytes, bytes] | None,
+        before: bytes,
+        after: bytes,
         output: Output,
     ) -> None:
+        """Take an output of a choice whose events differ in nothing but the text."""
+        text = output.text
+        if (
+            not text
+            or output.final_status is not None
+            or not choice.prompt_tokens  # the first output
+            or self._held
+            or self._ended
+            or self._exchange.flow.write_paused
+        ):
+            self._take(choice, times, output)
+            return
         if times is not None:
             times.took(output)
-        if self._held or self._exchange.is_full:
-            self._held.append(partial(self._send, choice, halves, output))
-        else:
-            self._send(choice, halves, output)
+        choice.tokens += len(output.tokens)
+        self._exchange.next_event(before, _encode(text), after)
 
-    def _send(self, choice: Choice, halves: tuple[bytes, bytes] | None, output: Output) -> None:
-        if self._over.done():
-            return
-        text = output.text
-        if halves is not None and text and choice.prompt_tokens and output.final_status is None:
-            choice.tokens += len(output.tokens)
-            self._exchange.next_event(halves[0], _encode(text), halves[1])
+    def _take(self, choice: Choice, times: OutputTimes | None, output: Output) -> None:
+        if times is not None:
+            times.took(output)
+        if self._held or self._exchange.flow.write_paused:
+            self._held.append(partial(self._send, choice, output))
+        else:
+            self._send(choice, output)
+
+    def _send(self, choice: Choice, output: Output) -> None:
+        if self._ended:
             return
         events = self._events(choice, output)
         if output.is_done:
@@ -343,7 +363,7 @@ class StreamDelivery(Delivery):
             self._send_error(error)
 
     def _send_error(self, error: Exception) -> None:
-        if self._over.done():
+        if self._ended:
             return
         if isinstance(error, BatonError) and self._exchange.status:
             self._exchange.last_event(b"data: " + error_json(error) + b"\n\n")
@@ -353,7 +373,7 @@ class StreamDelivery(Delivery):
 
     def _has_room(self) -> None:
         try:
-            while self._held and not self._exchange.is_full:
+            while self._held and not self._exchange.flow.write_paused:
                 self._held.popleft()()
         except Exception as error:  # as of an output that is written at once
             self._held.clear()

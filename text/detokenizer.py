@@ -50,6 +50,8 @@ class IncrementalDetokenizer:
 
     """
 
+    __slots__ = ("_decode", "_decoder", "_matcher", "_skipped")
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -73,7 +75,7 @@ class IncrementalDetokenizer:
         """As :meth:`push`, without stop strings: return the text of all tokens."""
         skipped = self._skipped
         if len(tokens) == 1:
-            (token,) = tokens
+            token = tokens[0]
             return "" if token in skipped else self._decode(token)
         return "".join([self._decode(token) for token in tokens if token not in skipped])
 
@@ -114,6 +116,8 @@ class _Decoder(Protocol):
 
 class _ByteDecoder:
     """Byte-level vocabularies: an incremental UTF-8 decoder over the bytes of the tokens."""
+
+    __slots__ = ("_inside", "_texts", "_token_bytes", "_utf8")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes

@@ -28,6 +28,7 @@ from baton.gateway.server import LimitedHttp
 from baton.gateway.text_routes import StreamDelivery, WholeDelivery
 from baton.proto.contexts.status import GenerationStatus
 from baton.proto.errors import InputError, RequestCancelled, WorkerLost
+from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
 
 REQUEST = b"POST /x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
 
@@ -301,7 +302,10 @@ class Requests:
     async def model(self) -> Any:
         description = SimpleNamespace(folder="/models/demo")
         card = SimpleNamespace(name="demo")
-        return SimpleNamespace(description=description, card=card, check_text=lambda: None)
+        defaults = SamplingParamsGenerationConfigDefaults()
+        return SimpleNamespace(
+            description=description, card=card, defaults=defaults, check_text=lambda: None
+        )
 
     def generate(self, _prompt: Any, _params: Any, **options: Any) -> AsyncGeneration:
         generation = AsyncGeneration(self, self, options["request_id"])  # type: ignore[arg-type]
@@ -310,6 +314,11 @@ class Requests:
 
     def start(self, _spec: Any, sink: Any, _window: Any) -> None:
         self.sink = sink
+
+    def replace(self, _request_id: str, sink: Any, other: Any) -> bool:
+        assert self.sink is sink
+        self.sink = other
+        return True
 
     def stop(self, *_: Any, **__: Any) -> None:
         self.sink = None
@@ -331,7 +340,8 @@ def test_an_answered_request_leaves_nothing_to_the_garbage_collector(stream):
         protocol.data_received(head % len(body) + body)
         await unless_failed(peer, lambda: requests.sink is not None)
         requests.sink(NewTokens("r", 3, [8]))
-        requests.sink(Ended(request_id="r", position=4, status="maximum_length"))
+        sink, requests.sink = requests.sink, None
+        sink(Ended(request_id="r", position=4, status="maximum_length"))
         await unless_failed(peer, lambda: protocol.cycle.response_complete)
         await asyncio.sleep(0)
         protocol.connection_lost(None)
