@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, Unpack, overload
 
+import msgspec
 import numpy as np
 
 from ..images.processor import SharedImage
@@ -55,8 +55,7 @@ Started = TypeVar("Started")
 """Iterator over the outputs of one request: Generation or AsyncGeneration."""
 
 
-@dataclass(slots=True, frozen=True)
-class Draft:
+class Draft(msgspec.Struct, frozen=True):
     """A request whose prompt is not encoded yet.
 
     ``prompt``: text, token ids or a TextContext; or the messages of a chat, if there are

@@ -9,7 +9,6 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from typing import Any, cast
@@ -190,8 +189,7 @@ class ModelCache:
         self._model = None
 
 
-@dataclass(slots=True, frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A request ready to start, and the assembler that turns its tokens into outputs."""
 
     spec: RequestSpec
@@ -371,6 +369,8 @@ def _params(sampling: Sampling, defaults: SamplingParamsGenerationConfigDefaults
 
 def ids_of(prompt: object) -> npt.NDArray[Any]:
     """Convert a prompt of token ids to an array. Raises InputError; does not check the ids."""
+    if type(prompt) is np.ndarray and prompt.size:
+        return prompt
     if not isinstance(prompt, np.ndarray | Sequence) or isinstance(prompt, bytes | bytearray):
         kinds = "text, token ids, a TextContext, or a list of these"
         raise InputError(f"a prompt must be {kinds}, not {shown(prompt)}")

@@ -114,9 +114,12 @@ def _deadline(name: str, value: Any) -> float:
     return _seconds(name, value)
 
 
+_id_text = text(1, MAX_REQUEST_ID_CHARS)
+
+
 def _request_id(name: str, value: Any) -> str:
     value = str(value) if isinstance(value, RequestID) else value
-    checked: str = text(1, MAX_REQUEST_ID_CHARS)(name, value)
+    checked: str = _id_text(name, value)
     return checked
 
 

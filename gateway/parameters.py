@@ -10,7 +10,11 @@ import msgspec
 
 from ..client.options import RequestOptions
 from ..proto.errors import InputError
-from ..proto.sampling import MAX_SEED, SamplingParams
+from ..proto.sampling import (
+    MAX_SEED,
+    SamplingParams,
+    SamplingParamsGenerationConfigDefaults,
+)
 from .bodies import MAX_PROMPTS, CompletionBody, Prompts, ResponseFormat, SamplingBody
 from .errors import ParameterError
 from .grammars import Content, Schema, choice_rule, regex_rule
@@ -29,7 +33,7 @@ _SAME = (
 )
 _scalars = attrgetter(*(name for name in _SAME if name != "stop_token_ids"))
 _known: dict[object, SamplingParams] = {}
-"""Parameters that have passed the checks, by the fields of bodies that they depend on."""
+"""Checked parameters with the model's defaults, by what they depend on."""
 _MOST_KNOWN = 1024
 _OTHER = {
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
@@ -38,18 +42,22 @@ _OTHER = {
 """Names of the native parameters that are named otherwise in bodies."""
 
 
-def sampling_of(body: SamplingBody, index: int) -> SamplingParams:
+def sampling_of(
+    body: SamplingBody, index: int, defaults: SamplingParamsGenerationConfigDefaults
+) -> SamplingParams:
     """Return the parameters of answer ``index`` of ``n``. Raises ParameterError.
 
-    Each answer has a separate random stream: with a seed, answer 0 has this seed.
+    ``defaults``: of the model. Each answer has a separate random stream: with a seed, answer 0 has
+    this seed.
     """
     lists = (body.stop, body.stop_token_ids, body.logit_bias)
     if lists != (None, None, None):
         return _made(body, _seed(body, index))
-    key = (body.answer_tokens(), body.min_tokens, *_scalars(body))
+    # The parameters refer to the defaults, so no other defaults get this id.
+    key = (id(defaults), body.answer_tokens(), body.min_tokens, *_scalars(body))
     known = _known.get(key)
     if known is None:
-        known = _known[key] = _made(body, None)
+        known = _known[key] = _made(body, None).completed(defaults)
         if len(_known) > _MOST_KNOWN:
             del _known[next(iter(_known))]
     return known.seeded(_seed(body, index))

@@ -76,7 +76,8 @@ async def responses(request: Request) -> Response | EventStream:
     options |= {**origin_of(request), **plan.constraint, "request_id": name, "show_text": True}
     if images:
         options["images"] = images
-    generation = served.client.generate(plan.tokens, sampling_of(body, 0), **options)
+    params = sampling_of(body, 0, model.defaults)
+    generation = served.client.generate(plan.tokens, params, **options)
     images.clear()  # the generation has a copy, until they are prepared
     reader = plan.new_reader and plan.new_reader()
     items = ResponseItems(name, reader, streamed=bool(body.stream))

@@ -98,7 +98,7 @@ class Served:
     @classmethod
     def of(cls, request: Request) -> Served:
         """Return the cluster of the gateway that received this request."""
-        served: Served = request.scope["app"].state.served
+        served: Served = request.scope["app"].served
         return served
 
     @property

@@ -83,7 +83,7 @@ async def chat(request: Request) -> None:
     form = ChatForm(token_texts(model, body), plan.new_reader)
     name = name_of("chatcmpl", request)
     answer = Answer(form, name, served.name)
-    await _respond(request, name, answer, body, [start], images)
+    await _respond(request, name, answer, body, model, [start], images)
 
 
 async def completions(request: Request) -> None:
@@ -112,7 +112,7 @@ async def completions(request: Request) -> None:
     form = CompletionForm(token_texts(model, body), echo)
     name = name_of("cmpl", request)
     answer = Answer(form, name, served.name)
-    await _respond(request, name, answer, body, [starter(one) for one in prompts])
+    await _respond(request, name, answer, body, model, [starter(one) for one in prompts])
 
 
 async def _respond(
@@ -120,6 +120,7 @@ async def _respond(
     name: str,
     answer: Answer,
     body: GenerationBody,
+    model: ServedModel,
     starts: Sequence[_Start],
     images: list[Image] | None = None,
 ) -> None:
@@ -135,7 +136,7 @@ async def _respond(
     if len(starts) * number > MAX_PROMPTS:
         text = f"{len(starts)} prompts with n={number} are {len(starts) * number} answers"
         raise ParameterError(f"{text}, at most {MAX_PROMPTS} are allowed", "n")
-    params = [sampling_of(body, index) for index in range(number)]
+    params = [sampling_of(body, index, model.defaults) for index in range(number)]
     generations = []
     for at, start in enumerate(starts):
         for index in range(number):

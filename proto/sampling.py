@@ -53,7 +53,9 @@ class _Named:
     """
 
     __slots__ = ()
-    _given: tuple[str, ...] | None = None  # not a field: neither sent nor compared
+    # No fields: neither sent nor compared.
+    _given: tuple[str, ...] | None = None
+    _complete_for: object = None
 
     def __new__(cls, *args: object, **given: object) -> Self:
         if not args and not given:
@@ -224,6 +226,8 @@ class SamplingParams(_Named):
 
     def merged(self, defaults: SamplingParamsGenerationConfigDefaults) -> SamplingParams:
         """Return a copy with unset fields filled from a model's generation config."""
+        if self._complete_for is defaults:
+            return self
         key = self._merge_key(defaults)
         known = None if key is None else _merges.get(key)
         if known is not None:
@@ -233,6 +237,15 @@ class SamplingParams(_Named):
             _merges[key] = vars(merged).copy()
             if len(_merges) > _GOOD:
                 del _merges[next(iter(_merges))]
+        return merged
+
+    def completed(self, defaults: SamplingParamsGenerationConfigDefaults) -> SamplingParams:
+        """Return a copy as :meth:`merged`, which further merges with ``defaults`` leave as it is.
+
+        For parameters of many requests; do not assign the copy's fields.
+        """
+        merged = self.merged(defaults)
+        merged._given, merged._complete_for = self._given, defaults
         return merged
 
     def _merge_key(self, defaults: SamplingParamsGenerationConfigDefaults) -> object:

@@ -19,6 +19,7 @@ from baton.gateway.errors import BodyTooSlow
 from baton.gateway.served import Served, read_body
 from baton.gateway.text_routes import completions
 from baton.proto.errors import InputError
+from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
 from baton.runtime.metrics.families import counter
 
 LENGTH = 100
@@ -37,6 +38,7 @@ class Cluster:
             description=SimpleNamespace(folder="/models/demo"),
             card=SimpleNamespace(name="demo", max_length=LENGTH),
             tokenizer=SimpleNamespace(decode=self._decode),
+            defaults=SamplingParamsGenerationConfigDefaults(),
             check_text=lambda: None,
             draws=False,
         )
@@ -166,8 +168,8 @@ def test_other_connections_take_turns_with_a_request_of_many_prompts():
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body}
 
-    state = SimpleNamespace(served=Served(cluster))  # type: ignore[arg-type]
-    scope = {"type": "http", "headers": [], "app": SimpleNamespace(state=state)}
+    app = SimpleNamespace(served=Served(cluster))  # type: ignore[arg-type]
+    scope = {"type": "http", "headers": [], "app": app}
     with pytest.raises(InputError, match="enough"):
         asyncio.run(respond(Request(scope, receive)))
     assert max(after - before for before, after in pairwise(turns)) <= 64
@@ -179,8 +181,8 @@ def test_a_body_that_never_begins_ends_in_time(monkeypatch):
     async def receive() -> dict[str, Any]:
         return await asyncio.Event().wait()  # type: ignore[return-value]
 
-    state = SimpleNamespace(served=Served(Cluster()))  # type: ignore[arg-type]
+    app = SimpleNamespace(served=Served(Cluster()))  # type: ignore[arg-type]
     headers = [(b"content-length", b"5")]
-    scope = {"type": "http", "headers": headers, "app": SimpleNamespace(state=state)}
+    scope = {"type": "http", "headers": headers, "app": app}
     with pytest.raises(BodyTooSlow):
         asyncio.run(asyncio.wait_for(read_body(Request(scope, receive)), 20))

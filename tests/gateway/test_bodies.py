@@ -22,11 +22,12 @@ from baton.gateway.messages import messages_of
 from baton.gateway.parameters import content_of, list_of, options_of, sampling_of
 from baton.gateway.responses_bodies import RESPONSES_REFUSED, ResponsesBody
 from baton.proto.errors import InputError
-from baton.proto.sampling import SamplingParams
+from baton.proto.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 READERS = {kind: BodyReader(kind) for kind in (CompletionBody, EmbeddingBody)}
 READERS[ChatBody] = BodyReader(ChatBody, CHAT_REFUSED)
+DEFAULTS = SamplingParamsGenerationConfigDefaults()
 
 
 def chat(**fields) -> ChatBody:
@@ -148,31 +149,37 @@ def test_parameters_are_those_of_the_native_client():
         repetition_penalty=1.1, max_completion_tokens=9, min_tokens=2, stop="x", seed=5,
         stop_token_ids=[3], ignore_eos=True, logit_bias={"7": -100, "3": 1.5},
     )  # fmt: skip
-    assert sampling_of(body, 0) == SamplingParams(
+    assert sampling_of(body, 0, DEFAULTS) == SamplingParams(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, frequency_penalty=0.2, presence_penalty=0.3,
         repetition_penalty=1.1, max_new_tokens=9, min_new_tokens=2, stop=["x"], seed=5,
         stop_token_ids=[3], ignore_eos=True, logit_bias={7: -100, 3: 1.5},
     )  # fmt: skip
-    assert sampling_of(body, 2).seed == 7
-    assert sampling_of(chat(seed=-1), 0).seed == 2**64 - 1
+    assert sampling_of(body, 2, DEFAULTS).seed == 7
+    assert sampling_of(chat(seed=-1), 0, DEFAULTS).seed == 2**64 - 1
 
 
 def test_requests_with_equal_fields_have_equal_parameters_and_their_own_seeds():
     bodies_of_one_kind = [completion(temperature=0.25, top_k=3, n=2, seed=s) for s in (1, 1, None)]
-    first, again, unseeded = (sampling_of(body, 1) for body in bodies_of_one_kind)
+    first, again, unseeded = (sampling_of(body, 1, DEFAULTS) for body in bodies_of_one_kind)
     assert first == again == SamplingParams(temperature=0.25, top_k=3, max_new_tokens=16, seed=2)
     assert "seed" not in unseeded._given
-    drawn = {sampling_of(bodies_of_one_kind[2], 0).seed for _ in range(4)}
+    drawn = {sampling_of(bodies_of_one_kind[2], 0, DEFAULTS).seed for _ in range(4)}
     assert len(drawn) > 1
-    assert sampling_of(completion(temperature=0.25, top_k=4), 0).top_k == 4
+    assert sampling_of(completion(temperature=0.25, top_k=4), 0, DEFAULTS).top_k == 4
+    cooler = SamplingParamsGenerationConfigDefaults(top_p=0.5)
+    for defaults, top_p in ((cooler, 0.5), (DEFAULTS, 1.0), (cooler, 0.5)):
+        params = sampling_of(bodies_of_one_kind[0], 1, defaults)
+        assert params.top_p == top_p
+        assert params.merged(defaults) is params
+        assert params.merged(SamplingParamsGenerationConfigDefaults(top_k=9)).top_k == 3
     for _ in range(2):
         with pytest.raises(ParameterError, match="min_tokens 4"):
-            sampling_of(completion(max_tokens=3, min_tokens=4), 0)
+            sampling_of(completion(max_tokens=3, min_tokens=4), 0, DEFAULTS)
 
 
 def test_what_is_not_given_is_left_to_the_model():
-    assert sampling_of(chat(), 0)._given in (None, ())
-    assert sampling_of(completion(), 0).max_new_tokens == bodies.DEFAULT_COMPLETION_TOKENS
+    assert sampling_of(chat(), 0, DEFAULTS)._given in (None, ())
+    assert sampling_of(completion(), 0, DEFAULTS).max_new_tokens == bodies.DEFAULT_COMPLETION_TOKENS
     assert options_of(chat(), {}) == {}
 
 
@@ -195,7 +202,7 @@ def test_what_is_not_given_is_left_to_the_model():
 )
 def test_an_impossible_value_is_named_as_in_the_body(fields, parameter):
     with pytest.raises(ParameterError) as raised:
-        sampling_of(chat(**fields), 0)
+        sampling_of(chat(**fields), 0, DEFAULTS)
     assert raised.value.parameter == parameter
     assert parameter in str(raised.value)
 
