@@ -393,15 +393,17 @@ def test_a_captured_step_without_the_delta_is_seen(
         self._rows.deltas[:] = 0
         fill(self, turn)
 
-    shape, seeds, worst = SHAPES["qwen2_5_vl"], 3, 0.0
-    for i in range(seeds):
+    shape, worst = SHAPES["qwen2_5_vl"], 0.0
+    for i in range(8):  # one random model in five gives the same tokens
+        if worst > 2 * NEAR:
+            return
         folder = write_vision_model(tmp_path / f"{i}", shape, int(rng.integers(1 << 30)))
         prompt = prompt_of(shape, rng, (10, 14))
         with monkeypatch.context() as patch:
             patch.setattr(decode_graph.DecodeGraph, "_fill", plain)
             (found,) = run(LLMEngine(load(folder, host_device)), request(shape, prompt, new=16))
         worst = max(worst, shortfall(load(folder), request(shape, prompt, new=16), found))
-    assert worst > 2 * NEAR
+    assert worst > 2 * NEAR, worst
 
 
 def test_the_same_image_hits_the_prefix_cache_and_another_misses(
