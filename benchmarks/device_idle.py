@@ -204,6 +204,7 @@ def measure(
         context = engine._context(prompt, params)
         context.log_probabilities = 5 if kind == "log-probs" else 0
         engine.add(context)
+    tokens = 0
     for at in range(WARM):
         if at == WARM - 2:
             gc.collect()
@@ -221,7 +222,7 @@ def measure(
 
 def main() -> int:
     """Print the table. The exit code is 0 whether or not a bar is met."""
-    parser = argparse.ArgumentParser(prog="device_idle", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="device_idle", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--step-ms", type=float, nargs="+", default=[2.0, 10.0])
     parser.add_argument("--steps", type=int, default=100)
