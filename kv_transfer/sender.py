@@ -313,23 +313,22 @@ class Sender:
         """Repeat unanswered messages and fail handoffs without progress."""
         outputs: list[Output] = []
         for handoff in list(self._live.values()):
-            if handoff.key in self._live and now >= handoff.due():
-                outputs += self._overdue(handoff, now)
+            if handoff.key not in self._live or now < handoff.due():
+                continue
+            releasing = handoff.state is HandoffState.RELEASING
+            sending = handoff.state is HandoffState.SENDING
+            if sending and (failed := self._stalled(handoff, now)):
+                outputs += failed
+            elif now < handoff.deadline or (releasing and handoff.may_be_read):
+                outputs.append(handoff.control(handoff.current_message(now), now))
+            elif releasing:
+                self._end(handoff)
+                outputs.append(Gone(handoff.key))
+            else:
+                outputs += self._fail(handoff, "worker_lost", "the decode worker does not answer")
         if not self._live:
             self._arrived.clear()
         return outputs
-
-    def _overdue(self, handoff: Handoff, now: float) -> list[Output]:
-        if handoff.state is HandoffState.SENDING and (failed := self._stalled(handoff, now)):
-            return failed
-        if now < handoff.deadline:
-            return [handoff.control(handoff.current_message(now), now)]
-        if handoff.state is not HandoffState.RELEASING:
-            return self._fail(handoff, "worker_lost", "the decode worker does not answer")
-        if handoff.may_be_read:
-            return [handoff.control(handoff.current_message(now), now)]
-        self._end(handoff)
-        return [Gone(handoff.key)]
 
     def _stalled(self, handoff: Handoff, now: float) -> list[Output]:
         """Fail all handoffs with the peer if no frame arrives there; else return an empty list.

@@ -55,7 +55,59 @@ class CudaLinear:
         return int(self.weight.nbytes) + (0 if self.bias is None else int(self.bias.nbytes))
 
 
-class CudaBackend:
+class _PerThread(threading.local):
+    """The mover of the calling thread, made at its first use."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    @cached_property
+    def mover(self) -> BlockMover:
+        return BlockMover(self._device)
+
+
+class _BlockMoves:
+    """The moves of KV blocks. Other threads than the compute thread call them too."""
+
+    def __init__(self, device: Device) -> None:
+        self._local = _PerThread(device)  # each thread needs separate buffers
+
+    def gather_blocks(
+        self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, out: U8
+    ) -> int:
+        """Copy blocks of some layers to the host; return the digest of the copy."""
+        return self._local.mover.gather(pool, layer_start, layer_count, block_ids, out)
+
+    def scatter_blocks(
+        self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, payload: U8
+    ) -> int:
+        """Inverse of :meth:`gather_blocks`; return the digest of the written bytes."""
+        return self._local.mover.scatter(pool, layer_start, layer_count, block_ids, payload)
+
+    def copy_blocks(
+        self,
+        source: Any,
+        target: Any,
+        layer_start: int,
+        layer_count: int,
+        source_ids: I32,
+        target_ids: I32,
+    ) -> int:
+        """Copy blocks from pool to pool on the device; return the digest of their bytes."""
+        return self._local.mover.copy(
+            source, target, layer_start, layer_count, source_ids, target_ids
+        )
+
+    def sum_blocks(self, pool: Any, layer_start: int, layer_count: int, block_ids: I32) -> int:
+        """Return the digest that :meth:`gather_blocks` would return."""
+        return self._local.mover.sum(pool, layer_start, layer_count, block_ids)
+
+    def checksum(self, payload: U8) -> int:
+        """Return the digest of a payload in host memory."""
+        return self._local.mover.digest(payload)
+
+
+class CudaBackend(_BlockMoves):
     """Kernels of one GPU; see :class:`~baton.engine.kernels.backend.Backend`.
 
     Arrays are device arrays, annotated as CPU arrays. Activations, weights, keys and
@@ -72,11 +124,10 @@ class CudaBackend:
     column_multiple = elementwise.VECTOR
 
     def __init__(self, device: Device) -> None:
+        super().__init__(device)
         self.device = device
         self.numerics = f"{device.name}-{REVISION}-bf16"
         self.marks = LayerMarks(device)
-        # Threads other than the compute thread move blocks; each needs separate buffers.
-        self._local = _PerThread(device)
 
     @property
     def lost(self) -> str:
@@ -280,53 +331,6 @@ class CudaBackend:
                 window,
                 out[decoded:],
             )
-
-    # ------------------------------------------------------------------ blocks
-
-    def gather_blocks(
-        self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, out: U8
-    ) -> int:
-        """Copy blocks of some layers to the host; return the digest of the copy."""
-        return self._local.mover.gather(pool, layer_start, layer_count, block_ids, out)
-
-    def scatter_blocks(
-        self, pool: Any, layer_start: int, layer_count: int, block_ids: I32, payload: U8
-    ) -> int:
-        """Inverse of :meth:`gather_blocks`; return the digest of the written bytes."""
-        return self._local.mover.scatter(pool, layer_start, layer_count, block_ids, payload)
-
-    def copy_blocks(
-        self,
-        source: Any,
-        target: Any,
-        layer_start: int,
-        layer_count: int,
-        source_ids: I32,
-        target_ids: I32,
-    ) -> int:
-        """Copy blocks from pool to pool on the device; return the digest of their bytes."""
-        return self._local.mover.copy(
-            source, target, layer_start, layer_count, source_ids, target_ids
-        )
-
-    def sum_blocks(self, pool: Any, layer_start: int, layer_count: int, block_ids: I32) -> int:
-        """Return the digest that :meth:`gather_blocks` would return."""
-        return self._local.mover.sum(pool, layer_start, layer_count, block_ids)
-
-    def checksum(self, payload: U8) -> int:
-        """Return the digest of a payload in host memory."""
-        return self._local.mover.digest(payload)
-
-
-class _PerThread(threading.local):
-    """The mover of the calling thread, made at its first use."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    @cached_property
-    def mover(self) -> BlockMover:
-        return BlockMover(self._device)
 
 
 def host_id() -> str:

@@ -405,7 +405,14 @@ class CupyDevice:
             if self._kept is not None:
                 self._kept.extend(args)
             with self._load_lock:
-                function = self._function(kernel, shared_bytes)
+                function = self._functions.get(kernel)
+                if function is None:
+                    function = self._module(kernel.source).get_function(kernel.name)
+                    self._functions[kernel] = function
+                # More than 48 KiB must be requested once per function.
+                if shared_bytes > self._shared_bytes.get(kernel, _PLAIN_SHARED_BYTES):
+                    function.max_dynamic_shared_size_bytes = shared_bytes
+                    self._shared_bytes[kernel] = shared_bytes
             function(tuple(grid), tuple(block), values, shared_mem=shared_bytes)
 
     def matmul(
@@ -431,17 +438,6 @@ class CupyDevice:
         """Wait for all queued work."""
         with self._fate, self._lock, self._device:  # waiting would end another thread's capture
             self._stream.synchronize()
-
-    def _function(self, kernel: Kernel, shared_bytes: int) -> Any:
-        function = self._functions.get(kernel)
-        if function is None:
-            function = self._module(kernel.source).get_function(kernel.name)
-            self._functions[kernel] = function
-        # More than 48 KiB must be requested once per function.
-        if shared_bytes > self._shared_bytes.get(kernel, _PLAIN_SHARED_BYTES):
-            function.max_dynamic_shared_size_bytes = shared_bytes
-            self._shared_bytes[kernel] = shared_bytes
-        return function
 
     def _module(self, source: str) -> Any:
         module = self._modules.get(source)
