@@ -32,6 +32,7 @@ from baton.gateway.messages import ImageUrl, messages_of
 from baton.gateway.served import Served
 from baton.gateway.text_routes import chat
 from baton.proto.errors import CapacityError, ConfigError, InputError
+from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
 
 CONTENT = b"\x89PNG" + bytes(5000)
 URL = "data:image/png;base64," + base64.b64encode(CONTENT).decode()
@@ -133,7 +134,11 @@ def test_several_answers_share_the_images_of_a_request(number):
         async def model(self):
             description, card = SimpleNamespace(folder="/seer"), SimpleNamespace(name="seer")
             return SimpleNamespace(
-                takes_images=True, description=description, card=card, check_text=lambda: None
+                takes_images=True,
+                description=description,
+                card=card,
+                check_text=lambda: None,
+                defaults=SamplingParamsGenerationConfigDefaults(),
             )
 
         def generate(self, tokens, params, **options):
@@ -149,7 +154,7 @@ def test_several_answers_share_the_images_of_a_request(number):
     async def receive():
         return message
 
-    app = SimpleNamespace(state=SimpleNamespace(served=served))
+    app = SimpleNamespace(served=served)
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "app": app}
     with pytest.raises(Refused):
         asyncio.run(chat(Request(scope, receive)))

@@ -14,6 +14,9 @@ from baton.gateway.responses_bodies import (
     messages_of_input,
     tools_of_body,
 )
+from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
+
+DEFAULTS = SamplingParamsGenerationConfigDefaults()
 
 NOW = {"type": "function", "name": "now"}
 CALL = {"type": "function_call", "call_id": "1", "name": "now", "arguments": '{"a": 1}'}
@@ -148,7 +151,7 @@ def test_a_field_without_effect_is_refused_unless_it_is_neutral(name):
 def test_what_is_not_offered_is_named(fields, parameter):
     with pytest.raises(ParameterError) as raised:
         found = body(**fields)
-        sampling_of(found, 0), options_of(found, {}), messages_of_input(found, [])
+        sampling_of(found, 0, DEFAULTS), options_of(found, {}), messages_of_input(found, [])
         tools_of_body(found)
     assert raised.value.parameter == parameter
 
@@ -176,7 +179,7 @@ def test_parameters_and_options():
         max_output_tokens=9, seed=5, top_p=0.5, text={"format": form},
         include=["message.output_text.logprobs"], top_logprobs=4,
     )  # fmt: skip
-    params = sampling_of(found, 0)
+    params = sampling_of(found, 0, DEFAULTS)
     assert (params.max_new_tokens, params.seed, params.top_p) == (9, 5, 0.5)
     assert options_of(found, {}) == {"log_probabilities": 4}
     assert content_of(found) == Content({"type": "object"})
