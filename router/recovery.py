@@ -266,8 +266,12 @@ class WorkerLosses:
                 self._move_waiting(worker, now)
         self._lifecycle.retry_waiting(now)
 
-    def lose(self, worker: Worker, reason: str, now: float) -> None:
-        """Declare a worker dead, send PeerDead to the others, and replay its requests."""
+    def lose(self, worker: Worker, reason: str, now: float, *, taken_over: bool = False) -> None:
+        """Declare a worker dead, send PeerDead to the others, and replay its requests.
+
+        ``taken_over``: another process took the name while this one, silent, was still connected.
+        Its process did not end, so no request is blamed.
+        """
         drained = worker.draining
         self._registry.declare_dead(worker, reason)
         self._placement.forget(worker)
@@ -287,7 +291,8 @@ class WorkerLosses:
         there = [request for request in affected if request.attempt.server is worker]
         for request in there:
             self._recovery.start_over(request)
-        self._recovery.blame(there)
+        if not taken_over:
+            self._recovery.blame(there)
         for request in affected:
             if drained and request.attempt.server is not worker:
                 # Not running there, and a drain is not a loss.

@@ -78,7 +78,8 @@ class WorkerRegistration:
             self._out.append(ToWorker(identity, Rejected(code=error.code, message=str(error))))
             return
         for old in replaced:
-            self._losses.lose(old, f"replaced by process {hello.pid}", now)
+            reason = f"replaced by process {hello.pid}"
+            self._losses.lose(old, reason, now, taken_over=old.connected)
         returned = registry.is_dead(hello.incarnation)
         worker = registry.join(identity, hello, now)
         self._losses.registered(worker)

@@ -312,6 +312,20 @@ def test_a_deadly_request_waits_until_its_victims_are_known_to_be_dead(served):
     assert [t.code for t in served.terminals(key)] == ["poisoned"]
 
 
+def test_workers_that_lose_their_names_while_they_are_silent_poison_no_request(served):
+    key, assign = served.run()
+    for attempt in (1, 2):
+        decode = served.decode_of(assign)
+        decode.tokens(key, 10, 5, attempt=attempt)
+        silence(served, 1.2, *(worker for worker in served.workers if worker is not decode))
+        served.hear(b"life %d" % attempt, hello_of(decode, incarnation=999_000 + attempt))
+        worker, assign = next(
+            (w, found[-1]) for w in served.workers if (found := served.take(w, Assign))
+        )
+        worker.accept(assign)
+    assert not served.terminals(key)
+
+
 # ------------------------------------------------------------------ two lives of one name
 
 
