@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from baton.deploy.config import demo_flux_folder
+from baton.engine.kernels import load_backend
 from baton.engine.pictures.draw import PictureEngine
 from baton.tools.demo_flux.scenes import (
     COLOURS,
@@ -126,9 +127,15 @@ def test_other_padding_draws_the_scene_too(length):
     assert shows(draw(engine, PAIR.prompt), PAIR)
 
 
-def test_pixels_equal_those_of_diffusers():
-    engine = PictureEngine(demo_flux_folder(), prompt_tokens=512)
+@pytest.mark.parametrize("backend", ["numpy", "auto"])
+def test_pixels_equal_those_of_diffusers(backend):
+    engine = PictureEngine(demo_flux_folder(), backend=backend, prompt_tokens=512)
     prompt, expected = REFERENCE["prompt"].tobytes().decode(), REFERENCE["pixels"]
     pixels = draw(engine, prompt, steps=int(REFERENCE["steps"]), latents=REFERENCE["start"])
     assert shows(expected, PAIR)
-    assert np.abs(pixels.astype(int) - expected).max() <= 1
+    off = np.abs(pixels.astype(int) - expected)
+    if backend == "auto" and load_backend("cpu").numerics.endswith("amx"):
+        assert off.max() <= 8  # tiles round activations to bfloat16; diffusers computed in float32
+        assert off.mean() <= 0.25
+    else:
+        assert off.max() <= 1
