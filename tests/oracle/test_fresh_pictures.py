@@ -69,6 +69,15 @@ def backends():
     return ["numpy", "cpu"]
 
 
+def near(actual, expected, tolerance, kernels, bfloat16):
+    """Fail beyond the tolerance, or on tiles, which round activations to bfloat16, beyond 2 %."""
+    if bfloat16 and kernels.numerics.endswith("amx"):
+        off = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+        assert 1e-5 < off <= 0.02, f"seed {SEED}: {off:.4f}"
+    else:
+        np.testing.assert_allclose(actual, expected, atol=tolerance, err_msg=f"seed {SEED}")
+
+
 def rounded(pipeline):
     """Weights rounded to bfloat16 and widened to float32 again."""
     for name in ("text_encoder", "text_encoder_2", "transformer", "vae"):
@@ -116,20 +125,21 @@ def test_pictures_equal_those_of_diffusers(tmp_path, changes, case, options, bac
         **fields,
     )
     state = PromptEncoder(folder, kernels).encode(context)
-    note = f"seed {SEED}"
+    bfloat16 = bool(options.get("bfloat16"))
     for name, array in state.items():
-        np.testing.assert_allclose(array, found[name], atol=1e-5, rtol=1e-5, err_msg=note)
+        near(array, found[name], 1e-5, kernels, bfloat16)
     denoiser = Denoiser(folder, kernels)
     drawing = denoiser.start(context, state)
-    np.testing.assert_allclose(drawing.sigmas, found["sigmas"], atol=1e-6, err_msg=note)
+    np.testing.assert_allclose(drawing.sigmas, found["sigmas"], atol=1e-6)
     for _ in range(2):
         denoiser.step([drawing])
-    np.testing.assert_allclose(drawing.latents, found["middle"], atol=1e-4, err_msg=note)
+    near(drawing.latents, found["middle"], 1e-4, kernels, bfloat16)
     for _ in range(2):
         denoiser.step([drawing])
-    np.testing.assert_allclose(drawing.latents, found["latents"], atol=1e-4, err_msg=note)
+    near(drawing.latents, found["latents"], 1e-4, kernels, bfloat16)
     distance = np.abs(denoiser.finish(drawing).astype(int) - found["pixels"])
-    assert distance.max() <= 1, note
+    tiles = bfloat16 and kernels.numerics.endswith("amx")
+    assert distance.max() <= (8 if tiles else 1), f"seed {SEED}"
 
 
 @pytest.mark.parametrize("backend", backends())
