@@ -21,7 +21,7 @@ from ..client.model import ServedModel, TokensOrText, encode
 from ..client.options import RequestOptions
 from ..client.output import Output
 from ..images.processor import Image, SharedImage
-from ..proto.errors import BatonError, RequestCancelled
+from ..proto.errors import BatonError, PromptTooLong, RequestCancelled
 from ..proto.sampling import SamplingParams
 from .answers import DONE, Answer, ChatForm, Choice, CompletionForm, TokenTexts, usage_of
 from .bodies import (
@@ -171,7 +171,7 @@ def _texts_of(prompts: Sequence[TokensOrText], model: ServedModel) -> list[str]:
     for one in prompts:
         if not isinstance(one, str) and len(one) >= most:
             text = f"prompt too long: {len(one)} tokens, limit {most - 1}"
-            raise ParameterError(text, "prompt")
+            raise ParameterError(text, "prompt", PromptTooLong.code)
     return [one if isinstance(one, str) else model.tokenizer.decode(one) for one in prompts]
 
 
@@ -313,6 +313,7 @@ class StreamDelivery(Delivery):
             not text
             or output.final_status is not None
             or not choice.prompt_tokens  # the first output
+            or not self._exchange.status  # no output had text: the answer has not begun
             or self._held
             or self._ended
             or self._exchange.flow.write_paused

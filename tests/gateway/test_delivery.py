@@ -146,6 +146,20 @@ def test_each_output_is_written_when_it_arrives():
     assert {one["id"] for one in found[:-1]} == {"cmpl-1"}
 
 
+def test_the_first_outputs_may_have_no_text():
+    """As half a character has none."""
+
+    async def run() -> bytes:
+        server = Server()
+        (generation,) = await server.ask()
+        for text in ("", "", "é", "b"):
+            generation.say(text)
+        generation.say("", last=True)
+        return server.peer.out
+
+    assert texts(events(asyncio.run(run()))) == [(0, "é"), (0, "b"), (0, "")]
+
+
 def test_choices_take_turns_and_the_last_end_ends_the_answer():
     async def run() -> bytes:
         server = Server(count=2)
