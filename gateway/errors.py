@@ -31,9 +31,10 @@ CLIENT_CLOSED = 499
 class ParameterError(InputError):
     """A field of the body is wrong. ``parameter``: its name, with dots for inner fields."""
 
-    def __init__(self, message: str, parameter: str) -> None:
+    def __init__(self, message: str, parameter: str, code: str = InputError.code) -> None:
         super().__init__(message)
         self.parameter = parameter
+        self.code = code
 
 
 class ModelNotFound(InputError):

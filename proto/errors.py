@@ -5,6 +5,7 @@
     BatonError
     ├── InputError (ValueError)      the request is wrong; its message may be shown to the user
     │   ├── SchemaTooComplex         a json_schema exceeds the limits of time or memory
+    │   ├── PromptTooLong            the prompt has more tokens than a context holds
     │   ├── TaskMismatch             text requested from an embedding model, or vice versa
     │   ├── FeatureMissing           a parameter needs newer workers
     │   ├── EndpointUnknown          target_endpoint names no registered worker
@@ -59,6 +60,12 @@ class SchemaTooComplex(InputError):
     """A ``json_schema`` exceeds the limits of time or memory, at the start or during the answer."""
 
     code = "schema_too_complex"
+
+
+class PromptTooLong(InputError):
+    """A prompt or text has more tokens than a context holds. The code is that of OpenAI's API."""
+
+    code = "context_length_exceeded"
 
 
 class TaskMismatch(InputError):

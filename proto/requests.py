@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import astuple, replace
 
-from .errors import FeatureMissing, InputError, TaskMismatch
+from .errors import FeatureMissing, InputError, PromptTooLong, TaskMismatch
 from .json_schema import check_json_schema
 from .layout import FEATURES, ModelCard
 from .limits import (
@@ -321,8 +321,8 @@ def _check_tokens(wire: WireContext, card: ModelCard) -> None:
         raise InputError("the prompt is empty")
     if count > card.max_length - _least_new(wire):
         if wire.task == "embed":
-            raise InputError(f"text too long: {count} tokens, limit {card.max_length}")
-        raise InputError(
+            raise PromptTooLong(f"text too long: {count} tokens, limit {card.max_length}")
+        raise PromptTooLong(
             f"prompt too long: {count} tokens, limit {card.max_length - 1} (context of "
             f"{card.max_length} tokens, by the model and the KV memory, minus one new token)"
         )

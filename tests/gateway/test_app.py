@@ -98,7 +98,7 @@ def test_a_prompt_that_is_too_long_is_not_decoded():
     for prompt in ([7] * LENGTH, [[7], [7] * LENGTH]):
         error = complete(cluster, prompt=prompt, echo=True)
         assert error["message"] == f"prompt too long: {LENGTH} tokens, limit {LENGTH - 1}"
-        assert error["param"] == "prompt"
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert not cluster.decoded
 
 

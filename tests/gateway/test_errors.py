@@ -19,7 +19,8 @@ def kinds(root=BatonError):
 
 NATIVE = [kind for kind in kinds() if kind.__module__ == errors.__name__]
 STATUS = {
-    "input": 400, "schema_too_complex": 400, "task_mismatch": 400, "feature_missing": 400,
+    "input": 400, "context_length_exceeded": 400, "schema_too_complex": 400,
+    "task_mismatch": 400, "feature_missing": 400,
     "endpoint_unknown": 404, "duplicate_request": 409, "overloaded": 429, "router_closing": 503,
     "endpoint_draining": 503, "endpoint_dead": 503, "name_taken": 429, "cancelled": 499,
     "deadline_exceeded": 504, "worker_lost": 503, "poisoned": 500, "handoff_failed": 500,

@@ -13,6 +13,8 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,10 +50,11 @@ def installed(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path) -> Path:
-    """A home folder with a model, as the pages name it."""
-    shutil.copytree(demo_model_folder(), tmp_path / "models/Qwen3-0.6B")
-    return tmp_path
+def home() -> Iterator[Path]:
+    """A home folder with a model, as the pages name it. Paths of sockets must be short."""
+    with tempfile.TemporaryDirectory(prefix="home-") as name:
+        shutil.copytree(demo_model_folder(), Path(name) / "models/Qwen3-0.6B")
+        yield Path(name)
 
 
 def run(*words: str, **options) -> str:

@@ -78,7 +78,9 @@ def test_the_smallest_worker_decides_the_longest_context(bench, card, context):
     small = bench.join("decode", model=sized(128))
     bench.join("decode", 1, model=sized(256))
     key = bench.submit("r", context=context(prompt=128, max_length=200))
-    assert "prompt too long: 128 tokens, limit 127" in bench.terminals(key)[0].message
+    end = bench.terminals(key)[0]
+    assert "prompt too long: 128 tokens, limit 127" in end.message
+    assert end.code == "context_length_exceeded"
     bench.core.registry.declare_dead(bench.core.registry.find(small.id), "test")
     bench.submit("s", context=context(prompt=128, max_length=200))
     assert bench.find(Assign)[1].request_id == "s"
