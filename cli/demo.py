@@ -1,7 +1,7 @@
 """``baton demo``: start a whole cluster, answer prompts, survive a killed worker, and stop.
 
 One answer comes over HTTP. With ``--images`` the questions are about pictures, and
-with ``--draw`` the prompts become pictures. With ``--speech`` the cluster speaks digits.
+with ``--pictures`` the prompts become pictures. With ``--speech`` the cluster speaks digits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from ..deploy.config import (
 )
 from ..deploy.local.cluster import LocalCluster, check_model
 from ..deploy.local.terminal import terminal
-from ..proto.errors import BatonError
+from ..proto.errors import BatonError, ConfigError
 from ..proto.sampling import SamplingParamsInput
 from .demo_media import DrawTour, ImageTour, SpeechTour
 from .demo_steps import KILL_TOKENS, Question, show, show_http, show_kill
+from .parser import warn
 from .serve import run_cluster
 
 QUESTIONS = (
@@ -47,24 +48,24 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Register the command."""
     parser = verbs.add_parser("demo", help="start a cluster, answer prompts, kill a worker, stop")
     parser.add_argument("--address", default="", help="client address [a private socket file]")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
+    parser.add_argument(
         "--images", action="store_true", help="ask about generated pictures, with a model that sees"
     )
-    kind.add_argument(
-        "--draw", action="store_true", help="draw the prompts, with a model of coloured shapes"
-    )
-    kind.add_argument(
-        "--speech", action="store_true", help="speak digits, with a model that speaks"
-    )
-    parser.add_argument(
-        "--wav", metavar="FOLDER", help="where --speech writes WAV files [a new temporary folder]"
-    )
+    parser.add_argument("--speech", action="store_true", help="speak, with a model of the digits")
     parser.add_argument(
         "--pictures",
-        metavar="FOLDER",
-        help="where --images or --draw writes PNG files [a new temporary folder]",
+        nargs="?",
+        const="",
+        metavar="PROMPT",
+        help="draw pictures of the prompts, with a model of coloured shapes",
     )
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="where --images, --speech or --pictures writes its files [a new temporary folder]",
+    )
+    for flag, kind in (("--draw", "store_true"), ("--wav", "store")):  # earlier names
+        parser.add_argument(flag, action=kind, help=argparse.SUPPRESS)
     parser.add_argument("questions", metavar="QUESTION", nargs="*", help="prompts [examples]")
     parser.set_defaults(run=run)
 
@@ -98,14 +99,43 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _model_and_tour(arguments: argparse.Namespace) -> tuple[str, Callable[[], Tour]]:
     """Return the model, empty for the embedded text model, and what makes its tour."""
-    folder, questions = arguments.pictures, tuple(arguments.questions)
-    if arguments.draw:
+    kind, folder, questions = kind_of(arguments)
+    if kind == "pictures":
         return str(demo_flux_folder()), lambda: DrawTour(folder, questions)
-    if arguments.speech or arguments.wav is not None:
-        return str(demo_speech_folder()), lambda: SpeechTour(arguments.wav, questions)
-    if arguments.images or folder is not None:
+    if kind == "speech":
+        return str(demo_speech_folder()), lambda: SpeechTour(folder, questions)
+    if kind == "images":
         return str(demo_vision_model_folder()), lambda: ImageTour(folder, questions)
     return "", lambda: text_tour(questions or QUESTIONS)
+
+
+def kind_of(arguments: argparse.Namespace) -> tuple[str, str | None, tuple[str, ...]]:
+    """Return the kind of demo, its folder and its questions. Raises ConfigError for two kinds.
+
+    Earlier commands: ``--draw`` is ``--pictures``, ``--wav FOLDER`` is ``--speech`` with a folder,
+    and ``--pictures FOLDER`` named the folder of ``--images`` and ``--draw``.
+    """
+    folder, value, questions = arguments.output, arguments.pictures, tuple(arguments.questions)
+    if folder is None:
+        folder = arguments.wav
+    if value and (arguments.images or arguments.draw):
+        warn(f"--pictures {value} is --output {value} now")
+        folder = value if folder is None else folder
+    elif value:
+        questions = (value, *questions)
+    if arguments.draw:
+        warn("--draw is called --pictures now")
+    kinds = {
+        "images": arguments.images,
+        "speech": arguments.speech or arguments.wav is not None,
+        "pictures": arguments.draw or (value is not None and not (arguments.images and value)),
+    }
+    chosen = [kind for kind, wanted in kinds.items() if wanted]
+    if len(chosen) > 1:
+        raise ConfigError(f"--{chosen[0]} and --{chosen[1]} are two demos: choose one")
+    if not chosen and folder is not None:
+        raise ConfigError("--output needs --images, --speech or --pictures")
+    return chosen[0] if chosen else "", folder, questions
 
 
 def text_tour(questions: tuple[str, ...]) -> Tour:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.cli import demo_steps, doctor, status
+from baton.cli import demo, demo_steps, doctor, status
 from baton.cli.command import VERBS, asked_verbs, build_parser, main
 from baton.cli.settings import GROUPS
 from baton.deploy.config import CHOICES, RENAMED, ServeSettings, demo_model_folder
@@ -24,7 +24,7 @@ from baton.deploy.report import (
     RouterReport,
     WorkerReport,
 )
-from baton.proto.errors import InternalError
+from baton.proto.errors import ConfigError, InternalError
 
 
 @pytest.fixture
@@ -408,6 +408,38 @@ def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():
     quiet = "\n".join(status.describe(ClusterReport(), verbose=True))
     assert "latency" not in quiet
     assert "dropped" not in quiet
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "folder", "questions", "warnings"),
+    [
+        ("q", "", None, ["q"], 0), ("--pictures", "pictures", None, [], 0),
+        ("--pictures a b --output d", "pictures", "d", ["a", "b"], 0),
+        ("--images --output d", "images", "d", [], 0), ("--draw a", "pictures", None, ["a"], 1),
+        ("--draw --pictures d", "pictures", "d", [], 2),
+        ("--images --pictures d", "images", "d", [], 1),
+        ("--speech --output d a", "speech", "d", ["a"], 0), ("--wav d", "speech", "d", [], 0),
+    ],
+)  # fmt: skip
+def test_demo_has_three_kinds_and_understands_earlier_options(
+    options, kind, folder, questions, warnings, capsys
+):
+    arguments = build_parser().parse_args(["demo", *options.split()])
+    assert demo.kind_of(arguments) == (kind, folder, tuple(questions))
+    assert capsys.readouterr().err.count("baton: warning: --") == warnings
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("--images --pictures", "choose one"), ("--speech --pictures a", "choose one"),
+        ("--images --speech", "choose one"), ("--images --wav d", "choose one"),
+        ("--output d", "--output needs"),
+    ],
+)  # fmt: skip
+def test_demo_refuses_two_kinds_and_a_folder_without_use(options, error):
+    with pytest.raises(ConfigError, match=error):
+        demo.kind_of(build_parser().parse_args(["demo", *options.split()]))
 
 
 def test_demo_timing_counts_from_the_start():

@@ -82,7 +82,7 @@ def test_demo_answers_prompts_through_a_whole_cluster_and_leaves_nothing(tmp_pat
 
 def test_the_demo_with_images_answers_right_and_survives_a_kill(tmp_path_factory):
     folder, pictures = tmp_path_factory.mktemp("d"), tmp_path_factory.mktemp("p") / "new"
-    with start_demo(folder, "--images", "--pictures", str(pictures)) as demo:
+    with start_demo(folder, "--images", "--output", str(pictures)) as demo:
         output, errors = demo.communicate(timeout=90)
     assert demo.returncode == 0, output + errors
     assert "Traceback" not in output + errors
@@ -118,7 +118,7 @@ def test_the_demo_with_images_answers_right_and_survives_a_kill(tmp_path_factory
 
 def test_pictures_that_cannot_be_written_are_one_error(tmp_path):
     (tmp_path / "file").touch()
-    with start_demo(tmp_path, "--images", "--pictures", str(tmp_path / "file")) as demo:
+    with start_demo(tmp_path, "--images", "--output", str(tmp_path / "file")) as demo:
         _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 2
     assert errors == f"baton: cannot make {tmp_path / 'file'}: File exists\n"
@@ -126,7 +126,7 @@ def test_pictures_that_cannot_be_written_are_one_error(tmp_path):
 
 def test_the_demo_draws_pictures_and_a_kill_changes_none(tmp_path_factory):
     folder, pictures = tmp_path_factory.mktemp("d"), tmp_path_factory.mktemp("p") / "new"
-    with start_demo(folder, "--draw", "--pictures", str(pictures)) as demo:
+    with start_demo(folder, "--pictures", "--output", str(pictures)) as demo:
         output, errors = demo.communicate(timeout=90)
     assert demo.returncode == 0, output + errors
     drawn = re.findall(r"\n> (.+)\n  (/.+\.png)\n", output)
@@ -149,7 +149,7 @@ def test_the_demo_draws_pictures_and_a_kill_changes_none(tmp_path_factory):
 
 def test_demo_speaks_digits_into_wav_files_also_while_a_worker_is_killed(tmp_path_factory):
     folder, wav = tmp_path_factory.mktemp("d"), tmp_path_factory.mktemp("wav")
-    with start_demo(folder, "--speech", "--wav", str(wav)) as demo:
+    with start_demo(folder, "--speech", "--output", str(wav)) as demo:
         output, errors = demo.communicate(timeout=90)
     assert demo.returncode == 0, output + errors
     assert f"WAV files: {wav}\n" in output
