@@ -45,13 +45,13 @@ def _message(message: dict[str, Any], place: str, images: list[ImageUrl] | None)
     content = message.get("content")
     if isinstance(content, list):
         changed["content"] = _content_of(content, f"{place}.content", images)
-    elif not isinstance(content, str | None):
+    elif content is None and message["role"] == "assistant":
+        changed["content"] = ""  # templates join it to texts
+    elif not isinstance(content, str):
         raise ParameterError(f"{place}.content must be text or parts of text", f"{place}.content")
     calls = message.get("tool_calls")
     if calls:
         changed["tool_calls"] = _calls_of(calls, f"{place}.tool_calls")
-        if content is None:
-            changed["content"] = ""  # templates join it to texts
     return changed
 
 

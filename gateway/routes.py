@@ -167,6 +167,9 @@ async def detokenize(request: Request) -> Response:
     served = Served.of(request)
     body = _detokenize_reader.read(await read_body(request))
     found = await served.text_model(body.model)
+    count, most = len(body.tokens), found.card.max_length
+    if count > most:  # the time to decode a body full of token ids is most of a second
+        raise ParameterError(f"too many tokens: {count}, limit {most}", "tokens")
     text = await asyncio.to_thread(found.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return _json({"prompt": text})
 

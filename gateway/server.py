@@ -40,6 +40,7 @@ from .tracing import make_tracing
 
 MAX_HEAD_BYTES = 16 << 10
 _LONG_HEAD = "the request's head is too long"
+_CODING = "the only transfer coding that this server knows is chunked"
 _BACKLOG = 2048
 _FIRST_REQUEST_S = 1.0
 """Seconds that a new connection has for its first request when the server stops."""
@@ -60,6 +61,7 @@ class LimitedHttp(HttpToolsProtocol):
     head_timeout_s = 10.0
     _head_bytes = 0
     _idle_bytes = 0  # since the head or the last part of the body: of trailers and chunk headers
+    _codings = b""  # of the request's transfer
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
     _exchange: Exchange | None = None  # the last exchange that began
@@ -105,9 +107,15 @@ class LimitedHttp(HttpToolsProtocol):
             raise ValueError(_LONG_HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; ignore a trailer."""
-        if self._in_head:
-            super().on_header(name, value)
+        """Keep a header; ignore a trailer. Raises ValueError for an unknown transfer coding."""
+        if not self._in_head:
+            return
+        super().on_header(name, value)
+        if self.headers[-1][0] == b"transfer-encoding":
+            # The parser accepts any list that ends with chunked, and removes this coding alone.
+            self._codings += value.lower()
+            if self._codings != b"chunked":
+                raise ValueError(_CODING)
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body, which the routes limit."""
@@ -122,6 +130,7 @@ class LimitedHttp(HttpToolsProtocol):
                 raise ValueError(_LONG_HEAD)
         self._in_head = False
         self._head_bytes = self._idle_bytes = 0
+        self._codings = b""
         self._stop_timer()
         super().on_headers_complete()
 
@@ -177,6 +186,8 @@ class LimitedHttp(HttpToolsProtocol):
         """Refuse what the parser does not accept. It does not pass on why the head was refused."""
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse("431 Request Header Fields Too Large", _LONG_HEAD)
+        elif self._codings not in (b"", b"chunked"):
+            self._refuse("501 Not Implemented", _CODING)
         else:
             self._refuse("400 Bad Request", "the request is not valid HTTP/1.1")
 

@@ -43,7 +43,7 @@ class Cluster:
             draws=False,
         )
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int], **_: bool) -> str:
         self.decoded.append(threading.current_thread())
         return "text"
 
@@ -100,6 +100,18 @@ def test_a_prompt_that_is_too_long_is_not_decoded():
         assert error["message"] == f"prompt too long: {LENGTH} tokens, limit {LENGTH - 1}"
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert not cluster.decoded
+
+
+def test_tokens_beyond_the_model_s_length_are_not_decoded():
+    cluster = Cluster()
+    body = {"tokens": [7] * (LENGTH + 1)}
+    status, content = ask(cluster, "POST", "/detokenize", body)
+    error = json.loads(content)["error"]
+    assert (status, error["param"]) == (400, "tokens")
+    assert error["message"] == f"too many tokens: {LENGTH + 1}, limit {LENGTH}"
+    assert not cluster.decoded
+    body["tokens"].pop()
+    assert ask(cluster, "POST", "/detokenize", body) == (200, b'{"prompt":"text"}')
 
 
 @pytest.mark.parametrize("order", [1, -1])

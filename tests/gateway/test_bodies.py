@@ -296,9 +296,13 @@ def test_parts_of_text_become_one_text():
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     with pytest.raises(ParameterError, match=r"messages\[0\].*'image_url'"):
         messages_of([{"role": "user", "content": image}])
-    for wrong in (5, {}, True):
+    for wrong in (5, {}, True, None):
         with pytest.raises(ParameterError, match=r"messages\[0\]\.content must be text"):
             messages_of([{"role": "user", "content": wrong}])
+    with pytest.raises(ParameterError, match=r"messages\[1\]\.content must be text"):
+        messages_of([*MESSAGES, {"role": "user"}])
+    said_nothing = {"role": "assistant", "content": None}
+    assert messages_of([said_nothing]) == [{"role": "assistant", "content": ""}]
     with pytest.raises(ParameterError, match=r"messages\[1\]\.role"):
         messages_of([*MESSAGES, {"content": "x"}])
 

@@ -141,13 +141,14 @@ def test_a_body_that_arrives_soon_after_the_answer_keeps_the_connection(monkeypa
 
 def test_short_trailers_are_ignored_and_the_next_request_is_answered():
     end = b"0\r\nx-request-id: late\r\n\r\n"
-    request = HEAD + b"4\r\nbody\r\n" + end
+    request = HEAD.replace(b"chunked", b"Chunked") + b"4\r\nbody\r\n" + end
     protocol, peer, bodies = talk(request, request, answer_first=False)
     assert b"".join(bodies) == b"bodybody"
     assert peer.out.count(b"200 OK") == 2
     assert b"x-request-id" not in dict(protocol.headers)
 
 
+CODING = "the only transfer coding that this server knows is chunked"
 PATH = b"GET /%b HTTP/1.1\r\nhost: localhost\r\n\r\n" % (b"a" * MAX_HEAD_BYTES)
 LONG = GET[:-2] + b"x: %b\r\n\r\n" % (b"a" * MAX_HEAD_BYTES)
 MANY = GET[:-2] + b"".join(b"x%d: %b\r\n" % (at, b"a" * 90) for at in range(200)) + b"\r\n"
@@ -162,8 +163,10 @@ MANY = GET[:-2] + b"".join(b"x%d: %b\r\n" % (at, b"a" * 90) for at in range(200)
         (b"nonsense\r\n\r\n", b"400 Bad Request", "the request is not valid HTTP/1.1"),
         (GET.replace(b"GET", b"FOO"), b"400 Bad Request", "the request is not valid HTTP/1.1"),
         (HEAD + b"zz\r\n", b"400 Bad Request", "the request is not valid HTTP/1.1"),
+        (HEAD.replace(b"chunked", b"gzip, chunked"), b"501 Not Implemented", CODING),
+        (HEAD.replace(b"chunked", b"gzip\r\nTransfer-Encoding: chunked"), b"501 Not", CODING),
     ],
-    ids=["path", "header", "headers", "nonsense", "method", "chunk"],
+    ids=["path", "header", "headers", "nonsense", "method", "chunk", "coding", "codings"],
 )
 def test_what_is_refused_before_its_route_gets_a_typed_error(data, status, message):
     _, peer, _ = talk(data, answer_first=False)
