@@ -36,6 +36,7 @@ BODIES: dict[str, type[Body]] = {
     "/detokenize": DetokenizeBody,
 }
 """Types of the bodies by route."""
+_EVENTS = "text/event-stream"
 _MORE_REFUSED = {
     ChatBody: CHAT_REFUSED,
     ResponsesBody: RESPONSES_REFUSED,
@@ -149,8 +150,9 @@ def _operation(method: str, path: str, body: dict[str, Any] | None) -> dict[str,
         answer = {"text/plain": {"schema": {"type": "string"}}}
         found["responses"]["200"]["content"] = answer
     if path.startswith("/dashboard"):
-        kind = "text/html" if path == "/dashboard" else "text/event-stream"
-        found["responses"]["200"]["content"] = {kind: {"schema": {"type": "string"}}}
+        text: dict[str, Any] = {"text/html": {"schema": {"type": "string"}}}
+        # Without a schema: OpenAPI 3.1 has none for single events, and tools read it as theirs.
+        found["responses"]["200"]["content"] = text if path == "/dashboard" else {_EVENTS: {}}
     if path == "/v1/audio/speech":
         audio: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
         found["responses"]["200"]["content"] = {kind.decode(): audio for kind in FORMATS.values()}
@@ -164,5 +166,5 @@ def _operation(method: str, path: str, body: dict[str, Any] | None) -> dict[str,
     if body is not None:
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
         if "stream" in BODIES[path].__struct_fields__:
-            answer["text/event-stream"] = {}
+            answer[_EVENTS] = {}
     return found
