@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .async_client import AsyncClient
 
 Prepare = Callable[[], Coroutine[Any, Any, Prepared]]
+MOST_HELD = 64
+"""Maximum tokens of a whole answer that are held: their text takes a while."""
 
 
 class _Mailbox:
@@ -74,7 +76,8 @@ class AsyncGeneration:
 
     __slots__ = (
         "__weakref__", "_assembler", "_client", "_connection", "_done", "_event_loop", "_failure",
-        "_mailbox", "_on_error", "_on_output", "_sink", "_starting", "_window", "request_id",
+        "_held", "_held_at", "_mailbox", "_on_error", "_on_output", "_sink", "_starting", "_whole",
+        "_window", "request_id",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +96,9 @@ class AsyncGeneration:
         self._assembler: Assembler | None = None
         self._failure: Exception | None = None
         self._done = False
+        self._whole = False
+        self._held: list[int] | None = None  # tokens of a whole answer, after its first ones
+        self._held_at = 0  # their position
         self._event_loop = asyncio.get_running_loop()
         self.request_id = request_id
 
@@ -125,7 +131,11 @@ class AsyncGeneration:
         raise StopAsyncIteration
 
     def deliver(
-        self, on_output: Callable[[Output], object], on_error: Callable[[Exception], object]
+        self,
+        on_output: Callable[[Output], object],
+        on_error: Callable[[Exception], object],
+        *,
+        whole: bool = False,
     ) -> None:
         """Call ``on_output`` with each output as it arrives, in place of iterating.
 
@@ -133,7 +143,11 @@ class AsyncGeneration:
         the error, and if ``on_output`` raises, the request is cancelled and ``on_error`` gets that
         exception; no further call follows. The first calls may come before this method returns.
         The connection keeps the generation alive. End it early with :meth:`cancel`.
+
+        ``whole``: the caller reads the answer at its end. Then an output after the first one may
+        have the tokens of several, which takes less time.
         """
+        self._whole = whole
         self._on_output, self._on_error = on_output, on_error
         if self._starting is not None:
             self._starting.add_done_callback(self._deliver_started)
@@ -160,6 +174,9 @@ class AsyncGeneration:
     def cancel(self) -> None:
         """Cancel the request if it still runs, as :meth:`aclose`."""
         if not self._done:
+            self._hand_over_held()
+            if self._done:  # the caller has cancelled it meanwhile
+                return
             sink = self._sink
             self._forget()
             _end(self._starting, self._connection, self.request_id, sink)
@@ -203,10 +220,36 @@ class AsyncGeneration:
 
     def _pass_on(self) -> None:
         """Take all events: first those that have arrived, then each without the mailbox."""
-        taker: Sink = self._hand_over
+        holds = self._whole and self._assembler is not None and not self._assembler.stops
+        taker: Sink = self._hold if holds else self._hand_over
         self._mailbox.pass_on(taker)
         if not self._done and self._connection.replace(self.request_id, self._sink, taker):
             self._sink = taker
+
+    def _hold(self, news: NewTokens | Ended) -> None:
+        """Hold tokens after the first ones; hand over anything else, after them."""
+        held = self._held
+        if (
+            held is not None
+            and type(news) is NewTokens
+            and news.logprobs is None
+            and news.media is None
+        ):
+            if not held:
+                self._held_at = news.position
+            held += news.tokens
+            if len(held) >= MOST_HELD:
+                self._hand_over_held()
+            return
+        self._hand_over_held()
+        self._held = []
+        self._hand_over(news)
+
+    def _hand_over_held(self) -> None:
+        held = self._held
+        if held:
+            self._held = []
+            self._hand_over(NewTokens(self.request_id, self._held_at, held))
 
     def _hand_over(self, news: NewTokens | Ended) -> None:
         """Take an event. An exception must not reach the connection, which serves all requests."""

@@ -150,6 +150,16 @@ class Exchange:
         if self._on_room is not None:
             self._on_room()
 
+    def take_body(self) -> bytes | None:
+        """Return the body if all of it has arrived and none of it was read, else None."""
+        cycle = self._cycle
+        if cycle.more_body or cycle.disconnected:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()  # the next message of ASGI is the end of the connection
+        self.flow.resume_reading()
+        return body
+
     # ------------------------------------------------------------------ the answer
 
     def respond(self, body: bytes) -> None:

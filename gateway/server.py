@@ -66,6 +66,8 @@ class LimitedHttp(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _exchange: Exchange | None = None  # the last exchange that began
     _blocked: asyncio.TimerHandle | None = None  # runs while the client does not read
+    _idle_timer: asyncio.TimerHandle | None = None
+    _idle_since = 0.0  # the end of the last answer
     _leaves = False  # the server stops: the first request on this connection is its last
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -76,8 +78,9 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
         self._stop_timer()
-        if self._blocked is not None:
-            self._blocked.cancel()
+        for timer in (self._blocked, self._idle_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
         if self._exchange is not None:
             self._exchange.gone()
@@ -110,12 +113,15 @@ class LimitedHttp(HttpToolsProtocol):
         """Keep a header; ignore a trailer. Raises ValueError for an unknown transfer coding."""
         if not self._in_head:
             return
-        super().on_header(name, value)
-        if self.headers[-1][0] == b"transfer-encoding":
+        name = name.lower()
+        if name == b"transfer-encoding":
             # The parser accepts any list that ends with chunked, and removes this coding alone.
             self._codings += value.lower()
             if self._codings != b"chunked":
                 raise ValueError(_CODING)
+        elif name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body, which the routes limit."""
@@ -163,12 +169,41 @@ class LimitedHttp(HttpToolsProtocol):
             self._exchange.has_room()
 
     def on_response_complete(self) -> None:
-        """Limit the time of what still arrives of an answered request."""
-        super().on_response_complete()
+        """Start the next request, or limit the time until it arrives.
+
+        Also limit the time of what still arrives of an answered request.
+        """
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._idle_since = self.loop.time()
+            if self._idle_timer is None:
+                self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._idle)
         cycle = self.cycle  # of the request that arrives now; a pipelined one has no answer yet
         unfinished = not self._in_head and cycle is not None and cycle.response_complete
         if unfinished and self._timer is None and not self.transport.is_closing():
             self._timer = self.loop.call_later(self.head_timeout_s, self._late)
+
+    def _idle(self) -> None:
+        """Close a connection that is idle since its last answer; wait on if it is not.
+
+        One timer runs on from request to request: uvicorn's, which each answer sets and each
+        request cancels, takes several microseconds of a request.
+        """
+        self._idle_timer = None
+        if self.transport.is_closing() or not self.cycle.response_complete:
+            return  # the end of the running request sets the timer
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if self._head_bytes or not self._in_head:  # limited by the other timer
+            left = self.timeout_keep_alive
+        if left > 0:
+            self._idle_timer = self.loop.call_later(left, self._idle)
+        else:
+            self.transport.close()
 
     def shutdown(self) -> None:
         """End the connection after its running request, or after the first one if it is new.

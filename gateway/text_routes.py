@@ -184,6 +184,8 @@ def token_texts(model: ServedModel, body: SamplingBody) -> TokenTexts | None:
 class Delivery:
     """The native requests of one HTTP request, one per choice. ``prompts``: number of prompts."""
 
+    _is_whole = False  # whether the answer is written at its end
+
     def __init__(
         self,
         exchange: Exchange,
@@ -211,7 +213,7 @@ class Delivery:
         self._exchange.watch(self._gone, self._has_room)
         try:
             for choice, generation in zip(self._choices, self._generations, strict=True):
-                generation.deliver(self._taker(choice), self._failed)
+                generation.deliver(self._taker(choice), self._failed, whole=self._is_whole)
             await self._over
         finally:
             self._exchange.unwatch()
@@ -254,6 +256,8 @@ class Delivery:
 
 class WholeDelivery(Delivery):
     """Answers with one JSON object."""
+
+    _is_whole = True
 
     def _taker(self, choice: Choice) -> Take:
         times = self._times(choice, streams=False)

@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from baton.client import AsyncClient
+from baton.client.async_generation import MOST_HELD
 from baton.proto import (
     ConnectionLost,
     GenerationStatus,
@@ -152,11 +153,11 @@ def test_errors_come_out_of_the_iterator(cluster, run, tmp_path):
 class Taken:
     """What a generation delivers."""
 
-    def __init__(self, generation):
+    def __init__(self, generation, **options):
         self.outputs, self.errors = [], []
         self.over = asyncio.Event()
         self.generation = generation
-        generation.deliver(self.take, self.fail)
+        generation.deliver(self.take, self.fail, **options)
 
     def take(self, output):
         self.outputs.append(output)
@@ -188,6 +189,30 @@ def test_outputs_are_delivered_as_the_iterator_has_them(cluster, run, tokenizer,
             return text, stopped.outputs[-1].final_status
 
     assert run(main()) == ("a b ", GenerationStatus.END_OF_SEQUENCE)
+
+
+def test_a_whole_answer_is_delivered_in_few_outputs(cluster, run, tokenizer, say):
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            for count in (1, 5, 150):
+                one = Taken(client.generate([1], greedy(count), show_text=True), whole=True)
+                await one.over.wait()
+                assert one.tokens == expect(1, count)
+                assert len(one.outputs[0].tokens) < MOST_HELD  # at once, for its time
+                assert len(one.outputs) <= 3 + count // MOST_HELD
+            long = client.generate([1], greedy(2000))
+            cancelled = Taken(long, whole=True)
+            await until(lambda: long._held)
+            cancelled.generation.cancel()  # delivers the held tokens, so that they are counted
+            assert len(cancelled.outputs) == 2
+            assert cancelled.tokens == expect(1, len(cancelled.tokens))
+            cluster.prefill.answer = say("a b STOP c", len(tokenizer.encode("Hi")))
+            params = greedy(50, stop=["STOP"])
+            stopped = Taken(client.generate("Hi", params), whole=True)
+            await stopped.over.wait()
+            return "".join(output.text for output in stopped.outputs)
+
+    assert run(main()) == "a b "
 
 
 def test_outputs_that_have_arrived_before_are_delivered_first(cluster, run):

@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from baton.gateway.app import make_app
 from baton.gateway.errors import BodyTooSlow
+from baton.gateway.exchange import Exchange
 from baton.gateway.served import Served, read_body
 from baton.gateway.text_routes import completions
 from baton.proto.errors import InputError
@@ -198,3 +199,26 @@ def test_a_body_that_never_begins_ends_in_time(monkeypatch):
     scope = {"type": "http", "headers": headers, "app": app}
     with pytest.raises(BodyTooSlow):
         asyncio.run(asyncio.wait_for(read_body(Request(scope, receive)), 20))
+
+
+def test_a_body_that_has_arrived_as_a_whole_is_taken_without_a_message():
+    async def run() -> bytes:
+        resumed: list[bool] = []
+        cycle = SimpleNamespace(
+            more_body=True, disconnected=False, body=bytearray(b"{"), message_event=asyncio.Event(),
+            flow=SimpleNamespace(resume_reading=lambda: resumed.append(True)), transport=None,
+            scope={"type": "http", "headers": [], "app": SimpleNamespace(served=Served(Cluster()))},
+        )  # type: ignore[arg-type]  # fmt: skip
+        exchange = Exchange.begin(cycle)  # type: ignore[arg-type]
+        assert exchange.take_body() is None  # the rest is still on its way
+        cycle.body += b"}"
+        cycle.more_body = False
+        cycle.message_event.set()
+        content = await read_body(Request(cycle.scope))  # type: ignore[arg-type]
+        assert resumed == [True]
+        assert not cycle.message_event.is_set()  # the next message is the end
+        cycle.disconnected = True
+        assert exchange.take_body() is None
+        return content
+
+    assert asyncio.run(run()) == b"{}"

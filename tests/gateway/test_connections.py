@@ -56,6 +56,7 @@ def talk(
     *parts: bytes,
     answer_first: bool = True,
     then: Callable[[LimitedHttp, Peer], Awaitable[None]] | None = None,
+    **settings: Any,
 ) -> tuple[LimitedHttp, Peer, list[bytes]]:
     """Send parts to an application that answers before or after it has read the body."""
     bodies: list[bytes] = []
@@ -72,8 +73,9 @@ def talk(
 
     async def run() -> tuple[LimitedHttp, Peer]:
         config = uvicorn.Config(
-            app, http=LimitedHttp, ws="none", lifespan="off", log_config=None, access_log=False
-        )
+            app, http=LimitedHttp, ws="none", lifespan="off", log_config=None, access_log=False,
+            **settings,
+        )  # fmt: skip
         config.load()
         protocol, peer = LimitedHttp(config, ServerState(), {}), Peer()
         protocol.connection_made(peer)
@@ -91,6 +93,21 @@ def talk(
 
     protocol, peer = asyncio.run(run())
     return protocol, peer, bodies
+
+
+def test_an_idle_connection_ends_some_time_after_its_last_answer():
+    async def wait(protocol: LimitedHttp, peer: Peer) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0.3)
+            assert not peer.closed
+            protocol.data_received(GET)
+        await asyncio.sleep(0.3)
+        assert peer.out.count(b"200 OK") == 4
+        assert not peer.closed
+        await asyncio.sleep(0.6)
+        assert peer.closed
+
+    talk(GET, then=wait, timeout_keep_alive=0.5)
 
 
 @pytest.mark.parametrize("answer_first", [True, False])

@@ -39,7 +39,7 @@ class Generation:
     def __init__(self) -> None:
         self.cancelled = False
 
-    def deliver(self, on_output: Any, on_error: Any) -> None:
+    def deliver(self, on_output: Any, on_error: Any, **_: bool) -> None:
         self.give, self.fail = on_output, on_error
 
     def cancel(self) -> None:
