@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..engine.kernels.backend import Gpu
 from ..engine.kernels.cuda.backend import CudaBackend
 from ..engine.kernels.cuda.tuning import Tuning
 from ..engine.llm import LLMEngine
@@ -103,6 +104,7 @@ class TimedDevice:
     """A device whose kernels do nothing; see :class:`~baton.engine.kernels.cuda.device.Device`."""
 
     name = "timed"
+    gpu = Gpu(0, "GPU-timed", "timed")
     lost = ""
     multiprocessors = 132
     tuning = Tuning()

@@ -187,7 +187,7 @@ def describe(report: ClusterReport, *, verbose: bool = False) -> list[str]:
         *_requests(report.router),
         *_latency(report),
         "",
-        f"{head} {'restarts':>8}  endpoint",
+        f"{head} {'restarts':>8}  {'device':<19}  endpoint",
         *(_worker_line(worker) for worker in report.workers),
         "",
         (
@@ -279,7 +279,8 @@ def _worker_line(worker: WorkerReport) -> str:
     state = "left" if left else worker.state
     return (
         f"{worker.id:<12} {state:<9} {worker.pid:>7} {worker.requests_running:>7} "
-        f"{worker.requests_waiting:>7} {blocks:>12} {worker.restarts:>8}  {worker.endpoint}"
+        f"{worker.requests_waiting:>7} {blocks:>12} {worker.restarts:>8}  {worker.gpu:<19}  "
+        f"{worker.endpoint}"
     )
 
 

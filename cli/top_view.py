@@ -110,6 +110,7 @@ COLUMNS = (
         "GB/S", 8, lambda line: f"{line.bytes_per_s / 1e9:.3f}", lambda line: line.bytes_per_s
     ),
     Column("RESTARTS", 8, lambda line: str(line.restarts), lambda line: line.restarts),
+    Column("DEVICE", -19, lambda line: line.worker.gpu, lambda line: line.worker.gpu),
 )  # fmt: skip
 """P50 and P99 are of the TTFT for prefill workers, and of the ITL for decode workers."""
 

@@ -67,6 +67,7 @@ def _shell(
         keys=door(doors, "data", PREFILL),
         options=_DATA_OPTIONS,
     )
+    gpu = runner.backend.gpu
     identity = WorkerIdentity(
         worker=config.worker_id,
         role="decode",
@@ -76,6 +77,7 @@ def _shell(
         pool=config.pool,
         model=runner.card,
         max_batch=config.max_batch,
+        device="" if gpu is None else gpu.device,
     )
     member = Membership(identity, tuple(config.routers))
     keys = None if doors is None else doors.ring

@@ -36,6 +36,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     reason: str = ""  # why the worker is dead or was rejected
     endpoint: str = ""
+    device: str = ""  # "cuda:1 GPU-...": as the worker numbers it, and its UUID; empty: a CPU
     incarnation: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
@@ -55,6 +56,12 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0  # successors of this name after deaths
     handoff_bytes: int = 0  # sent or received for requests of this router
     handoff_seconds: float = 0.0
+
+    @property
+    def gpu(self) -> str:
+        """The device with the start of its UUID: ``cuda:1 GPU-5e2f90a1``; ``cpu`` without a GPU."""
+        device, _, uuid = self.device.partition(" ")
+        return f"{device} {uuid[:12]}".strip() or "cpu"
 
     @property
     def stuck(self) -> bool:

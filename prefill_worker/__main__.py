@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from ..engine.kernels.backend import Gpu
 from ..engine.kernels.memory import aligned_zeros
 from ..engine.loading.embedding_config import DRAW, EMBED
 from ..engine.loading.loader import StepRunner, folder_task, load_embedder, load_runner
@@ -57,7 +58,7 @@ def _load_steps(config: PrefillWorkerConfig, task: str) -> MakeShell:
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:
         keys = None if doors is None else doors.ring
         control = _control(config, context, doors)
-        member = _member(config, runner.card, control)
+        member = _member(config, runner.card, control, runner.backend.gpu)
         shell = PrefillShell(config, runner, member, control, loop, context, ticket, keys)
         _ready(member, runner.num_blocks)
         return shell
@@ -110,7 +111,9 @@ def _control(
     return RouterChannel(context, config.endpoint, keys=keys)
 
 
-def _member(config: PrefillWorkerConfig, card: ModelCard, control: RouterChannel) -> Membership:
+def _member(
+    config: PrefillWorkerConfig, card: ModelCard, control: RouterChannel, gpu: Gpu | None = None
+) -> Membership:
     identity = WorkerIdentity(
         worker=config.worker_id,
         role="prefill",
@@ -120,6 +123,7 @@ def _member(config: PrefillWorkerConfig, card: ModelCard, control: RouterChannel
         pool=config.pool,
         model=card,
         max_batch=config.max_active,
+        device="" if gpu is None else gpu.device,
     )
     return Membership(identity, tuple(config.routers))
 

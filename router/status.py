@@ -251,6 +251,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "state": worker.state.value,
         "reason": worker.reason,
         "endpoint": worker.endpoint,
+        "device": worker.device,
         "pool": worker.pool,
         "incarnation": worker.incarnation,
         "kv_blocks_total": load.kv_blocks_total,

@@ -86,12 +86,40 @@ class Worker:
     """
 
     __slots__ = (
-        "aborts", "busy", "card", "connected", "doubted", "drain_at", "draining", "dropped",
-        "endpoint", "finished", "hung_up", "id",
-        "identity", "incarnation", "latency", "load", "max_batch", "others", "others_requests",
-        "outstanding", "pid", "pool",
-        "progress", "progress_at", "reason", "recent", "recent_at", "reported", "requests",
-        "role", "seen_at", "state", "step_s",
+        "aborts",
+        "busy",
+        "card",
+        "connected",
+        "device",
+        "doubted",
+        "drain_at",
+        "draining",
+        "dropped",
+        "endpoint",
+        "finished",
+        "hung_up",
+        "id",
+        "identity",
+        "incarnation",
+        "latency",
+        "load",
+        "max_batch",
+        "others",
+        "others_requests",
+        "outstanding",
+        "pid",
+        "pool",
+        "progress",
+        "progress_at",
+        "reason",
+        "recent",
+        "recent_at",
+        "reported",
+        "requests",
+        "role",
+        "seen_at",
+        "state",
+        "step_s",
     )  # fmt: skip
 
     def __init__(self, identity: bytes, hello: Hello, now: float) -> None:
@@ -104,6 +132,7 @@ class Worker:
         self.pool = hello.pool
         self.card: ModelCard = hello.model
         self.max_batch = hello.max_batch
+        self.device = hello.device
         self.load: WorkerLoad = hello.load
         self.dropped: dict[str, int] = {}
         self.latency = Latency()

@@ -77,6 +77,7 @@ class WorkerIdentity:
     pool: str
     model: ModelCard
     max_batch: int
+    device: str = ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -189,6 +190,7 @@ class Membership:
             requests=[self._proven(held, now) for held in requests + ended],
             draining=self.draining,
             elsewhere=bool(self._welcome - {router}),
+            device=me.device,
         )
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
 

@@ -17,6 +17,7 @@ heads, ``D`` head dim, ``NB`` pool blocks, ``BS`` block size, ``S`` chunks (sequ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
@@ -35,6 +36,24 @@ Weights = npt.NDArray[np.generic]
 """float32, or uint16 holding bfloat16 bits."""
 Activation = Literal["silu", "gelu_tanh", "quick_gelu", "gelu"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "quick_gelu", "gelu")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as one process sees it.
+
+    ``ordinal``: its number in this process, which depends on CUDA_VISIBLE_DEVICES. ``uuid``: the
+    same text in all processes, so that two processes can tell whether they share the GPU.
+    """
+
+    ordinal: int
+    uuid: str
+    name: str
+
+    @property
+    def device(self) -> str:
+        """Its name in reports: ``cuda:1 GPU-5e2f90a1-...``."""
+        return f"cuda:{self.ordinal} {self.uuid}"
 
 
 class PackedLinear(Protocol):
@@ -84,6 +103,11 @@ class Backend(Protocol):
     @property
     def lost(self) -> str:
         """Error after which only a new process can compute; "" while the kernels work."""
+        ...
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU that computes; None for a CPU."""
         ...
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:

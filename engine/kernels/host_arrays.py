@@ -39,6 +39,10 @@ class HostArrays:
         """Allocate a zeroed KV pool with ``allocate``."""
         return host_pool(shape, allocate)
 
+    @property
+    def gpu(self) -> None:
+        """Return None: no GPU computes."""
+
     def pool_ticket(self, pool: F32) -> DeviceTicket | None:
         """Return None: the pool is in host memory."""
         return None

@@ -45,8 +45,9 @@ DEFAULT_KV_BYTES = 256 << 20
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model to load and its memory.
 
-    ``model``: folder. ``backend``: "auto", "cpu", "numpy" or "cuda". ``block_size``: tokens per
-    KV block. ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` takes precedence).
+    ``model``: folder. ``backend``: "auto", "cpu", "numpy" or "cuda". ``ordinal``: number of the GPU
+    of "cuda", among those that CUDA_VISIBLE_DEVICES leaves. ``block_size``: tokens per KV block.
+    ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` takes precedence).
     If both are unset, a GPU's pool gets ``device_share`` of its memory minus the weights.
     ``max_length``: longest context served, 0 for the model's own limit; a smaller pool lowers it.
     ``name``: the model's name for clients, by default the folder's name. ``task``: "generate" or
@@ -60,6 +61,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str
     backend: str = "auto"
+    ordinal: int = 0
     block_size: int = 16
     num_blocks: int = 0
     kv_bytes: int = DEFAULT_KV_BYTES
@@ -219,7 +221,7 @@ def load_runner(
     if make is None or model_task(checkpoint, config.task) != GENERATE:
         raise ConfigError(f"{checkpoint.folder} is an embedding model; it cannot generate text")
     length = _served_length(config, checkpoint)
-    backend = backend or _load_backend(config.backend)
+    backend = backend or _load_backend(config)
     layout = _layout(config, checkpoint, backend)
     if not backend.on_host:
         from ..pipeline.device_steps import check_device
@@ -243,12 +245,12 @@ def load_runner(
     return Runner(card, pipeline, backend, checkpoint.generation.defaults)
 
 
-def _load_backend(name: str) -> Backend:
-    if name != "cuda":
-        return load_backend(name)
+def _load_backend(config: RunnerConfig) -> Backend:
+    if config.backend != "cuda":
+        return load_backend(config.backend)
     from ..pipeline.device_steps import load_device
 
-    return load_device()
+    return load_device(config.ordinal)
 
 
 def _device_steps(

@@ -38,9 +38,12 @@ BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 _log = get_logger()
 
 
-def load_device() -> CudaBackend:
-    """Return the kernels of this machine's GPU. Raises ConfigError if they cannot run."""
-    return CudaBackend(CupyDevice())
+def load_device(ordinal: int = 0) -> CudaBackend:
+    """Return the kernels of a GPU of this machine. Raises ConfigError if they cannot run.
+
+    ``ordinal``: its number among the GPUs that CUDA_VISIBLE_DEVICES leaves.
+    """
+    return CudaBackend(CupyDevice(ordinal))
 
 
 def check_device(

@@ -52,12 +52,14 @@ class DeviceTicket(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``handle``: CUDA IPC handle of an allocation. ``host``: boot id of the kernel on which the
     handle is valid. ``offset``: bytes from the start of the allocation to the pool of ``nbytes``.
+    ``gpu``: UUID of the GPU; empty from senders that do not name it.
     """
 
     host: Name
     handle: Binary
     offset: Word
     nbytes: Word
+    gpu: Name = ""
 
 
 class Open(Message, frozen=True, kw_only=True):

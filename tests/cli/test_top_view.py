@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from baton.cli.status import describe
 from baton.cli.top_view import COLUMNS, Drain, Quit, Snapshot, Top
 from baton.deploy.messages import duration
 from baton.deploy.report import ClusterReport, Percentiles, RouterReport, WorkerReport
@@ -51,9 +52,8 @@ def test_rates_are_differences_of_two_snapshots(top):
         )
     )
     decode, prefill = rows(top)
-    assert prefill == (
-        ["prefill-0", "prefill", "ready", "0", "0", "25.0", "100.0", "12.0", "34.5", "2.000", "0"]
-    )
+    numbers = ["0", "0", "25.0", "100.0", "12.0", "34.5", "2.000", "0"]
+    assert prefill == ["prefill-0", "prefill", "ready", *numbers, "cpu"]
     assert decode[6] == "25.0"
     assert any("handoff 2.000 GB/s" in line for line in top.lines(120, 40))
 
@@ -66,7 +66,14 @@ def test_a_restarted_worker_begins_at_zero(top):
 
 def test_the_most_restarts_known_are_shown(top):
     top.update(snapshot(1.0, worker("decode-0", restarts=1), restarts={"decode-0": 3}))
-    assert rows(top)[0][-1] == "3"
+    assert rows(top)[0][-2] == "3"
+
+
+def test_the_gpu_of_a_worker_is_shown(top):
+    top.update(snapshot(1.0, worker("decode-0", device=f"cuda:1 GPU-5e2f90a1-{'0' * 27}")))
+    assert rows(top)[0][-2:] == ["cuda:1", "GPU-5e2f90a1"]
+    line = describe(ClusterReport(workers=[worker("decode-0", device="cuda:1 GPU-5e2f90a1-00")]))
+    assert any("  cuda:1 GPU-5e2f90a1  " in one for one in line)
 
 
 def test_keys_sort_and_turn_the_order(top):

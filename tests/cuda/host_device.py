@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.kernels.backend import Gpu
 from baton.engine.kernels.cuda.device import Argument, Array, Kernel
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 from baton.engine.kernels.cuda.tuning import Tuning
@@ -165,6 +166,7 @@ class HostDevice:
     """
 
     name = "host"
+    gpu = Gpu(0, "GPU-host", "host memory")
     lost = ""
     multiprocessors = 132
     tuning = Tuning()
@@ -283,7 +285,12 @@ class HostDevice:
         return handle, 512
 
     def open(
-        self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
+        self,
+        handle: bytes,
+        offset: int,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike,
+        gpu: str = "",
     ) -> tuple[HostMapping, HostArray]:
         """Find an exported array; as on a GPU, only its owner knows its content."""
         array = _EXPORTED.get(handle)

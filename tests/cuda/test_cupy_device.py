@@ -44,5 +44,5 @@ def test_without_a_gpu_the_error_says_so(monkeypatch):
 
 @pytest.mark.skipif(not cuda_is_available(), reason="CuPy finds no CUDA device")
 def test_a_device_that_does_not_exist():
-    with pytest.raises(ConfigError, match="there is no CUDA device 4096"):
+    with pytest.raises(ConfigError, match="device 4096 does not exist, this machine has"):
         CupyDevice(4096)

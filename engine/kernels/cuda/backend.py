@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ....proto.layout import KVLayout
 from ....proto.wire.messages import DeviceTicket
-from ..backend import F32, I32, U8, A, Activation, Mapping, PackedLinear, Weights
+from ..backend import F32, I32, U8, A, Activation, Gpu, Mapping, PackedLinear, Weights
 from . import attention, elementwise
 from .bfloat16 import bfloat16_bits
 from .block_moves import BlockMover, BlockStream, LayerMarks
@@ -134,6 +134,11 @@ class CudaBackend(_BlockMoves):
         """Error after which only a new process can compute; "" while the GPU works."""
         return self.device.lost
 
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU that computes."""
+        return self.device.gpu
+
     # ------------------------------------------------------------------ arrays
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> Any:
@@ -153,9 +158,9 @@ class CudaBackend(_BlockMoves):
         return self.device.shareable(shape, np.uint16)
 
     def pool_ticket(self, pool: Any) -> DeviceTicket:
-        """Return the pool's handle and offset, for decode workers on GPUs of this host."""
+        """Return the pool's handle, offset and GPU, for decode workers on GPUs of this host."""
         handle, offset = self.device.export(pool)
-        return DeviceTicket(host_id(), handle, offset, int(pool.nbytes))
+        return DeviceTicket(host_id(), handle, offset, int(pool.nbytes), self.gpu.uuid)
 
     def open_pool(self, ticket: DeviceTicket, layout: KVLayout) -> tuple[Mapping, Any]:
         """Map another process's pool ``[L, NB, 2, Hk, BS, D]``; its blocks are only read."""
@@ -169,7 +174,7 @@ class CudaBackend(_BlockMoves):
         if len(ticket.handle) != HANDLE_BYTES:  # CuPy would raise an IndexError
             raise ValueError(f"the handle has {len(ticket.handle)} bytes, not {HANDLE_BYTES}")
         shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)
-        return self.device.open(ticket.handle, ticket.offset, shape, np.uint16)
+        return self.device.open(ticket.handle, ticket.offset, shape, np.uint16, ticket.gpu)
 
     def block_stream(self, pool: Any, nbytes: int) -> BlockStream:
         """Return a stream for asynchronous moves of the pool's blocks."""

@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import re
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....proto.errors import ConfigError
+from ..backend import Gpu
 from .cublas import WORKSPACE_BYTES, Cublas, CublasFailed, find_library
 from .device import Argument, Array, CaptureFailed, DeviceArray, DeviceLost, Event, Kernel
 from .tuning import Tuning, tuning_of
@@ -29,6 +31,8 @@ _PROOF = '#line 1 "proof.cu"\nextern "C" __global__ void proof() {}\n'
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _ONCE = "#pragma once\n"
 _LIBRARY = "libcuda.so.1"
+_LAZY_PEER_ACCESS = 1
+"""cudaIpcMemLazyEnablePeerAccess: mapping another GPU's memory makes it readable here."""
 AddressRange = Callable[[int], tuple[int, int]]
 """Returns start and size of the allocation at a device address; raises OSError if none exists."""
 
@@ -45,6 +49,32 @@ def cuda_is_available() -> bool:
     import cupy  # pyright: ignore[reportMissingImports]
 
     return bool(cupy.cuda.is_available())
+
+
+def visible_gpus() -> list[Gpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, by ordinal.
+
+    Raises ConfigError without CuPy or a GPU. Creates no CUDA context.
+    """
+    if not cupy_is_installed():
+        raise ConfigError(f"--device cuda needs CuPy: {INSTALL_CUPY}")
+    if not cuda_is_available():
+        raise ConfigError("CuPy finds no CUDA device: no GPU, or its driver is missing or old")
+    import cupy  # pyright: ignore[reportMissingImports]
+
+    runtime = cupy.cuda.runtime
+    found = [runtime.getDeviceProperties(each) for each in range(runtime.getDeviceCount())]
+    return [
+        Gpu(ordinal, f"GPU-{uuid.UUID(bytes=bytes(one['uuid']))}", one["name"].decode())
+        for ordinal, one in enumerate(found)
+    ]
+
+
+def checked_gpu(ordinal: int, gpus: Sequence[Gpu]) -> Gpu:
+    """Return the GPU with this ordinal. Raises ConfigError if there is none."""
+    if not 0 <= ordinal < len(gpus):
+        raise ConfigError(f"device {ordinal} does not exist, this machine has {len(gpus)}")
+    return gpus[ordinal]
 
 
 @cache
@@ -137,20 +167,18 @@ class CupyDevice:
     All threads queue on one separate stream: a graph can be captured there, and a launch sees
     earlier writes of other threads. :meth:`another_stream` returns a device with the same memory
     and another stream with a lower priority.
+    CUDA has one current device per thread, at first device 0. So every call here sets it, for its
+    own time: a thread needs no preparation, and a process may use several devices.
     ``source`` returns the text of a kernel's file. Raises ConfigError without CuPy or a GPU, and if
     this installation cannot compile a kernel or load cuBLAS.
     """
 
     def __init__(self, ordinal: int = 0, source: Callable[[str], str] = cuda_source) -> None:
-        if not cupy_is_installed():
-            raise ConfigError(f"--device cuda needs CuPy: {INSTALL_CUPY}")
-        if not cuda_is_available():
-            raise ConfigError("CuPy finds no CUDA device: no GPU, or its driver is missing or old")
+        gpus = visible_gpus()
+        self.gpu = checked_gpu(ordinal, gpus)
+        self._others = {one.uuid: one.ordinal for one in gpus if one != self.gpu}
         import cupy  # pyright: ignore[reportMissingImports]
 
-        count = cupy.cuda.runtime.getDeviceCount()
-        if not 0 <= ordinal < count:
-            raise ConfigError(f"there is no CUDA device {ordinal}: this machine has {count}")
         self._cupy = cupy
         self._device = cupy.cuda.Device(ordinal)
         cuda = cupy.cuda
@@ -172,8 +200,7 @@ class CupyDevice:
         self._source = source
         capability = self._device.compute_capability
         self.multiprocessors = int(self._device.attributes["MultiProcessorCount"])
-        card = cuda.runtime.getDeviceProperties(ordinal)["name"].decode()
-        self.tuning = tuning_of(card, capability)
+        self.tuning = tuning_of(self.gpu.name, capability)
         # Other releases of the compiler or of cuBLAS may round or order sums differently.
         self.name = f"cuda-sm_{capability}-{self._proven()}{self.tuning.numerics}"
 
@@ -302,14 +329,20 @@ class CupyDevice:
         return bytes(handle), int(base.data.ptr - start)
 
     def open(
-        self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
+        self,
+        handle: bytes,
+        offset: int,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike,
+        gpu: str = "",
     ) -> tuple[CupyMapping, DeviceArray]:
         """Map another process's memory. OSError if impossible, ValueError if it is too small."""
         cuda, dtype = self._cupy.cuda, np.dtype(dtype)
+        self._check_peer(gpu)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self._device:
             try:
-                pointer = cuda.runtime.ipcOpenMemHandle(handle)
+                pointer = cuda.runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
             except (cuda.runtime.CUDARuntimeError, ValueError) as error:
                 raise OSError(f"cannot map another process's GPU memory: {error}") from None
             mapping = CupyMapping(self, pointer)
@@ -322,6 +355,18 @@ class CupyDevice:
             where = cuda.MemoryPointer(memory, offset)
             array: DeviceArray = self._cupy.ndarray(tuple(shape), dtype, where)
         return mapping, array
+
+    def _check_peer(self, gpu: str) -> None:
+        """Raise OSError if this GPU cannot read the memory of ``gpu``.
+
+        A GPU that CUDA_VISIBLE_DEVICES hides from this process is not asked about: the driver then
+        decides when the memory is mapped.
+        """
+        other = self._others.get(gpu)
+        if other is None:
+            return
+        if not self._cupy.cuda.runtime.deviceCanAccessPeer(self._device.id, other):
+            raise OSError(f"{self.gpu.uuid} cannot read the memory of {gpu}")
 
     def unmap(self, pointer: int) -> None:
         """Unmap memory mapped by :meth:`open`, after the queued work of all streams."""

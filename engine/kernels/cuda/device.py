@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....proto.errors import InternalError
-from ..backend import Mapping
+from ..backend import Gpu, Mapping
 from .tuning import Tuning
 
 Array = npt.NDArray[Any]
@@ -109,6 +109,7 @@ class Device(Protocol):
     """The memory of one device and one of its streams; work on the stream runs in order."""
 
     name: str
+    gpu: Gpu
     multiprocessors: int
     tuning: Tuning
     """The variants that the launchers of this device choose."""
@@ -175,9 +176,17 @@ class Device(Protocol):
         ...
 
     def open(
-        self, handle: bytes, offset: int, shape: Sequence[int], dtype: npt.DTypeLike
+        self,
+        handle: bytes,
+        offset: int,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike,
+        gpu: str = "",
     ) -> tuple[Mapping, DeviceArray]:
         """Map memory exported by another process. Raises OSError if that is impossible.
+
+        ``gpu``: UUID of the GPU that holds the memory; empty: unknown. Kernels of this device
+        read the memory of another GPU directly, over NVLink or PCIe, if the two are peers.
 
         Raises ValueError, and leaves nothing mapped, if the allocation is smaller than requested.
         """

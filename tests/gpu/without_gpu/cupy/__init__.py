@@ -77,6 +77,7 @@ def array(values: Any, order: str = "C") -> ndarray:
 
 def asnumpy(array: ndarray) -> np.ndarray:
     assert not cuda.capturing(), "a download while a graph is captured"
+    cuda.check_reach(array._mem)
     return np.array(np.asarray(array), order="C")
 
 
@@ -104,6 +105,9 @@ class RawKernel:
         for value in args:
             if isinstance(value, np.ndarray) and not isinstance(value, ndarray):
                 assert value.size == 1, "only arrays of size one are passed by value"
+        for value in args:
+            if isinstance(value, ndarray):
+                cuda.check_reach(value._mem)
         kept = tuple(_seen(value) for value in args)
 
         def run() -> None:
@@ -137,9 +141,11 @@ class RawModule:
         self._defines = tuple(option[2:] for option in options if option.startswith("-D"))
 
     def compile(self, log_stream: Any = None) -> None:
+        cuda.here()
         cuda.host(self._defines)._library(self.source)
 
     def get_function(self, name: str) -> RawKernel:
+        cuda.here()
         if os.environ.get("BATON_FAKE_NO_NVRTC"):
             raise RuntimeError("CuPy failed to load libnvrtc.so.13: OSError: cannot open\n\nHint")
         if self.source == "proof.cu":

@@ -1,4 +1,8 @@
-"""Streams, events, memory and graphs, on host memory; see the package."""
+"""Streams, events, memory and graphs, on host memory; see the package.
+
+``BATON_FAKE_GPUS`` is the number of GPUs (1). A GPU reads the memory of another one only after
+mapping it as a peer; with ``BATON_FAKE_NO_PEERS`` no two GPUs are peers.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ import numpy as np
 _TOTAL = 1 << 30
 _live: dict[int, Memory] = {}
 _opened: dict[int, mmap.mmap] = {}
+_reach: dict[int, set[int]] = {}
 _here = threading.local()
 _hosts: dict[tuple[str, ...], Any] = {}
 _host_lock = threading.Lock()
@@ -52,8 +57,44 @@ def check_alive(kernel: str = "") -> None:
         raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
 
 
+def _visible() -> list[int]:
+    """The GPUs of the machine that this process sees, by ordinal."""
+    machine = range(int(os.environ.get("BATON_FAKE_GPUS", "1")))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [*machine] if shown is None else [int(one) for one in shown.split(",") if one]
+
+
+_gpus = _visible()
+touched: set[int] = set()
+"""GPUs on which this process has created a context."""
+
+
 def is_available() -> bool:
-    return True
+    return bool(_gpus)
+
+
+def here() -> int:
+    """The GPU of the machine that is current in this thread; creates its context."""
+    gpu = _gpus[_here.__dict__.setdefault("devices", [0])[-1]]
+    touched.add(gpu)
+    if len(touched) > 1 and "BATON_FAKE_ONE_GPU" in os.environ:
+        raise CUDARuntimeError("a second GPU got a context, of several hundred MiB")
+    return gpu
+
+
+def check_stream(stream: Stream | None) -> None:
+    if stream is not None and stream.gpu != here():
+        raise CUDARuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
+
+
+def check_reach(memory: Any) -> None:
+    """Fail as a kernel does that reads the memory of a GPU that is no peer."""
+    if here() not in memory.reach:
+        raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+
+def _can_access(device: int, peer: int) -> int:
+    return int(_gpus[device] != _gpus[peer] and "BATON_FAKE_NO_PEERS" not in os.environ)
 
 
 def host(defines: tuple[str, ...] = ()) -> Any:
@@ -73,7 +114,7 @@ class Memory:
     """cudaMalloc: exportable."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.device_id = size, 0
+        self.size, self.reach = size, {here()}
         self._fd = os.memfd_create("fake-cuda")
         os.ftruncate(self._fd, max(size, 1))
         self._map = mmap.mmap(self._fd, max(size, 1))
@@ -82,7 +123,7 @@ class Memory:
         _live[self.ptr] = self
 
     def ticket(self) -> bytes:
-        words = np.array([os.getpid(), self._fd, self.size, 0, 0, 0, 0, 0], np.int64)
+        words = np.array([os.getpid(), self._fd, self.size, *self.reach, 0, 0, 0, 0], np.int64)
         return words.tobytes()
 
 
@@ -90,7 +131,7 @@ class PooledMemory:
     """Of the memory pool: no handle."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.device_id = max(size, 1), 0
+        self.size, self.reach = max(size, 1), {here()}
         self._raw = np.full(self.size + 1024, 0xFF, np.uint8)
         self.ptr = self._raw.ctypes.data + -self._raw.ctypes.data % 512
 
@@ -98,6 +139,7 @@ class PooledMemory:
 class UnownedMemory:
     def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
         self.ptr, self.size, self._owner, self.device_id = ptr, size, owner, device_id
+        self.reach = _reach[ptr]
 
 
 class MemoryPointer:
@@ -105,11 +147,13 @@ class MemoryPointer:
         self.mem, self.ptr = mem, mem.ptr + offset
 
     def copy_from_host_async(self, mem: int, size: int, stream: Any = None) -> None:
+        check_stream(stream)
         if capturing(stream):
             raise RuntimeError("the current stream is capturing, so H2D transfers are disallowed")
         ctypes.memmove(self.ptr, mem, size)
 
     def copy_to_host_async(self, mem: int, size: int, stream: Any = None) -> None:
+        check_stream(stream)
         if capturing(stream):
             raise RuntimeError("the current stream is capturing, so D2H transfers are disallowed")
         ctypes.memmove(mem, self.ptr, size)
@@ -135,6 +179,7 @@ class Pool:
 
 
 def alloc_pinned_memory(size: int) -> memoryview:
+    here()
     rounded = 1 << max(9, (size - 1).bit_length())
     return memoryview(bytearray(rounded))
 
@@ -150,10 +195,11 @@ class Device:
         self.id = int(device)
 
     def __enter__(self) -> Self:
+        _here.__dict__.setdefault("devices", [0]).append(self.id)
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        _here.devices.pop()
 
 
 class Graph:
@@ -163,6 +209,7 @@ class Graph:
     def launch(self, stream: Any = None) -> None:
         check_alive()
         assert not capturing(stream)
+        check_stream(stream)
         for each in self._work:
             each()
 
@@ -178,7 +225,7 @@ class Stream:
         ptds: bool = False,
         priority: int | None = None,
     ) -> None:
-        self.ptr = id(self)
+        self.ptr, self.gpu = id(self), here()
         self.captured: list[Callable[[], object]] | None = None
 
     def __enter__(self) -> Self:
@@ -190,6 +237,7 @@ class Stream:
         _here.streams.pop()
 
     def begin_capture(self, mode: Any = None) -> None:
+        check_stream(self)
         self.captured = []
         _gemm_hook(self)
 
@@ -200,10 +248,12 @@ class Stream:
 
     def synchronize(self) -> None:
         check_alive()
+        check_stream(self)
         if self.captured is not None:
             raise CUDARuntimeError("operation not permitted when stream is capturing")
 
     def wait_event(self, event: Event) -> None:
+        check_stream(self)
         assert isinstance(event, Event)
 
 
@@ -220,6 +270,7 @@ def capturing(stream: Stream | None = None) -> bool:
 def do(work: Callable[[], object], stream: Stream | None = None) -> None:
     """Do it now, or keep it for the graph."""
     stream = stream or current()
+    check_stream(stream)
     if stream is not None and stream.captured is not None:
         stream.captured.append(work)
     else:
@@ -237,6 +288,7 @@ class Event:
         return True
 
     def record(self, stream: Any = None) -> None:
+        check_stream(stream)
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -289,7 +341,9 @@ def _export(ptr: int) -> bytes:
 def _open(handle: bytes, flags: int = 1) -> int:
     if len(handle) != 64:
         raise IndexError("not enough values found during array assignment, expected 64")
-    pid, fd, size = (int(word) for word in np.frombuffer(handle, np.int64)[:3])
+    pid, fd, size, gpu = (int(word) for word in np.frombuffer(handle, np.int64)[:4])
+    if gpu != here() and (flags != 1 or "BATON_FAKE_NO_PEERS" in os.environ):
+        raise CUDARuntimeError("cudaErrorPeerAccessUnsupported: not supported between these two")
     if pid == os.getpid():
         raise CUDARuntimeError("cudaErrorInvalidContext: invalid device context")
     try:
@@ -299,19 +353,33 @@ def _open(handle: bytes, flags: int = 1) -> int:
     mapped = mmap.mmap(theirs, size)
     os.close(theirs)
     ptr = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    _opened[ptr] = mapped
+    _opened[ptr], _reach[ptr] = mapped, {here()}
     return ptr
+
+
+def _close(ptr: int) -> None:
+    here()
+    del _opened[ptr]
+
+
+def _memory_info() -> tuple[int, int]:
+    here()
+    return _TOTAL // 2, _TOTAL
 
 
 nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
 driver = SimpleNamespace(CUDADriverError=CUDADriverError)
 runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
-    getDeviceCount=lambda: 1,
-    getDeviceProperties=lambda device: {"name": b"Host memory"},
-    memGetInfo=lambda: (_TOTAL // 2, _TOTAL),
+    getDeviceCount=lambda: len(_gpus),
+    getDeviceProperties=lambda device: {
+        "name": b"Host memory",
+        "uuid": bytes([_gpus[device] + 1] * 16),
+    },
+    deviceCanAccessPeer=_can_access,
+    memGetInfo=_memory_info,
     memcpyAsync=_memcpy,
     ipcGetMemHandle=_export,
     ipcOpenMemHandle=_open,
-    ipcCloseMemHandle=lambda ptr: _opened.pop(ptr) and None,
+    ipcCloseMemHandle=_close,
 )

@@ -1,0 +1,138 @@
+"""Machines with two GPUs: one device per worker, and blocks that pass from GPU to GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.benchmarks.checkpoints import write_checkpoint
+
+from .test_lost_gpu import SHAPE
+
+UUIDS = ["GPU-" + "-".join(digits * n for n in (4, 2, 2, 2, 6)) for digits in ("01", "02")]
+
+SENDER = """
+import msgspec, numpy as np, sys
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
+backend = CudaBackend(CupyDevice(int(sys.argv[1])))
+pool = backend.kv_pool((2, 6, 2, 1, 8, 64), None)
+values = np.random.default_rng(3).integers(0, 1 << 16, pool.shape, np.uint16)
+backend.device.write(pool, values)
+backend.synchronize()
+print(msgspec.json.encode(backend.pool_ticket(pool)).decode(), flush=True)
+sys.stdin.read()
+"""
+
+RECEIVER = """
+import msgspec, numpy as np, sys, threading
+import cupy
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
+from baton.proto.layout import KVLayout
+from baton.proto.wire.messages import DeviceTicket
+ticket = msgspec.json.decode(sys.stdin.readline(), type=DeviceTicket)
+backend = CudaBackend(CupyDevice(int(sys.argv[1])))
+pool = backend.kv_pool((2, 9, 2, 1, 8, 64), None)
+layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, block_size=8, dtype="bfloat16")
+expected = np.random.default_rng(3).integers(0, 1 << 16, (2, 6, 2, 1, 8, 64), np.uint16)
+theirs, mine = np.array([5, 0, 3], np.int32), np.array([1, 8, 2], np.int32)
+
+def fetch():  # a new thread begins with device 0
+    try:
+        mapping, source = backend.open_pool(ticket, layout)
+    except OSError as error:
+        return print(error)
+    backend.copy_blocks(source, pool, 0, 2, theirs, mine)
+    assert (backend.device.download(pool)[:, mine] == expected[:, theirs]).all()
+    mapping.close()
+    stream = backend.block_stream(pool, 4096)
+    move = stream.sum(0, 2, mine)
+    move.wait()
+    print("copied", *cupy.cuda.touched)
+
+thread = threading.Thread(target=fetch)
+thread.start()
+thread.join()
+"""
+
+
+def passed(environment: dict[str, str], to: int = 1, **variables: str) -> str:
+    """Copy blocks from GPU 0 to GPU ``to`` of another process; return what that one prints."""
+    run = [sys.executable, "-P", "-c"]
+    plain: dict[str, Any] = {"stdin": subprocess.PIPE, "text": True}
+    with subprocess.Popen(
+        [*run, SENDER, "0"], env=environment, stdout=subprocess.PIPE, **plain
+    ) as sender:
+        assert sender.stdin is not None
+        assert sender.stdout is not None
+        ticket = sender.stdout.readline()
+        receiver = subprocess.run(
+            [*run, RECEIVER, str(to)],
+            input=ticket,
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        sender.stdin.close()
+    assert not receiver.returncode, receiver.stderr
+    assert not receiver.stderr
+    return receiver.stdout.strip()
+
+
+@pytest.fixture
+def two_gpus(with_cupy: dict[str, str]) -> dict[str, str]:
+    return {**with_cupy, "BATON_FAKE_GPUS": "2"}
+
+
+def test_blocks_pass_between_gpus_bit_for_bit(two_gpus: dict[str, str]) -> None:
+    assert passed(two_gpus) == "copied 1"
+    # The same GPU by another ordinal, because the first one is hidden.
+    assert passed(two_gpus, to=0, CUDA_VISIBLE_DEVICES="1") == "copied 1"
+
+
+def test_gpus_that_are_no_peers_do_not_map_memory(two_gpus: dict[str, str]) -> None:
+    apart = {**two_gpus, "BATON_FAKE_NO_PEERS": "1"}
+    assert passed(apart) == f"{UUIDS[1]} cannot read the memory of {UUIDS[0]}"
+    assert "PeerAccessUnsupported" in passed(apart, to=0, CUDA_VISIBLE_DEVICES="1")
+
+
+WITHOUT_PEER = """
+import numpy as np
+from baton.engine.kernels.cuda import elementwise
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
+one, other = CupyDevice(0), CupyDevice(1)
+values = one.upload(np.ones((1, 64), np.uint16))
+weights = other.upload(np.ones(64, np.uint16))
+elementwise.rms_norm(other, values, weights, 1e-6, other.empty((1, 64), np.uint16))
+"""
+
+
+def test_the_emulation_catches_memory_of_another_gpu(two_gpus: dict[str, str]) -> None:
+    command = [sys.executable, "-P", "-c", WITHOUT_PEER]
+    run = subprocess.run(command, env=two_gpus, capture_output=True, text=True, check=False)
+    assert "IllegalAddress" in run.stderr
+
+
+def test_a_device_that_does_not_exist_is_one_sentence(
+    two_gpus: dict[str, str], tmp_path: Path
+) -> None:
+    config = {
+        "worker_id": "decode-0", "endpoint": f"ipc://{tmp_path}/d", "routers": {},
+        "runner": {
+            "model": str(write_checkpoint(tmp_path / "model", SHAPE, "BF16")),
+            "backend": "cuda", "ordinal": 3,
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-P", "-m", "baton.decode_worker"]
+    command += ["--config", str(tmp_path / "config.json")]
+    run = subprocess.run(command, env=two_gpus, capture_output=True, text=True, check=False)
+    assert "device 3 does not exist, this machine has 2" in run.stderr
+    assert "Traceback" not in run.stderr
