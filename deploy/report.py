@@ -47,6 +47,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     tokens_waiting: int = 0
     compute_seconds: float = 0.0
+    step_rows: int = 0  # rows of the computed steps of pictures
     step_s: float = 0.0  # seconds of the current or last step
     heard_s_ago: float = 0.0
     generated_tokens: int = 0
@@ -151,8 +152,9 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     ``kv_dtype``: model and arithmetic of the workers. These four are empty before the first worker
     registers. ``dropped``: dropped messages by reason. ``prompt_tokens``: prompt tokens of requests
     with a first token, since the router's start. ``queued_tokens``: prompt tokens of requests
-    without a first token. ``cached_tokens``: prompt tokens of finished requests that came from a
-    prefix cache. ``restarts``: of all workers.
+    without a first token. ``picture_rows``: work of the steps of all admitted pictures;
+    ``queued_picture_rows``: of the steps not yet computed. ``cached_tokens``: prompt tokens of
+    finished requests that came from a prefix cache. ``restarts``: of all workers.
     """
 
     name: str = ""
@@ -166,6 +168,8 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     requests: RequestCounts = RequestCounts()
     prompt_tokens: int = 0
     queued_tokens: int = 0
+    picture_rows: int = 0
+    queued_picture_rows: int = 0
     task: str = ""
     architecture: str = ""
     numerics: str = ""

@@ -101,6 +101,7 @@ class Admission:
         self._config = config
         self.requests = 0  # admitted and unfinished
         self.queued_tokens = 0  # prompt tokens of requests without a first token
+        self.picture_rows = 0  # rows of the steps of all pictures admitted here
         self.context_bytes = 0  # of all records, also of ended requests
         self.ended = Meter(now)
         self.prompt_tokens = Meter(now)
@@ -127,6 +128,7 @@ class Admission:
         if self.prefill.measured_s >= PrefillRate.MEASURED_S:
             self._check_wait(request, workers, now)
         self._charge(request, size, workers, now)
+        self.picture_rows += request.rows_left
 
     def admit_resumed(self, request: Request, workers: int, now: float) -> None:
         """Charge a resumed request. It was admitted once, so only the memory limit applies."""

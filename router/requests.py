@@ -346,6 +346,14 @@ class Request:
         return max(0, self.max_new - len(self.emitted))
 
     @property
+    def rows_left(self) -> int:
+        """Rows of the steps of its picture that are not known to be computed; 0 for other requests.
+
+        The first token comes with the prompt, without a step.
+        """
+        return min(self.remaining, self.max_new - 1) * self.token_rows if self.draws else 0
+
+    @property
     def progressed(self) -> bool:
         """True if the request is well past its last loss, so that position is harmless."""
         return self.next > self.lost_at + HARMLESS_TOKENS

@@ -186,6 +186,12 @@ class Reporter:
         policy = self._config.policy.name
         return [story_record(story, policy, now) for story in found]
 
+    def _queued_rows(self) -> int:
+        """Return the rows of the steps that the pictures of this router still need."""
+        if not self._admission.picture_rows:
+            return 0
+        return sum(r.rows_left for r in self._table.requests.values() if not r.done)
+
     def _router(self, now: float) -> dict[str, object]:
         admission, metrics, card = self._admission, self._metrics, self._registry.card
         return {
@@ -222,6 +228,8 @@ class Reporter:
             "dropped": dict(metrics.dropped),
             "queued_tokens": admission.queued_tokens,
             "prompt_tokens": admission.prompt_tokens.total,
+            "picture_rows": admission.picture_rows,
+            "queued_picture_rows": self._queued_rows(),
             "cached_tokens": metrics.served.cached_tokens,
             "generated_tokens": admission.tokens.total,
             "restarts": self._registry.totals.restarts.total(),
@@ -266,6 +274,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "generated_tokens": load.generated_tokens,
         "preemptions": load.preemptions,
         "compute_seconds": round(load.compute_seconds, 6),
+        "step_rows": load.step_rows,
         "assigned_requests": len(worker.requests),
         "outstanding_tokens": worker.outstanding,
         "dropped": worker.dropped,

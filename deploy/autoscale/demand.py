@@ -5,6 +5,11 @@ both, the queue of N workers is simulated for every N. The result is the smalles
 required share of requests would have met the TTFT target. The simulation is valid for bursts and
 for steady load, and needs no rule of thumb about utilisation.
 
+**Pictures.** Decode workers compute the steps of pictures. The decode pool of a picture model is
+sized like the prefill pool, by rows of steps instead of tokens: the work of a picture is the rows
+of a step times the number of steps. KV blocks do not show this work, because they hold the prompt
+alone. A picture may take the time of its own steps and the TTFT target.
+
 **Decode.** Two limits bound a decode worker's capacity: its KV blocks, and the target inter-token
 latency (ITL), which a step must not exceed. A line fitted to measurements gives the step time for
 a number of blocks. With fewer workers, steps take longer, so requests run longer and hold more
@@ -30,6 +35,8 @@ LONGEST_GAP_S = 10
 """After a longer gap between observations, the history restarts: the gap cannot be filled."""
 MOST_TOKENS = 10**8
 """Maximum plausible tokens between two observations."""
+MOST_ROWS = 10**12
+"""Maximum plausible rows of steps between two observations."""
 
 
 # --------------------------------------------------------------------------- measurements over time
@@ -176,15 +183,21 @@ class Rate:
 # --------------------------------------------------------------------------- prefill
 
 
-class PrefillDemand:
-    """History of arrivals, the speed of a worker, and the number of workers for both."""
+class QueueDemand:
+    """History of arrivals, the speed of a worker, and the number of workers for both.
+
+    ``late_last``: work that would be late anyway is computed last; else work waits in the order of
+    arrival.
+    """
+
+    late_last = True
 
     def __init__(self, settings: ScaleSettings) -> None:
         self._settings = settings
-        self._history = History(2, settings.window)  # prompt tokens, requests
+        self._history = History(2, settings.window)  # tokens or rows, requests
         self._deltas = Deltas()
         self._rate = Rate(half_life_s=120.0, least_s=1.0)
-        self._tokens = self._requests = 0.0  # since the last row
+        self._arrived = self._requests = 0.0  # since the last row
         self._waiting = 0.0
 
     def see(
@@ -192,25 +205,21 @@ class PrefillDemand:
     ) -> None:
         """Record one observation. All samples are usable."""
         for router in routers:
-            # If a request ends without a first token, the sum falls. Deltas counts that as zero.
-            arrived = router.started_tokens + router.queued_tokens
             owner = (router.name, router.life)
             (requests,) = self._deltas.of((owner, "requests"), router.submitted)
-            (tokens,) = self._deltas.of((owner, "tokens"), arrived)
-            if tokens <= MOST_TOKENS:
+            (arrived,) = self._deltas.of((owner, "work"), self._received(router))
+            if arrived <= self._most:
                 self._requests += requests
-                self._tokens += tokens
+                self._arrived += arrived
         for worker in workers:
             owner = (worker.name, worker.incarnation)
-            prompt, cached, seconds = self._deltas.of(
-                owner, worker.prompt_tokens, worker.cached_tokens, worker.compute_seconds
-            )
-            if 0 < seconds <= LONGEST_STEP_S and prompt + cached <= MOST_TOKENS:
-                self._rate.add(prompt + cached, seconds)
-        self._waiting = sum(worker.tokens_waiting for worker in workers)
+            *done, seconds = self._deltas.of(owner, *self._computed(worker), worker.compute_seconds)
+            if 0 < seconds <= LONGEST_STEP_S and sum(done) <= self._most:
+                self._rate.add(sum(done), seconds)
+        self._waiting = self._left(routers, workers)
         if self._history.due(now):
-            self._history.add((self._tokens, self._requests), now, amounts=True)
-            self._tokens = self._requests = 0.0
+            self._history.add((self._arrived, self._requests), now, amounts=True)
+            self._arrived = self._requests = 0.0
 
     def needed(
         self, margin: float, ahead_s: float, most: int, *, spare: bool = False
@@ -229,10 +238,11 @@ class PrefillDemand:
         more *= headroom(tokens) if spare else 1.0
         work = tokens * (more / rate)
         own = np.divide(work / more, requests, out=np.zeros_like(work), where=requests > 0)
-        limit = self._settings.slo_ttft * margin
+        slack = self._slack(own, margin)
 
         def enough(workers: int) -> bool:
-            return share_in_time(work, requests, own, workers, limit) >= self._settings.keep
+            share = share_in_time(work, requests, slack, workers, late_last=self.late_last)
+            return share >= self._settings.keep
 
         return fewest(enough, most)
 
@@ -252,9 +262,10 @@ class PrefillDemand:
         if recent.sum() > workers * max(len(recent), cold_s):
             return True
         own = np.divide(work, requests, out=np.zeros_like(work), where=requests > 0)
-        limit = self._settings.slo_ttft
-        possible = (requests > 0) & (own <= limit)
-        missed = in_time(work, own, workers, limit) < self._settings.keep
+        slack = self._slack(own, 1.0)
+        possible = (requests > 0) & (slack >= 0)
+        shares = in_time(work, slack, workers, late_last=self.late_last)
+        missed = shares < self._settings.keep
         late = np.flatnonzero(possible & missed)
         return bool(len(late)) and late[-1] - late[0] >= cold_s
 
@@ -270,7 +281,7 @@ class PrefillDemand:
         if rate is None:
             return 0
         load = mean_load(self._history.columns()[0] / rate)
-        limit = self._settings.slo_ttft * self._settings.up_margin
+        limit = self.limit(self._settings.up_margin)
         queue = min(self._waiting / rate, limit * target)  # requests beyond this are late anyway
         surplus = load - target
         horizon = cold_s + self._settings.window / 2
@@ -283,20 +294,95 @@ class PrefillDemand:
         return min(wanted, most)
 
     def wait(self, workers: int) -> float:
-        """Seconds for ``workers`` to compute all waiting prompts; 0 while the rate is unknown."""
+        """Seconds for ``workers`` to compute all waiting work; 0 while the rate is unknown."""
         rate = self._rate.value
         return 0.0 if rate is None or not workers else self._waiting / rate / workers
 
+    def limit(self, margin: float = 1.0) -> float:
+        """Longest acceptable result of :meth:`wait`, in seconds."""
+        return self._settings.slo_ttft * margin
 
-def share_in_time(work: Values, requests: Values, own: Values, workers: int, limit: float) -> float:
-    """Share of ``requests`` whose first token ``workers`` compute within ``limit`` seconds.
+    def _slack(self, own: Values, margin: float) -> Values:
+        """Seconds for which work may wait. ``own``: seconds of computing one request."""
+        return self._settings.slo_ttft * margin - own
 
-    Prompts whose own computation exceeds the limit are ignored: more workers cannot help them.
+    _most = MOST_TOKENS
+
+    def _received(self, router: RouterSample) -> int:
+        raise NotImplementedError
+
+    def _computed(self, worker: WorkerSample) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _left(self, routers: Sequence[RouterSample], workers: Sequence[WorkerSample]) -> int:
+        raise NotImplementedError
+
+
+class PrefillDemand(QueueDemand):
+    """Prompts: their work is their tokens."""
+
+    def _received(self, router: RouterSample) -> int:
+        # If a request ends without a first token, the sum falls. Deltas counts that as zero.
+        return router.started_tokens + router.queued_tokens
+
+    def _computed(self, worker: WorkerSample) -> tuple[int, ...]:
+        return worker.prompt_tokens, worker.cached_tokens
+
+    def _left(self, routers: Sequence[RouterSample], workers: Sequence[WorkerSample]) -> int:
+        return sum(worker.tokens_waiting for worker in workers)
+
+
+class PictureDemand(QueueDemand):
+    """Pictures: their work is the rows of a step, times the steps.
+
+    A picture may take as long as its own steps and the TTFT target together. So a large picture
+    alone is never late, and two of them on one worker are.
     """
-    possible = np.where(own <= limit, requests, 0.0)
+
+    late_last = False
+    _most = MOST_ROWS
+    drawn = False
+    """Whether a picture was ever received."""
+
+    def see(
+        self, routers: Sequence[RouterSample], workers: Sequence[WorkerSample], now: float
+    ) -> None:
+        """Record one observation. All samples are usable."""
+        super().see(routers, workers, now)
+        self.drawn = self.drawn or any(router.picture_rows for router in routers)
+
+    def limit(self, margin: float = 1.0) -> float:
+        """Longest acceptable result of :meth:`wait`, in seconds."""
+        rows, requests = self._history.columns().sum(axis=1)
+        rate = self._rate.value
+        own = rows / requests / rate if rate and requests else 0.0
+        return super().limit(margin) + float(own)
+
+    def _slack(self, own: Values, margin: float) -> Values:
+        return self._settings.slo_ttft * margin + own
+
+    def _received(self, router: RouterSample) -> int:
+        return router.picture_rows
+
+    def _computed(self, worker: WorkerSample) -> tuple[int, ...]:
+        return (worker.step_rows,)
+
+    def _left(self, routers: Sequence[RouterSample], workers: Sequence[WorkerSample]) -> int:
+        return sum(router.queued_rows for router in routers)
+
+
+def share_in_time(
+    work: Values, requests: Values, slack: Values, workers: int, *, late_last: bool
+) -> float:
+    """Share of ``requests`` that ``workers`` begin within ``slack`` seconds.
+
+    Requests without slack are ignored: more workers cannot help them.
+    """
+    possible = np.where(slack >= 0, requests, 0.0)
     if not possible.sum():
         return 1.0
-    return float(possible @ in_time(work, own, workers, limit) / possible.sum())
+    shares = in_time(work, slack, workers, late_last=late_last)
+    return float(possible @ shares / possible.sum())
 
 
 def mean_load(work: Values) -> float:
@@ -304,21 +390,24 @@ def mean_load(work: Values) -> float:
     return float(work.mean()) if len(work) >= 30 else 0.0
 
 
-def in_time(work: Values, own: Values, workers: int, limit: float) -> Values:
-    """For the arrivals of each second, the share with a first token within ``limit`` seconds.
+def in_time(work: Values, slack: Values, workers: int, *, late_last: bool) -> Values:
+    """For the arrivals of each second, the share that waits at most ``slack`` seconds.
 
-    ``work``: arrived work in worker-seconds. ``own``: work of one request. The simulated queue has
-    the order of :mod:`..prefill_worker.start_order`: late prompts start after prompts that can
-    still be in time, except for one start in LATE_TURN.
+    ``work``: arrived work in worker-seconds. With ``late_last`` the simulated queue has the order
+    of :mod:`..prefill_worker.start_order`: late prompts start after prompts that can still be in
+    time, except for one start in LATE_TURN.
     """
     shares = np.ones(len(work))
     backlog = late = 0.0
-    for second, (came, alone) in enumerate(zip(work.tolist(), own.tolist(), strict=True)):
+    for second, (came, spare) in enumerate(zip(work.tolist(), slack.tolist(), strict=True)):
         power = workers * (1 - 1 / LATE_TURN) if late else float(workers)
         before = backlog + came
-        over = min(came, max(0.0, before - power - workers * max(0.0, limit - alone)))
-        backlog = max(0.0, before - over - power)
-        late = max(0.0, late + over - (workers - (before - over - backlog)))
+        over = min(came, max(0.0, before - power - workers * max(0.0, spare)))
+        if late_last:
+            backlog = max(0.0, before - over - power)
+            late = max(0.0, late + over - (workers - (before - over - backlog)))
+        else:
+            backlog = max(0.0, before - power)
         if over:
             shares[second] = 1 - over / came
     return shares

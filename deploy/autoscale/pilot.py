@@ -100,6 +100,8 @@ def _router(name: str, report: ClusterReport) -> RouterSample:
         submitted=router.requests.submitted,
         started_tokens=router.prompt_tokens,
         queued_tokens=router.queued_tokens,
+        picture_rows=router.picture_rows,
+        queued_rows=router.queued_picture_rows,
     )
 
 
@@ -118,6 +120,7 @@ def _worker(worker: WorkerReport) -> WorkerSample:
         prompt_tokens=worker.prompt_tokens,
         cached_tokens=worker.prefix_hit_tokens,
         compute_seconds=worker.compute_seconds,
+        step_rows=worker.step_rows,
         step_s=worker.step_s,
     )
 

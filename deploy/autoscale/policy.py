@@ -1,10 +1,10 @@
 """The autoscaler: ``observe(metrics, now) -> targets``.
 
 Pure, without clock or socket: equal observations give equal targets. The prefill pool is sized by
-the arrived work and the TTFT that it would have had, the decode pool by KV blocks and step times
-(:mod:`.demand`). A target rises at once and falls after the stabilization window
-(:class:`Governor`). A target is a total number of workers, not a number to add, so starting workers
-are never ordered twice.
+the arrived work and the TTFT that it would have had, the decode pool by KV blocks and step times,
+or by the steps of the pictures that arrived (:mod:`.demand`). A target rises at once and falls
+after the stabilization window (:class:`Governor`). A target is a total number of workers, not a
+number to add, so starting workers are never ordered twice.
 
 Implausible, old or missing data changes no target. If the data of any ready worker of a pool is
 unusable, the pool keeps its target, and its stabilization window restarts.
@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from .demand import DecodeDemand, PrefillDemand
+from .demand import DecodeDemand, PictureDemand, PrefillDemand, QueueDemand
 from .metrics import ROLES, Metrics, WorkerSample
 from .settings import ScaleSettings
 
@@ -39,6 +39,7 @@ class Autoscaler:
         }
         self._prefill = PrefillDemand(settings)
         self._decode = DecodeDemand(settings)
+        self._pictures = PictureDemand(settings)
         self._cold = {role: ColdStart(settings.cold_start) for role in ROLES}
         self._late: dict[str, tuple[float, float] | None] = dict.fromkeys(ROLES)
         self._now = -math.inf
@@ -78,7 +79,8 @@ class Autoscaler:
             self._prefill.see(metrics.routers, workers, now)
         else:
             self._decode.see(workers, now)
-        demand = self._prefill if role == "prefill" else self._decode
+            self._pictures.see(metrics.routers, workers, now)
+        demand = self._demand(role)
         most = settings.bounds.most(role)
         # Limited, because a worker may wait hours for a host, and no trend reaches that far ahead.
         ahead = min(cold.seconds, settings.window / 2)
@@ -87,11 +89,11 @@ class Autoscaler:
         if up is None or down is None:
             pool.hold()
             return
-        if role == "prefill":
-            if not self._prefill.lasting(pool.target, ahead):
+        if isinstance(demand, QueueDemand):
+            if not demand.lasting(pool.target, ahead):
                 up = min(up, pool.target)
             coming = len(workers) < pool.target
-            up = max(up, self._prefill.behind(pool.target, ahead, most, coming=coming))
+            up = max(up, demand.behind(pool.target, ahead, most, coming=coming))
             down = max(down, up)
         if self._misses(role, len(workers), pool.target, now):
             # At most twice the calculated number, so that a hanging pool does not grow forever.
@@ -99,10 +101,16 @@ class Autoscaler:
             down = max(down, up)
         pool.want(up, down, now)
 
+    def _demand(self, role: str) -> QueueDemand | DecodeDemand:
+        if role == "prefill":
+            return self._prefill
+        return self._pictures if self._pictures.drawn else self._decode
+
     def _misses(self, role: str, ready: int, target: int, now: float) -> bool:
         """Whether the pool has missed its limit for ``LATE_S`` while no worker was starting."""
-        if role == "prefill":
-            excess = self._prefill.wait(ready) - self._settings.slo_ttft
+        demand = self._demand(role)
+        if isinstance(demand, QueueDemand):
+            excess = demand.wait(ready) - demand.limit()
             late = excess > 0
         else:
             excess = self._decode.step_s - self._settings.slo_itl
@@ -111,7 +119,7 @@ class Autoscaler:
             self._late[role] = None
             return False
         since, then = self._late[role] or (now, excess)
-        if role == "prefill" and excess < then:
+        if isinstance(demand, QueueDemand) and excess < then:
             since, then = now, excess  # the pool is catching up
         self._late[role] = since, then
         return now - since >= LATE_S

@@ -74,6 +74,7 @@ class Scheduler:
         self._events: list[Event] = []
         self._prompt_tokens = self._generated_tokens = 0  # since the start
         self._compute_seconds = 0.0
+        self._step_rows = 0  # of pictures
         self._step_seconds = Histogram(GAP_S)
         self._step_tokens = Histogram(TOKENS)
         self._admission = Admission(cache, self._queues, 0 if config.one_token else config.growth)
@@ -289,6 +290,8 @@ class Scheduler:
         computed = sequence.num_computed_tokens
         if computed < sequence.prompt_length:
             self._prompt_tokens += count
+        elif sequence.picture is not None:
+            self._step_rows += sequence.picture.step_rows
         computed += count
         sequence.num_computed_tokens = computed
         allocation = sequence.allocation
@@ -358,6 +361,7 @@ class Scheduler:
             generated_tokens=self._generated_tokens,
             preemptions=self._admission.preemptions,
             compute_seconds=self._compute_seconds,
+            step_rows=self._step_rows,
             histograms={
                 STEP_SECONDS: _buckets(self._step_seconds),
                 STEP_TOKENS: _buckets(self._step_tokens),

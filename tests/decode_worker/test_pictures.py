@@ -69,6 +69,7 @@ def test_steps_have_the_positions_of_the_router(bench):
     assert (terminal.status, terminal.media) == ("maximum_length", b"png")
     assert terminal.position == BASE + STEPS + 1
     assert bench.cache.pool.used == 0
+    assert bench.core.load().step_rows == STEPS * (16 + 8)  # 64 x 64 pixels and 8 tokens of T5
 
 
 def test_no_step_is_planned_ahead(bench):

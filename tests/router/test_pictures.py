@@ -50,16 +50,27 @@ def join(bench, draws):
     return bench.join("prefill", model=draws), bench.join("decode", model=draws)
 
 
+def picture_rows(bench):
+    """Work of all admitted pictures, and the work left."""
+    bench.client(Status(), b"operator")
+    found = msgspec.json.decode(bench.one(b"operator", StatusReport).report)["router"]
+    return found["picture_rows"], found["queued_picture_rows"]
+
+
 def test_a_whole_life(bench, draws):
     prefill, decode = join(bench, draws)
     key = bench.submit("r", context=picture())
+    work = 3 * (64 * 32 // 256 + 8)  # steps, each with the rows of pixels and of the prompt
+    assert picture_rows(bench) == (work, work)
     assign = bench.one(prefill, Assign)
     prefill.accept(assign)
     prefill.tokens(key, 5, 0)
+    assert picture_rows(bench) == (work, work)  # the first token takes no step
     prefill.report(assign)
     decode.tokens(key, 5, 0)
     for step in (1, 2, 3):
         decode.tokens(key, 5 + step, step)
+        assert picture_rows(bench) == (work, work - step * work // 3)
     decode.end(key, 9, status="maximum_length", media=b"png")
     assert bench.one(decode, TerminalAck).requests == [(key, 1)]
     runs = [run for one in bench.take(b"client", Tokens) for run in one.runs]
@@ -67,6 +78,7 @@ def test_a_whole_life(bench, draws):
     assert bench.one(b"client", Terminal).media == b"png"
     bench.ack(key)
     bench.assert_nothing_kept()
+    assert picture_rows(bench) == (work, 0)
     bench.client(Status(requests=1), b"operator")
     (story,) = msgspec.json.decode(bench.one(b"operator", StatusReport).report)["requests"]
     assert (story["task"], story["new_tokens"], story["state"]) == ("draw", 4, "finished")

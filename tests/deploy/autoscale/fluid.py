@@ -15,6 +15,70 @@ HELD = 20  # blocks of a running request
 BASE_S, PER_BLOCK_S = 0.01, 5e-5
 
 
+DRAWN_ROWS = 10_000.0  # rows of picture steps per second of a decode worker
+
+
+@dataclass
+class PictureFluid:
+    """Decode workers that draw: each divides its speed among its pictures, and keeps them."""
+
+    scaler: Autoscaler
+    cold_s: float = 30.0
+    now: float = 0.0
+    came: int = 0
+    rows: int = 0
+    workers: list[list[list[float]]] = field(default_factory=lambda: [[]])  # rows left, arrival
+    coming: list[float] = field(default_factory=list)
+    busy: float = 0.0
+    waits: list[tuple[float, float]] = field(default_factory=list)  # arrival, seconds to the end
+
+    def second(self, pictures: list[int]) -> int:
+        """Simulate a second in which pictures of these rows arrive; return the target."""
+        self.now += 1
+        while self.coming and self.coming[0] <= self.now:
+            self.coming.pop(0)
+            self.workers.append([])
+        for rows in pictures:
+            least = min(self.workers, key=lambda worker: sum(left for left, _ in worker))
+            least.append([rows, self.now])
+            self.came, self.rows = self.came + 1, self.rows + rows
+        for worker in self.workers:
+            left = DRAWN_ROWS
+            while worker and left > 1e-6:
+                part = min(min(rows for rows, _ in worker), left / len(worker))
+                for picture in worker:
+                    picture[0] -= part
+                left -= part * len(worker)
+                self.waits += [(at, self.now - at) for rows, at in worker if rows <= 1e-6]
+                worker[:] = [picture for picture in worker if picture[0] > 1e-6]
+            self.busy += 1 - left / DRAWN_ROWS
+        target = self.scaler.observe(self.metrics(), self.now)["decode"]
+        while len(self.workers) + len(self.coming) < target:
+            self.coming.append(self.now + self.cold_s)
+        while len(self.workers) > target and [] in self.workers:
+            self.workers.remove([])
+        return target
+
+    def metrics(self) -> Metrics:
+        left = sum(rows for worker in self.workers for rows, _ in worker)
+        prefill = WorkerSample(name="prefill-0", role="prefill", incarnation=1, ready=True)
+        decodes = [
+            WorkerSample(
+                name=f"decode-{n}", role="decode", incarnation=100 + n, ready=True,
+                kv_used=33 * len(worker), kv_total=BLOCKS, running=len(worker),
+                step_s=0.4 * len(worker),
+                step_rows=int(self.busy * DRAWN_ROWS) if n == 0 else 0,
+                compute_seconds=self.busy if n == 0 else 0.0,
+            )
+            for n, worker in enumerate(self.workers)
+        ]  # fmt: skip
+        router = RouterSample(
+            name="router", life=1.0, submitted=self.came, picture_rows=self.rows,
+            queued_rows=int(left),
+        )  # fmt: skip
+        return Metrics(workers=(prefill, *decodes), routers=(router,))
+
+
 @dataclass
 class Fluid:
     scaler: Autoscaler

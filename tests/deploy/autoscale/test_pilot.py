@@ -5,7 +5,7 @@ from baton.deploy.autoscale.pilot import Pilot, metrics_of
 from baton.deploy.autoscale.settings import ScaleSettings
 from baton.deploy.config import ServeSettings, check
 from baton.deploy.plan.bounds import Bounds
-from baton.deploy.report import ClusterReport, WorkerReport, parse_report
+from baton.deploy.report import ClusterReport, RouterReport, WorkerReport, parse_report
 from baton.proto.errors import ConfigError
 
 BOUNDS = Bounds(prefill_max=6, decode_max=6)
@@ -49,6 +49,14 @@ def test_reports_become_targets():
     assert grown["decode"] > 2
     # The present workers are almost idle.
     assert steer(pilot, 120, grown, start=30.0, used=5)["decode"] == 1
+
+
+def test_the_work_of_pictures_is_read_from_reports():
+    router = RouterReport(picture_rows=70, queued_picture_rows=30)
+    worker = WorkerReport(id="decode-0", role="decode", step_rows=40)
+    found = metrics_of({"router": ClusterReport(workers=[worker], router=router)})
+    assert (found.routers[0].picture_rows, found.routers[0].queued_rows) == (70, 30)
+    assert found.workers[0].step_rows == 40
 
 
 def test_while_a_router_is_silent_nothing_is_decided():

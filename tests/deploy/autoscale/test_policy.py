@@ -12,7 +12,7 @@ from baton.deploy.plan.bounds import Bounds
 from baton.proto.errors import ConfigError
 
 from ...suite.short import some_long
-from .fluid import BLOCKS, HELD, SPEED, Fluid
+from .fluid import BLOCKS, DRAWN_ROWS, HELD, SPEED, Fluid, PictureFluid
 
 BOUNDS = Bounds(prefill_min=1, prefill_max=10, decode_min=1, decode_max=6)
 
@@ -64,6 +64,35 @@ def test_decode_grows_by_the_time_between_tokens_long_before_blocks_end():
     # 0.01 s + 5e-5 s a block: 200 blocks are the limit, of 1000.
     targets = run(tight, 120, 500, lambda now: 15 + now % 5)
     assert targets["decode"] >= 2
+
+
+def draw(every_s, seconds_each, seconds=400, cluster=None):
+    """Draw a picture every ``every_s`` seconds, with the work of ``seconds_each`` of a worker."""
+    settings = ScaleSettings(bounds=BOUNDS, cold_start=30.0, window=120.0, calm=120.0)
+    cluster = cluster or PictureFluid(Autoscaler(settings, {"prefill": 1, "decode": 1}))
+    sizes = [int(DRAWN_ROWS * seconds_each)]
+    targets = [cluster.second([] if n % every_s else sizes) for n in range(seconds)]
+    return cluster, targets
+
+
+def test_decode_grows_with_the_steps_of_pictures_that_hold_few_blocks():
+    """Work for two and a half workers: each picture needs 10 s of one, and holds 33 blocks."""
+    cluster, targets = draw(4, 10)
+    assert set(targets[200:]) <= {3, 4, 5}
+    late = [wait for at, wait in cluster.waits if at > 300 and wait > 10 + 2 + 10]
+    assert late == []
+    _, targets = draw(4, 10, 600, cluster)
+    assert len(set(targets[300:])) == 1  # no flapping
+    _, targets = draw(10, 1, 600, cluster)
+    assert targets[-1] == 1
+
+
+@pytest.mark.parametrize(("every_s", "seconds_each"), [(2, 1), (60, 30), (20, 10)])
+def test_pictures_that_one_worker_draws_in_time_order_no_other(every_s, seconds_each):
+    """A step of half a second is far above the ITL target, which is for tokens."""
+    cluster, targets = draw(every_s, seconds_each)
+    assert set(targets) == {1}
+    assert max(wait for _, wait in cluster.waits) <= seconds_each + 2
 
 
 def test_what_starts_is_not_ordered_again():
