@@ -44,8 +44,13 @@ needs_toolkit = pytest.mark.skipif(
 def test_machine_code(source, target, release, build_cache):
     if nvrtc_library(release) is None:
         pytest.skip(f"NVRTC {release} is not installed: make test-cuda fetches it")
+    broken = broken_gates(source, compile_source(cuda_source(source), target, build_cache, release))
+    assert not broken, f"{target}:\n" + "\n".join(broken)
+
+
+def broken_gates(source, compiled):
+    """Say what of the kernels' machine code breaks their gates."""
     broken = []
-    compiled = compile_source(cuda_source(source), target, build_cache, release)
     for name, kernel in compiled.items():
         gate = gate_of(source, name)
         if kernel.spill_bytes or kernel.stack_bytes:
@@ -58,7 +63,25 @@ def test_machine_code(source, target, release, build_cache):
         for pattern in (*FORBIDDEN, *gate.forbids):
             hits = [opcode for opcode in kernel.opcodes if re.fullmatch(pattern, opcode)]
             broken += [f"{name}: has {opcode}" for opcode in hits]
-    assert not broken, f"{target}:\n" + "\n".join(broken)
+    return broken
+
+
+@needs_toolkit
+@pytest.mark.parametrize(
+    ("bug", "source", "target", "message"),
+    [
+        ("ROUND", "elementwise.cu", "sm_80", r"silu_mul: has F2FP\..*RZ"),
+        ("ROUND", "elementwise.cu", "sm_90", r"silu_mul: has F2FP\..*RZ"),
+        ("FILL", "decode_attention.cu", "sm_90", "decode_attention_d64: has LDGSTS"),
+        ("FILL", "prefill_attention.cu", "sm_90", "prefill_attention_d128: has LDGSTS"),
+        ("TRANSPOSE", "decode_attention.cu", "sm_90", "decode_attention_d128: lacks MOVM"),
+    ],
+)
+def test_bugs_planted_in_ptx_break_a_gate(bug, source, target, message, build_cache):
+    """The CPU runs other code in place of inline PTX."""
+    text = f"#define BATON_PLANT_PTX_{bug}\n{cuda_source(source)}"
+    broken = broken_gates(source, compile_source(text, target, build_cache))
+    assert any(re.match(message, each) for each in broken), broken
 
 
 @needs_toolkit

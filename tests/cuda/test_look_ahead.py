@@ -12,6 +12,7 @@ import pytest
 from baton.benchmarks import device_idle
 from baton.engine.kernels.cuda import sampling
 from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.row_plan import GraphPlan
 from baton.engine.llm import LLMEngine
 from baton.engine.pipeline import device_steps
 from baton.engine.pipeline.device_rows import DeviceRows
@@ -328,6 +329,50 @@ def test_planted_bugs_of_histories_and_masks_are_noticed(
         return
     found, _ = run_kinds(folder, host_device, kinds, look_ahead=True)
     assert found != expected
+
+
+def answers_of_a_growing_batch(folder: Path, device: HostDevice) -> list[list[int]]:
+    """A penalized request alone, with three others, and alone again: replays of several graphs."""
+    engine = LLMEngine(load(folder, CudaBackend(device)))
+    contexts = []
+    for n, count in enumerate((16, 4, 4, 4)):
+        params = replace(DRAWN, seed=n, max_new_tokens=count, **KINDS["penalized"])
+        contexts.append(engine._context([5 + n, 6, 7], params))
+    engine.add(contexts[0])
+    for _ in range(6):
+        engine.step()
+    for context in contexts[1:]:
+        engine.add(context)
+    while engine.has_work:
+        engine.step()
+    assert steps_of(engine).replays > 8
+    return [context.tokens.generated.tolist() for context in contexts]
+
+
+@pytest.mark.parametrize("bug", ["plan", "histories"])
+def test_replays_that_read_memory_of_before_a_move_change_tokens(
+    folder: Path, host_device: HostDevice, monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    """A graph keeps the addresses it was captured with."""
+    expected = answers_of_a_growing_batch(folder, host_device)
+    if bug == "plan":
+        write = GraphPlan.write
+
+        def moving(plan: GraphPlan, lengths: Any, turn: int = 0) -> None:
+            for work in plan._decode.values():
+                work.plan = host_device.upload(host_device.download(work.plan))
+            write(plan, lengths, turn)
+
+        monkeypatch.setattr(GraphPlan, "write", moving)
+    else:
+        reserve = DeviceRows._reserve
+
+        def uncounted(rows: DeviceRows) -> None:
+            reserve(rows)
+            rows.moves = 0
+
+        monkeypatch.setattr(DeviceRows, "_reserve", uncounted)
+    assert answers_of_a_growing_batch(folder, host_device) != expected
 
 
 @pytest.mark.parametrize("kind", device_idle.KINDS)

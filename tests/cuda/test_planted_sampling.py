@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 
 from .host_device import HostDevice, LaunchFailed
-from .test_sampling import Mask, draw, expected_tokens, spec_of
+from .test_sampling import Batch, Mask, draw, expected_tokens, spec_of
 
 VOCAB = 600
 
@@ -38,3 +40,39 @@ def test_each_is_caught(host_device: HostDevice, bug):
     logits, specs = cases(np.random.default_rng(4))
     assert right(host_device, logits, specs)
     assert not right(host_device.with_defines(f"BATON_PLANT_SAMPLE_{bug}"), logits, specs)
+
+
+def test_chunks_beyond_the_first_32_are_looked_at(host_device: HostDevice):
+    """Vocabularies above 131,072 tokens have more chunks than a warp has lanes."""
+    planted = host_device.with_defines("BATON_PLANT_SAMPLE_CHUNKS")
+    specs = [spec_of(temperature=0.5), spec_of(top_k=1)]
+    for chunks, is_seen in ((32, False), (33, True)):
+        logits = np.zeros((len(specs), chunks * 4096), np.float32)
+        logits[:, -7] = 30
+        expected = expected_tokens(logits, specs)
+        assert (draw(host_device, logits, specs) == expected).all()
+        assert right(planted, logits, specs) != is_seen
+
+
+def test_entries_that_a_pass_leaves_to_the_next_are_summed(host_device: HostDevice):
+    """Kept entries of a flat row, too many for the list, in blocks that a pass cuts."""
+    planted = host_device.with_defines("BATON_PLANT_SAMPLE_CARRIED")
+    rng = np.random.default_rng(6)
+    logits = np.round(0.3 * rng.standard_normal((8, 2048 * 4 + 77)), 2).astype(np.float32)
+    specs = [spec_of(position=i, top_p=0.9) for i in range(len(logits))]
+    assert right(host_device, logits, specs)
+    assert not right(planted, logits, specs)
+    assert right(planted, logits[:, :600], specs)  # what short rows see of it
+
+
+def test_raw_and_adjusted_maxima_do_not_share_memory_at_once(host_device: HostDevice):
+    """Only a row with log-probabilities and a ban writes both."""
+    logits = np.random.default_rng(7).standard_normal((1, VOCAB)).astype(np.float32)
+    planted = host_device.with_defines("BATON_PLANT_SAMPLE_MAXIMA")
+    for spec, is_seen in ((spec_of(logprobs=1, banned=(3,)), True), (spec_of(logprobs=1), False)):
+        with host_device.watching_races():
+            Batch(host_device, logits, [spec]).run()
+        with planted.watching_races(), ExitStack() as stack:
+            if is_seen:
+                stack.enter_context(pytest.raises(LaunchFailed, match="race"))
+            Batch(planted, logits, [spec]).run()

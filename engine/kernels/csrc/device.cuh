@@ -40,9 +40,13 @@ __device__ __forceinline__ void cp_async4(void* to, const void* from) {
 }
 // Copies `bytes` (0..16) and fills the rest with zeros; 0 bytes read nothing.
 __device__ __forceinline__ void cp_async16_fill(void* to, const void* from, unsigned bytes) {
+#ifdef BATON_PLANT_PTX_FILL
+    cp_async16(to, from);
+#else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
                  "l"(from), "r"(bytes)
                  : "memory");
+#endif
 }
 __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -93,9 +97,13 @@ BATON_LDMATRIX_4(ldmatrix_x4_trans, ".trans")
 // Transposes the 8x8 matrix of 16-bit elements; lane l holds elements 2 (l % 4) and the next of row
 // l / 4, before and after. Whole warps only.
 __device__ __forceinline__ unsigned transpose_8x8(unsigned pair) {
+#ifdef BATON_PLANT_PTX_TRANSPOSE
+    return pair;
+#else
     unsigned transposed;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
     return transposed;
+#endif
 }
 
 // d[16][8] += a[16][16] b[16][8], bf16 in, float32 out. With g = lane / 4, t = 2 (lane % 4): a[0] holds
@@ -149,7 +157,11 @@ __device__ __forceinline__ float high_bf16(unsigned word) {
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
 #if defined(__CUDA_ARCH__)
     unsigned word;
+#ifdef BATON_PLANT_PTX_ROUND
+    asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#endif
     return word;
 #else
     return float_to_bf16(low) | static_cast<unsigned>(float_to_bf16(high)) << 16;

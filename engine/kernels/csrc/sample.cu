@@ -50,7 +50,9 @@ __device__ inline void write_maxima(const float4* x, float* maxima, int chunks, 
         for (int w = 1; w < kPassThreads / 32; w++) best = larger(best, shared[w]);
         maxima[chunks * kChunkGroups + chunk] = best;
     }
-    __syncthreads();
+#ifndef BATON_PLANT_SAMPLE_MAXIMA
+    __syncthreads();  // the next call writes to `shared`
+#endif
 }
 
 template <class T> __device__ __forceinline__ void scan_chunk(const T* logits, BATCH) {
@@ -257,7 +259,9 @@ __device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Ke
         float moved = 0.0f;
         if (static_cast<int>(threadIdx.x) < carried) moved = s.kept[full * kSumBlock + threadIdx.x];
         __syncthreads();
+#ifndef BATON_PLANT_SAMPLE_CARRIED
         if (static_cast<int>(threadIdx.x) < carried) s.kept[threadIdx.x] = moved;
+#endif
         blocks += summed, kept_in_all += static_cast<int>(total);
     }
     __syncthreads();

@@ -162,6 +162,9 @@ __device__ __forceinline__ float larger(const float4& x) {
 // The row's largest logit from the maxima of its chunks, in every lane. Whole warps only.
 __device__ __forceinline__ float row_maximum(const float* chunk_maxima, int chunks) {
     float best = minus_infinity();
+#ifdef BATON_PLANT_SAMPLE_CHUNKS
+    chunks = min(chunks, 32);
+#endif
     for (int c = threadIdx.x % 32; c < chunks; c += 32) best = larger(best, __ldcg(chunk_maxima + c));
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1)
