@@ -24,11 +24,12 @@ from ..deploy.config import ServeSettings, demo_model_folder
 from ..deploy.local.banner import kernels_warning
 from ..deploy.local.run_folder import socket_in_use
 from ..deploy.plan.addresses import free_ports, ipc_path
+from ..deploy.plan.prepare import visible_gpus_of_children
 from ..deploy.ray.connect import INSTALL_RAY
 from ..engine.kernels import kernels_title, load_backend
 from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY
 from ..engine.loading.checkpoint import load_checkpoint, require_tokenizer
-from ..proto.errors import BatonError
+from ..proto.errors import BatonError, ConfigError
 from ..proto.wire.endpoints import MAX_IPC_PATH_BYTES
 from ..runtime.net.user_address import default_address
 
@@ -198,6 +199,17 @@ def check_optional() -> Iterable[Finding]:
         yield Finding("ok", name, "present" if present else absent)
 
 
+def check_gpus() -> Iterable[Finding]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, if CuPy is installed."""
+    if importlib.util.find_spec("cupy") is None:
+        return
+    try:
+        for gpu in visible_gpus_of_children():
+            yield Finding("ok", "gpu", f"{gpu.device}, {gpu.name}")
+    except ConfigError as problem:
+        yield Finding("warn", "gpu", str(problem), "only --device cuda needs a GPU")
+
+
 CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     check_python,
     check_packages,
@@ -211,4 +223,5 @@ CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     check_model,
     check_cluster,
     check_optional,
+    check_gpus,
 )

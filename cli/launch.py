@@ -67,7 +67,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the cluster, unless it runs already."""
-    settings = settings_of(arguments)
+    settings = settings_of(arguments, local=arguments.where != "ray")
     if arguments.where == "ray":
         return on_ray(settings, arguments)
     settings = absolute(with_local_model(settings, terminal))

@@ -14,7 +14,7 @@ from ..deploy.local.cluster import LocalCluster
 from ..deploy.local.terminal import terminal
 from ..deploy.plan.hub import with_local_model
 from ..deploy.plan.plan import describe_plan
-from ..deploy.plan.prepare import check_start, make_plan
+from ..deploy.plan.prepare import check_start, make_plan, with_worker_per_gpu
 from ..proto.errors import RequestFailed
 from .numbers import count, seconds
 from .parser import one_of, shown, warn
@@ -89,18 +89,25 @@ def _metavar(field: str, kind: type) -> str:
         return "FILE"
     if field == "served_model_name":
         return "NAME"
+    if field == "device_ids":
+        return "N,N"
     return {int: "N", float: "SECONDS"}.get(kind, "ADDRESS")
 
 
-def settings_of(arguments: argparse.Namespace) -> ServeSettings:
-    """Merge and check the settings of flags, environment and file. Raises ConfigError."""
+def settings_of(arguments: argparse.Namespace, *, local: bool = True) -> ServeSettings:
+    """Merge and check the settings of flags, environment and file. Raises ConfigError.
+
+    ``local``: the workers will run on this machine, so its GPUs decide how many there are.
+    """
     names = (*ServeSettings.__struct_fields__, *RENAMED)
     flags = {name: getattr(arguments, name, None) for name in names}
 
     def spell(field: str) -> str:
         return "MODEL" if field == "model" else flag(field)
 
-    return resolve(flags, os.environ, arguments.config, spell, warn)
+    if not local:
+        return resolve(flags, os.environ, arguments.config, spell, warn)
+    return resolve(flags, os.environ, arguments.config, spell, warn, with_worker_per_gpu)
 
 
 def run(arguments: argparse.Namespace) -> int:

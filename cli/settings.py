@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +38,9 @@ HELP = {
     "model": "folder of the checkpoint, or org/name on the Hugging Face hub (default: the embedded "
     "demo model)",
     "task": "generate text, embed or draw (default: from the model); embed needs no decode workers",
-    "prefill": "number of prefill workers",
-    "decode": "number of decode workers",
+    "prefill": "number of prefill workers (default with device cuda: a quarter of the GPUs, at "
+    "least one, if decode is not given either)",
+    "decode": "number of decode workers (default with device cuda: the other GPUs, at least one)",
     "routers": "number of routers; give clients all their addresses, separated by commas",
     "gateways": "number of gateways, which serve HTTP at one port (0: none, as --no-http)",
     "http_host": "address of the gateways; an address that other hosts reach requires an API key",
@@ -91,7 +92,9 @@ HELP = {
     "decode_max_num_batched_tokens": "maximum tokens a decode worker recomputes per step after a "
     "preemption (0: no maximum)",
     "max_model_len": "maximum context length in tokens (0: the model's maximum)",
-    "device": "where models run; cuda: one NVIDIA GPU, shared by all workers",
+    "device": "where models run; cuda: NVIDIA GPUs, one per worker as far as there are enough",
+    "device_ids": "numbers of the GPUs to use, such as 0,2, among those that CUDA_VISIBLE_DEVICES "
+    "leaves (default: all)",
     "kernels": "kernels of device cpu; cpu: compiled C; auto: cpu if built, else numpy",
     "grace": "seconds for running requests to finish after an interrupt",
     "worker_timeout": "seconds without heartbeat or progress before a worker is declared dead",
@@ -118,7 +121,7 @@ HELP = {
 """One line for each field of :class:`ServeSettings`, shown by ``baton serve --help``."""
 
 GROUPS = {
-    "model": ("task", "device", "kernels", "max_model_len"),
+    "model": ("task", "device", "device_ids", "kernels", "max_model_len"),
     "processes": ("prefill", "decode", "routers"),
     "HTTP": (
         "gateways", "http_host", "http_port", "served_model_name", "api_key_file", "ssl_certfile",
@@ -169,9 +172,11 @@ def resolve(
     file: str | None,
     spell: Callable[[str], str] = flag,
     warn: Callable[[str], None] = lambda _: None,
+    fill: Callable[[ServeSettings, Container[str]], ServeSettings] = lambda settings, _: settings,
 ) -> ServeSettings:
     """Merge the layers and check the result.
 
+    ``fill``: sets defaults that depend on the machine, given the names of the fields that are set.
     ``spell``: the flag of a field. ``warn`` receives a sentence for each deprecated name.
     Raises ConfigError for a wrong setting, with the setting's name in the source that set it.
     """
@@ -190,9 +195,10 @@ def resolve(
         merged.update(layer.values)
     settings = convert(merged)
     try:
-        return check(settings)
+        check(settings)
     except ConfigError as problem:
         raise ConfigError(_blamed(str(problem), layers)) from None
+    return check(fill(settings, merged))
 
 
 def _blamed(message: str, layers: Iterable[Layer]) -> str:

@@ -131,6 +131,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode_max_num_batched_tokens: int = 256
     max_model_len: int = 0
     device: str = "cpu"
+    device_ids: str = ""
     kernels: str = "auto"
     grace: float = 30.0
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT_S
@@ -221,6 +222,7 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require_choice(settings, name, choices)
     _check_autoscale(settings)
     on_cpu = settings.device == "cpu"
+    device_ids(settings)
     _require(on_cpu or settings.kernels == "auto", "kernels", "chooses kernels of device cpu only")
     for prefix in ("", "prefill_", "decode_"):
         blocks, memory = f"{prefix}kv_blocks", f"{prefix}kv_memory"
@@ -283,6 +285,17 @@ def kv_size(settings: ServeSettings, role: str) -> tuple[int, int]:
         if blocks or memory:
             return blocks, memory
     return 0, 0
+
+
+def device_ids(settings: ServeSettings) -> tuple[int, ...]:
+    """Return the ordinals of the GPUs to use; empty: all. Raises ConfigError."""
+    parts = [part.strip() for part in settings.device_ids.split(",") if part.strip()]
+    _require(not parts or settings.device == "cuda", "device_ids", "needs device cuda")
+    rule = f"is {settings.device_ids[:40]!r}, not different numbers of GPUs such as 0,2"
+    right = all(part.isdecimal() and len(part) <= 4 for part in parts)
+    found = tuple(int(part) for part in parts) if right else ()
+    _require(right and len({*found}) == len(found), "device_ids", rule)
+    return found
 
 
 def _require(holds: bool, name: str, rule: str) -> None:

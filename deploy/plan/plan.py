@@ -7,7 +7,8 @@ member keeps its addresses over restarts, so that the other processes can reach 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,12 +36,52 @@ if TYPE_CHECKING:
     from ...runtime.process.log import Level
 
 
+class GpuBook:
+    """The GPU of each worker, by ordinal. A worker keeps its GPU until :meth:`release`.
+
+    A worker gets a GPU with the fewest workers, the first of several. So no GPU has more than
+    :meth:`most` workers, if ``workers`` is the most there ever are at once.
+    """
+
+    def __init__(self, ordinals: Sequence[int] = (0,)) -> None:
+        self._ordinals = tuple(ordinals)
+        self._taken: dict[str, int] = {}
+
+    def take(self, name: str) -> int:
+        """Return the GPU of a worker, the same one until its release."""
+        if name not in self._taken:
+            counts = Counter(self._taken.values())
+            self._taken[name] = min(self._ordinals, key=lambda one: counts[one])
+        return self._taken[name]
+
+    def release(self, name: str) -> None:
+        """Release the GPU of an ended worker."""
+        self._taken.pop(name, None)
+
+    def most(self, workers: int) -> int:
+        """Return the most workers that share a GPU, if there are ``workers``."""
+        return -(-workers // len(self._ordinals))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._taken
+
+
+def split_gpus(count: int) -> tuple[int, int]:
+    """Return the default numbers of prefill and decode workers on ``count`` GPUs.
+
+    A quarter of the GPUs prefills, because one prefill worker feeds several decode workers. One GPU
+    has a worker of both kinds.
+    """
+    prefill = max(1, count // 4)
+    return prefill, max(1, count - prefill)
+
+
 class AddressBook:
     """Addresses of all processes. A worker's addresses are chosen on first use.
 
     ``clients`` and ``workers``: the two sockets of each router, by the router's name. ``place``:
     makes an address from a stem such as ``decode-3.data``. ``http_port``: the port of all
-    gateways.
+    gateways. ``gpus``: the GPUs of the workers.
     """
 
     def __init__(
@@ -52,6 +93,7 @@ class AddressBook:
     ) -> None:
         self.clients, self.workers = clients, workers
         self.http_port = http_port
+        self.gpus = GpuBook()
         self._place = place
         self._known: dict[str, str] = {}
 
@@ -64,7 +106,8 @@ class AddressBook:
         return self._address(f"{name}.data")
 
     def release(self, name: str) -> None:
-        """Drop an ended worker's addresses. The next worker with its name may get others."""
+        """Drop an ended worker's addresses and GPU. Its name may get others next time."""
+        self.gpus.release(name)
         for stem in (name, f"{name}.data"):
             self._known.pop(stem, None)
 
@@ -198,7 +241,9 @@ def process_of(
         return _router(settings, book, cluster_key, name)
     if role == GATEWAY:
         return _gateway(settings, book, name)
-    runner = _runner(settings, role, kv_default)
+    runner = _runner(settings, role, kv_default, book.gpus)
+    if runner.backend == "cuda":
+        runner = msgspec.structs.replace(runner, ordinal=book.gpus.take(name))
     return (_prefill if role == PREFILL else _decode)(settings, book, runner, name)
 
 
@@ -347,7 +392,7 @@ _DEVICE_SHARE = 0.9
 """Share of a GPU's memory for workers. The rest is for driver contexts and kernel workspaces."""
 
 
-def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig:
+def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) -> RunnerConfig:
     blocks, memory = kv_size(settings, role)
     on_gpu = settings.device == "cuda"
     return RunnerConfig(
@@ -356,7 +401,7 @@ def _runner(settings: ServeSettings, role: str, kv_default: int) -> RunnerConfig
         block_size=settings.block_size,
         num_blocks=blocks,
         kv_bytes=memory or (0 if on_gpu else kv_default),
-        device_share=_DEVICE_SHARE / sized_for(settings),
+        device_share=_DEVICE_SHARE / gpus.most(sized_for(settings)),
         max_length=settings.max_model_len,
         task=settings.task,
         vision=role == "prefill",  # a decode worker gets images as KV

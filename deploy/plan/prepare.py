@@ -6,12 +6,15 @@ import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Container
+from functools import cache
 from pathlib import Path
 
 import msgspec
 
 from ...engine.kernels import BUILD_KERNELS, compiled_kernels_problem
-from ...engine.kernels.cuda.cupy_device import INSTALL_CUPY, cupy_is_installed
+from ...engine.kernels.backend import Gpu
+from ...engine.kernels.cuda.cupy_device import INSTALL_CUPY, checked_gpu, cupy_is_installed
 from ...engine.loading.checkpoint import load_checkpoint
 from ...engine.loading.embedding_config import DRAW, EMBED
 from ...engine.loading.loader import DEFAULT_KV_BYTES, folder_task
@@ -21,7 +24,7 @@ from ...proto.errors import BatonError, CheckpointError, ConfigError
 from ...runtime.keys.allowed import OPERATOR
 from ...runtime.keys.keyring import CONTROLLER, client_keys, load_keys
 from ...runtime.process.otlp import check_installed
-from ..config import ServeSettings, demo_model_folder, kv_size, parse_size
+from ..config import ServeSettings, demo_model_folder, device_ids, kv_size, parse_size
 from ..controller.backend import GATEWAY
 from ..local.run_folder import RunFolder
 from ..messages import mebibytes
@@ -40,6 +43,7 @@ from .memory import (
 )
 from .plan import (
     ClusterPlan,
+    GpuBook,
     http_port_of,
     ipc_addresses,
     key_folder,
@@ -47,6 +51,7 @@ from .plan import (
     resolve_plan,
     router_names,
     sized_for,
+    split_gpus,
     tcp_addresses,
 )
 
@@ -112,10 +117,68 @@ def check_tokenizer(settings: ServeSettings) -> None:
         raise CheckpointError(output or how)
 
 
+_GPUS_S = 60.0
+
+
+@cache
+def visible_gpus_of_children() -> tuple[Gpu, ...]:
+    """Return the GPUs that workers of this machine see, by ordinal. Raises ConfigError.
+
+    Another process asks CUDA, so that none of it stays in a supervisor, which runs for months.
+    """
+    if not cupy_is_installed():
+        raise ConfigError(f"device cuda needs CuPy: {INSTALL_CUPY}")
+    command = [sys.executable, "-P", "-m", "baton.engine.kernels.cuda.cupy_device"]
+    try:
+        ended = subprocess.run(  # noqa: S603 -- our own interpreter and module
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GPUS_S,
+            env=child_environment(os.environ),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"CUDA did not list its devices within {_GPUS_S:g} s") from None
+    if ended.returncode:
+        lines = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise ConfigError(lines[-1] if lines else describe_exit(ended.returncode))
+    return msgspec.json.decode(ended.stdout, type=tuple[Gpu, ...])
+
+
+def with_worker_per_gpu(settings: ServeSettings, given: Container[str]) -> ServeSettings:
+    """Set the default numbers of workers on a machine with GPUs; see :func:`.plan.split_gpus`.
+
+    ``given``: names of the settings that the user has set. One of the two numbers is enough to
+    keep both as they are. Raises ConfigError for a GPU that does not exist.
+    """
+    if settings.device != "cuda" or "prefill" in given or "decode" in given:
+        return settings
+    prefill, decode = split_gpus(len(_ordinals(settings)))
+    return msgspec.structs.replace(
+        settings,
+        prefill=_bounded(prefill, settings.prefill_min, settings.prefill_max),
+        decode=_bounded(decode, settings.decode_min, settings.decode_max),
+    )
+
+
+def _bounded(count: int, least: int, most: int) -> int:
+    return max(least, min(count, most or count))
+
+
+def _ordinals(settings: ServeSettings) -> tuple[int, ...]:
+    """Return the ordinals of the GPUs to use. Raises ConfigError if one does not exist."""
+    gpus = visible_gpus_of_children()
+    chosen = device_ids(settings)
+    for ordinal in chosen:
+        checked_gpu(ordinal, gpus)
+    return chosen or tuple(gpu.ordinal for gpu in gpus)
+
+
 def check_kernels(settings: ServeSettings) -> None:
     """Raise ConfigError if the settings choose kernels that this machine cannot load."""
-    if settings.device == "cuda" and not cupy_is_installed():
-        raise ConfigError(f"device cuda needs CuPy: {INSTALL_CUPY}")
+    if settings.device == "cuda":
+        _ordinals(settings)
     if settings.kernels == "cpu" and (problem := compiled_kernels_problem()):
         raise ConfigError(f"the compiled kernels are missing ({problem}): {BUILD_KERNELS}")
 
@@ -202,6 +265,8 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None, http_port: int 
         path = folder.path if folder is not None else Path("RUN_FOLDER")
         book = ipc_addresses(clients, str(path))
     book.http_port = http_port or http_port_of(settings)
+    if settings.device == "cuda":
+        book.gpus = GpuBook(_ordinals(settings))
     return resolve_plan(settings, book, secrets.token_hex(32), kv_default)
 
 
@@ -247,7 +312,7 @@ def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, 
         if sum(counts.values()) <= room:
             return ""
         return (
-            f"the GPU's memory is divided among {room} workers; launch with a larger "
+            f"the GPUs' memory is divided among {room} workers; launch with a larger "
             "--prefill-max or --decode-max"
         )
     if total is None:

@@ -15,7 +15,7 @@ from .prepare import check_model
 
 FIXED = (
     "task", "routers", "gateways", "http_host", "http_port", "address", "transport", "run_dir",
-    "keys", "admin", "device",
+    "keys", "admin", "device", "device_ids",
     "prefill", "decode", "prefill_min", "prefill_max", "decode_min", "decode_max",
 )  # fmt: skip
 """Settings that a rollout cannot change: addresses, and settings with a separate command."""
@@ -54,8 +54,12 @@ class Revisions:
         revision = self.newest + 1
         # Make one process of each role here, so that wrong settings raise before the rollout.
         gateways = gateway_names(settings)[:1]
-        for name in ("prefill-0", "decode-0", *self._plan.book.clients, *gateways):
-            process_of(name, settings, self._plan.book, self._plan.cluster_key, self.kv_default)
+        book = self._plan.book
+        for name in ("prefill-0", "decode-0", *book.clients, *gateways):
+            had_gpu = name in book.gpus
+            process_of(name, settings, book, self._plan.cluster_key, self.kv_default)
+            if not had_gpu:  # no worker has this name, so it must not keep a GPU from others
+                book.gpus.release(name)
         self._settings[revision] = settings
         return revision
 

@@ -121,7 +121,11 @@ def place(order: Order, host: str) -> ProcessSpec:
 
 
 def _runner(config: Any) -> RunnerConfig:
-    """Set the model's folder, and size the KV memory by the free memory of this node."""
+    """Set the model's folder and the GPU, and size the KV memory by the free memory of this node.
+
+    Ray gives each worker one GPU and hides the others by CUDA_VISIBLE_DEVICES, so that the worker's
+    own is always device 0.
+    """
     runner: RunnerConfig = config.runner
     model = runner.model or str(demo_model_folder())
     on_gpu = runner.backend == "cuda"
@@ -131,7 +135,12 @@ def _runner(config: Any) -> RunnerConfig:
     share = DEVICE_SHARE if on_gpu else runner.device_share
     pictures = runner.picture_bytes or _picture_memory(model, runner, config, memory)
     return msgspec.structs.replace(
-        runner, model=model, kv_bytes=memory, device_share=share, picture_bytes=pictures
+        runner,
+        model=model,
+        ordinal=0,
+        kv_bytes=memory,
+        device_share=share,
+        picture_bytes=pictures,
     )
 
 

@@ -44,6 +44,8 @@ def ray_settings(settings: ServeSettings, head: str) -> ServeSettings:
             f"address is {address!r}; workers on other Ray nodes must be able to connect: give "
             f"tcp://HOST:PORT with PORT up to {65535 - WORKER_OFFSET - settings.routers}"
         )
+    if settings.device_ids:
+        raise ConfigError("device_ids has no meaning under Ray, which gives each worker a GPU")
     http_port = http_port_of(settings)
     if settings.gateways and not http_port:
         raise ConfigError("http_port must not be 0 under Ray: clients must know the port")

@@ -53,7 +53,7 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
     One BLAS thread per process, because the processes share the machine. PYTHONSAFEPATH, because
     the working directory may contain a folder with the name of a package. No API key: a gateway
-    gets the digests in its config.
+    gets the digests in its config. CUDA_VISIBLE_DEVICES is kept: ordinals count what it leaves.
     """
     fixed = dict.fromkeys(_ONE_THREAD, "1")
     kept = {name: value for name, value in environment.items() if name != KEY_VARIABLE}

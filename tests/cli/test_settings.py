@@ -1,6 +1,7 @@
 import itertools
 
 import pytest
+from msgspec.structs import replace
 
 from baton.cli import settings as settings_module
 from baton.cli.settings import GROUPS, HELP, resolve, unknown_variables
@@ -13,6 +14,17 @@ def file(tmp_path):
     path = tmp_path / "serve.toml"
     path.write_text('prefill = 3\ndecode = 4\nkv-memory = "64MiB"\n')
     return str(path)
+
+
+def test_the_machine_sets_defaults_but_no_given_setting(file):
+    def fill(settings, given):
+        seen.append(set(given))
+        return settings if "prefill" in given else replace(settings, prefill=2)
+
+    seen = []
+    assert resolve({}, {"BATON_BLOCK_SIZE": "8"}, None, fill=fill).prefill == 2
+    assert resolve({"block_size": None}, {}, file, fill=fill).prefill == 3
+    assert seen == [{"block_size"}, {"prefill", "decode", "kv_memory"}]
 
 
 def test_defaults_alone():

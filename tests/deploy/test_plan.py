@@ -1,20 +1,25 @@
 import msgspec
+import numpy as np
 import pytest
 
 from baton.deploy.config import ServeSettings, check
 from baton.deploy.local import banner
+from baton.deploy.plan import prepare
 from baton.deploy.plan.addresses import client_addresses
 from baton.deploy.plan.bounds import Bounds
 from baton.deploy.plan.plan import (
+    GpuBook,
     describe_plan,
     ipc_addresses,
     process_of,
     resolve_plan,
     router_names,
+    split_gpus,
     tcp_addresses,
 )
 from baton.deploy.plan.revisions import Revisions
 from baton.deploy.report import ClusterReport
+from baton.engine.kernels.backend import Gpu
 from baton.proto.errors import ConfigError
 
 KEY = "ab" * 32
@@ -181,6 +186,106 @@ def test_memory_is_shared_out_for_the_most_there_may_be():
     few = plan_for(**settings).processes[1].config.runner.device_share
     many = plan_for(**settings, decode_max=8).processes[1].config.runner.device_share
     assert many == pytest.approx(few * 2 / 9)
+
+
+def runners_on(gpus, **kwargs):
+    """The model settings of each worker, by name."""
+    settings = ServeSettings(model="/models/m", gateways=0, device="cuda", **kwargs)
+    book = ipc_addresses({"router": "ipc:///run/x.sock"}, "/run/folder")
+    book.gpus = GpuBook(gpus)
+    plan = resolve_plan(settings, book, KEY)
+    return {spec.name: spec.config.runner for spec in plan.processes if spec.role != "router"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "prefill", "decode", "placed"),
+    [
+        ((0,), 1, 1, [0, 0]),
+        ((0, 1), 1, 1, [0, 1]),
+        ((0, 1), 2, 3, [0, 1, 0, 1, 0]),
+        ((0, 2, 3), 1, 3, [0, 2, 3, 0]),
+        (tuple(range(8)), 2, 6, list(range(8))),
+    ],
+)
+def test_each_worker_has_a_gpu_as_far_as_there_are_enough(gpus, prefill, decode, placed):
+    runners = list(runners_on(gpus, prefill=prefill, decode=decode).values())
+    assert [runner.ordinal for runner in runners] == placed
+    together = max(placed.count(gpu) for gpu in gpus)
+    assert {runner.device_share for runner in runners} == {0.9 / together}
+
+
+def test_workers_on_the_cpu_take_no_gpu():
+    plan = plan_for(prefill=2)
+    assert "prefill-1" not in plan.book.gpus
+    assert {spec.config.runner.ordinal for spec in plan.processes[1:]} == {0}
+
+
+def test_a_worker_keeps_its_gpu_until_it_is_released():
+    book = GpuBook((4, 7))
+    assert [book.take(name) for name in ("a", "b", "c")] == [4, 7, 4]
+    assert [book.take(name) for name in ("c", "b", "a")] == [4, 7, 4]
+    book.release("a")
+    assert book.take("d") == 4
+    book.release("b")
+    assert [book.take("e"), book.take("f")] == [7, 7]
+
+
+def test_no_gpu_has_more_workers_than_its_memory_is_shared_by():
+    rng = np.random.default_rng(5)
+    for gpus, workers in ((2, 5), (3, 4), (4, 4), (8, 20)):
+        book, held = GpuBook(range(gpus)), {}
+        for step in range(300):
+            if len(held) == workers or (held and rng.random() < 0.4):
+                name = sorted(held)[rng.integers(len(held))]
+                book.release(name)
+                del held[name]
+            else:
+                held[f"w{step:03}"] = book.take(f"w{step:03}")
+            counts = [list(held.values()).count(gpu) for gpu in range(gpus)]
+            assert max(counts) <= book.most(workers)
+
+
+def test_a_quarter_of_the_gpus_prefills():
+    assert [split_gpus(n) for n in (1, 2, 3, 4, 8, 16)] == [
+        (1, 1), (1, 1), (1, 2), (1, 3), (2, 6), (4, 12),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "counts"),
+    [
+        ({"device": "cuda"}, (), (2, 6)),
+        ({"device": "cuda", "device_ids": "1,3,5"}, (), (1, 2)),
+        ({"device": "cuda", "decode": 2}, ("decode",), (1, 2)),
+        ({"device": "cuda", "prefill": 1}, ("prefill",), (1, 1)),
+        ({"device": "cuda", "decode_max": 4, "prefill_min": 3}, (), (3, 4)),
+        ({}, (), (1, 1)),
+    ],
+)
+def test_there_is_a_worker_per_gpu_unless_a_number_is_given(monkeypatch, settings, given, counts):
+    gpus = tuple(Gpu(n, f"GPU-{n}", "a card") for n in range(8))
+    monkeypatch.setattr(prepare, "visible_gpus_of_children", lambda: gpus)
+    found = prepare.with_worker_per_gpu(ServeSettings(**settings), given)
+    assert (found.prefill, found.decode) == counts
+
+
+def test_a_gpu_that_does_not_exist_is_refused_before_any_process_starts(monkeypatch):
+    gpus = tuple(Gpu(n, f"GPU-{n}", "a card") for n in range(2))
+    monkeypatch.setattr(prepare, "visible_gpus_of_children", lambda: gpus)
+    settings = ServeSettings(device="cuda", device_ids="0,3", address="ipc:///tmp/x.sock")
+    words = "^device 3 does not exist, this machine has 2$"
+    with pytest.raises(ConfigError, match=words):
+        prepare.check_start(settings)
+    with pytest.raises(ConfigError, match=words):
+        prepare.make_plan(settings, None)
+
+
+@pytest.mark.parametrize("text", ["1,1", "x", "-1", "0;1", "1.5"])
+def test_numbers_of_gpus_that_cannot_be_are_refused(text):
+    with pytest.raises(ConfigError, match=r"^device_ids is .* not different numbers of GPUs"):
+        check(ServeSettings(device="cuda", device_ids=text))
+    with pytest.raises(ConfigError, match=r"^device_ids needs device cuda"):
+        check(ServeSettings(device_ids=text))
 
 
 def test_all_gateways_use_the_same_ports_for_metrics_also_in_a_rollout():

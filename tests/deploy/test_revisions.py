@@ -29,6 +29,16 @@ def test_a_revision_is_the_one_before_with_changes(revisions):
     assert revisions.spec("router", "router", 1).process.config.policy.name == "round_robin"
 
 
+def test_the_trial_of_new_settings_takes_no_gpu(tmp_path):
+    book = ipc_addresses({"router": f"ipc://{tmp_path}/s.sock"}, str(tmp_path))
+    revisions = Revisions(resolve_plan(ServeSettings(device="cuda"), book, KEY))
+    gpu = revisions.spec("decode-0", "decode", 0).process.config.runner.ordinal
+    revisions.release("prefill-0")
+    revision = revisions.add(0, {"max_num_seqs": 7})
+    assert "prefill-0" not in book.gpus
+    assert revisions.spec("decode-0", "decode", revision).process.config.runner.ordinal == gpu
+
+
 def test_changes_may_have_old_names(revisions):
     assert revisions.settings(revisions.add(0, {"max_batch": "7"})).max_num_seqs == 7
     with pytest.raises(ConfigError, match="max_num_seqs must be at least 1"):

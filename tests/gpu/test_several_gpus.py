@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,12 @@ from typing import Any
 import pytest
 
 from baton.benchmarks.checkpoints import write_checkpoint
+from baton.benchmarks.scratch import scratch_folder
+from baton.benchmarks.served import Served
+from baton.client import Client
 
-from .test_lost_gpu import SHAPE
+from ..processes import wait_until
+from .test_lost_gpu import SHAPE, generated, pids
 
 UUIDS = ["GPU-" + "-".join(digits * n for n in (4, 2, 2, 2, 6)) for digits in ("01", "02")]
 
@@ -136,3 +142,62 @@ def test_a_device_that_does_not_exist_is_one_sentence(
     run = subprocess.run(command, env=two_gpus, capture_output=True, text=True, check=False)
     assert "device 3 does not exist, this machine has 2" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_serve_starts_a_worker_per_gpu(two_gpus: dict[str, str]) -> None:
+    command = [sys.executable, "-P", "-m", "baton.cli"]
+    four = {**two_gpus, "BATON_FAKE_GPUS": "5", "CUDA_VISIBLE_DEVICES": "4,0,1,3"}
+    serve = [*command, "serve", "--device=cuda", "--dry-run"]
+    run = subprocess.run(serve, env=four, capture_output=True, check=True)
+    runners = {
+        process["name"]: process["config"]["runner"]["ordinal"]
+        for process in json.loads(run.stdout)["processes"]
+        if "runner" in process["config"]
+    }
+    assert runners == {"prefill-0": 0, "decode-0": 1, "decode-1": 2, "decode-2": 3}
+    wrong = [*serve, "--device-ids=0,3"]
+    refused = subprocess.run(wrong, env=two_gpus, capture_output=True, text=True, check=False)
+    said = refused.stderr.splitlines()
+    assert said[-1] == "baton: device 3 does not exist, this machine has 2"
+    assert all("has no effect" in line for line in said[:-1])  # of the emulation's variables
+    doctor = subprocess.run(
+        [*command, "doctor"], env=two_gpus, capture_output=True, text=True, check=False
+    )
+    assert f"cuda:1 {UUIDS[1]}, Host memory" in doctor.stdout
+
+
+def devices(client: Client) -> dict[str, str]:
+    """Of the workers that are ready."""
+    workers = client.status()["workers"]
+    return {one["id"]: one["device"] for one in workers if one["state"] == "ready"}
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("peers", [True, False], ids=["peers", "no peers"])
+def test_a_cluster_uses_both_gpus(
+    tmp_path: Path, two_gpus: dict[str, str], monkeypatch: pytest.MonkeyPatch, peers: bool
+) -> None:
+    for name, value in {**two_gpus, "BATON_FAKE_ONE_GPU": "1"}.items():
+        monkeypatch.setenv(name, value)
+    if not peers:
+        monkeypatch.setenv("BATON_FAKE_NO_PEERS", "1")
+    folder = write_checkpoint(tmp_path / "model", SHAPE, "BF16")
+    flags = ("--device=cuda", "--kv-blocks=64", "--log-level=info")
+    own = {"prefill-0": f"cuda:0 {UUIDS[0]}", "decode-0": f"cuda:1 {UUIDS[1]}"}
+    # Paths of sockets are too long below tmp_path.
+    with scratch_folder() as place, Served(place, folder, flags=flags) as served:
+        assert devices(served.client) == own
+        first = generated(served.client)
+        before = pids(served.client)
+        os.kill(before["decode-0"], signal.SIGKILL)
+        wait_until(lambda: len(pids(served.client)) == 2 and pids(served.client) != before)
+        assert devices(served.client) == own
+        assert generated(served.client) == first
+        handoffs = served.client.status(handoffs=16)["handoffs"]["last"]
+        log = served.log.read_text()
+    assert {one["transport"] for one in handoffs} == {"cuda_ipc" if peers else "zmq"}
+    assert (f"{UUIDS[1]} cannot read the memory of {UUIDS[0]}" in log) is not peers
+    monkeypatch.setenv("BATON_FAKE_GPUS", "1")
+    with scratch_folder() as place, Served(place, folder, flags=flags) as served:
+        assert generated(served.client) == first

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import importlib.util
 import re
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -533,3 +535,18 @@ def check_allocation(pointer: int, needed: int, ask: AddressRange = address_rang
     room = start + nbytes - pointer
     if needed > room:
         raise ValueError(f"the allocation has {room} bytes, its ticket says {needed}")
+
+
+def main() -> int:
+    """Print the visible GPUs as JSON, or on standard error why there are none."""
+    try:
+        found = visible_gpus()
+    except ConfigError as problem:
+        sys.stderr.write(f"{problem}\n")
+        return 2
+    sys.stdout.write(msgspec.json.encode(found).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

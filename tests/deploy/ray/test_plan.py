@@ -56,3 +56,8 @@ def test_gateways_know_every_router_and_listen_at_a_fixed_port():
 def test_an_address_without_room_for_all_is_refused(address):
     with pytest.raises(ConfigError, match="address"):
         ray_settings(ServeSettings(address=address), HEAD)
+
+
+def test_ray_alone_chooses_gpus():
+    with pytest.raises(ConfigError, match="device_ids has no meaning under Ray"):
+        ray_settings(ServeSettings(device="cuda", device_ids="1"), HEAD)
