@@ -170,13 +170,13 @@ def collect(
 
     ``report``: log-prob of the token ``[B]``, ids and log-probs of the most likely ``[B, 20]``.
     """
-    if report is None and not (skipped or failed or errors.any()):
+    listed = [None] * len(chunks) if report is None else _pack(chunks, report)
+    if not (skipped or failed or errors.any()):
         return [
-            Sampled(chunk.request, token)
-            for chunk, token in zip(chunks, tokens.tolist(), strict=True)
+            Sampled(chunk.request, token, logprobs)
+            for chunk, token, logprobs in zip(chunks, tokens.tolist(), listed, strict=True)
         ]
     sampled = []
-    listed = [part.tolist() for part in report or ()]
     for at, (chunk, token, error) in enumerate(
         zip(chunks, tokens.tolist(), errors.tolist(), strict=True)
     ):
@@ -185,14 +185,31 @@ def collect(
         if error:
             failed[chunk.request] = InternalError(_WHY.get(error, f"sampling: error {error}"))
             continue
-        logprobs = None
-        if report is not None and chunk.sample.logprobs:
-            own, ids, values = listed
-            ranked = zip(ids[at][: chunk.sample.logprobs], values[at], strict=False)
-            top = {token: value for token, value in ranked if token >= 0}
-            logprobs = TokenLogProbs.of(own[at], top)
-        sampled.append(Sampled(chunk.request, token, logprobs))
+        sampled.append(Sampled(chunk.request, token, listed[at]))
     return sampled
+
+
+def _pack(
+    chunks: Sequence[Chunk], report: Sequence[npt.NDArray[Any]]
+) -> list[TokenLogProbs | None]:
+    """Return the log-probs of each row that requests them, with the bytes of TokenLogProbs.of().
+
+    Rows with the same number of entries are packed at once: a map and a pack per row took half of
+    the time in which a step's tokens were read.
+    """
+    own, ids, values = report
+    wanted = np.array([0 if c.sample is None else c.sample.logprobs for c in chunks], np.int64)
+    # A small vocabulary fills fewer places than were requested.
+    counts = np.minimum(wanted, (ids >= 0).sum(axis=1))
+    packed: list[TokenLogProbs | None] = [None] * len(chunks)
+    for count in np.unique(counts[wanted > 0]).tolist():
+        rows = np.flatnonzero((wanted > 0) & (counts == count))
+        parts = (ids[rows, :count].astype("<i4"), values[rows, :count].astype("<f8"))
+        raw = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
+        data, size = raw.tobytes(), raw.shape[1]
+        for i, (row, logprob) in enumerate(zip(rows.tolist(), own[rows].tolist(), strict=True)):
+            packed[row] = TokenLogProbs(logprob, data[i * size : (i + 1) * size])
+    return packed
 
 
 def _new_report(device: Device, rows: int) -> sampling.Report:

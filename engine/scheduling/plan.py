@@ -125,6 +125,8 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Rows of the forward pass."""
+        if self.ahead:  # a token of each request, and no picture
+            return len(self.chunks)
         return sum(c.rows for c in self.chunks)
 
 

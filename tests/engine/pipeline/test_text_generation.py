@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.pipeline.device_sampler import collect
 from baton.engine.pipeline.model import lay_out
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
+from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import SchemaTooComplex
 from baton.proto.sampling import SamplingParams
 
@@ -239,3 +241,35 @@ def test_decode_steps_are_made_of_the_step_before_and_only_then(runner, monkeypa
     step(row(b"c", (7,), 0, c, params=None), by_next=False)
     step(row(b"c", (7,), 1, c), by_next=True)
     step(row(b"c", (7,), 2, c.copy()), by_next=False)  # another array, so the blocks may differ
+
+
+def test_log_probabilities_of_a_device_are_packed_as_one_by_one():
+    """Rows ask for different numbers; a small vocabulary pads with -1; a failed row has none."""
+    rng = np.random.default_rng(3)
+    asked = [3, 0, 20, 3, 1, 20]
+    chunks = [
+        Chunk(bytes([at]), 0, EMPTY, EMPTY, SampleSpec(GREEDY, 1, EMPTY, 0, (), count))
+        for at, count in enumerate(asked)
+    ]
+    own = rng.standard_normal(6).astype(np.float32)
+    ids = np.array([rng.permutation(1 << 20)[:20] for _ in asked], np.int32)
+    values = rng.standard_normal((6, 20)).astype(np.float32)
+    ids[5, 7:], values[5, 7:] = -1, -np.inf
+    for failing in (None, 3):
+        errors, failed = np.zeros(6, np.int32), {}
+        if failing is not None:
+            errors[failing], ids[failing] = 1, -1
+        found = collect(
+            chunks, np.arange(6, dtype=np.int32), errors, (own, ids, values), set(), failed
+        )
+        assert [each.token for each in found] == [at for at in range(6) if at != failing]
+        assert set(failed) == ({bytes([failing])} if failing is not None else set())
+        for each in found:
+            at = each.token
+            top = {
+                int(i): float(v)
+                for i, v in zip(ids[at][: asked[at]], values[at], strict=False)
+                if i >= 0
+            }
+            expected = TokenLogProbs.of(float(own[at]), top) if asked[at] else None
+            assert each.logprobs == expected
