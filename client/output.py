@@ -23,6 +23,7 @@ _FINISH_REASONS = {
     GenerationStatus.MAXIMUM_LENGTH: "length",
     GenerationStatus.CANCELLED: "cancelled",
 }
+_STATUSES: dict[str | None, GenerationStatus] = {one.value: one for one in GenerationStatus}
 
 
 class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
@@ -151,10 +152,10 @@ class Assembler:
     def _status(self, ended: Ended) -> GenerationStatus:
         if self.stopped:
             return GenerationStatus.END_OF_SEQUENCE
-        try:
-            return GenerationStatus(ended.status or "")
-        except ValueError:
-            raise InternalError(f"the router ended a request with {ended.status!r}") from None
+        status = _STATUSES.get(ended.status)
+        if status is None:
+            raise InternalError(f"the router ended a request with {ended.status!r}")
+        return status
 
 
 def _entries(logprobs: list[TokenLogProbs], count: int) -> list[LogProbabilities]:

@@ -7,7 +7,8 @@ can use. Values assigned later are checked when a client sends the request.
 from __future__ import annotations
 
 import inspect
-import secrets
+import os
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -40,8 +41,14 @@ _SMALLEST_FLOAT32 = 1.1754943508222875e-38
 _INF = float("inf")
 
 
+# A seed need not be secret, and the system's randomness takes ten times as long. This generator is
+# not the module's, which a program may seed. A forked process must not draw the same seeds.
+_seeds = random.Random()  # noqa: S311
+os.register_at_fork(after_in_child=_seeds.seed)
+
+
 def _random_seed() -> int:
-    return secrets.randbits(32)
+    return _seeds.getrandbits(32)
 
 
 class _Named:

@@ -1,7 +1,9 @@
 import copy
 import inspect
 import math
+import os
 import pickle
+import random
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import get_type_hints
@@ -53,6 +55,21 @@ def test_seeds_are_random_32_bit():
     seeds = {SamplingParams().seed for _ in range(8)}
     assert len(seeds) > 1
     assert all(0 <= seed < 1 << 32 for seed in seeds)
+    before, drawn = random.getstate(), []
+    for _ in range(2):  # a program that seeds its own generator
+        random.seed(1)
+        drawn.append(SamplingParams().seed)
+    random.setstate(before)
+    assert drawn[0] != drawn[1]
+    answers, into = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(into, str(SamplingParams().seed).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert int(os.read(answers, 32)) != SamplingParams().seed
+    os.close(answers)
+    os.close(into)
 
 
 def test_none_and_zero_are_read_as_defaults():
