@@ -60,6 +60,10 @@ def fetch():  # a new thread begins with device 0
     stream = backend.block_stream(pool, 4096)
     move = stream.sum(0, 2, mine)
     move.wait()
+    assert backend.memory_bytes() == 1 << 30
+    assert not any(backend.device.local_bytes().values())
+    backend.device.compile("elementwise.cu")
+    backend.synchronize()
     print("copied", *cupy.cuda.touched)
 
 thread = threading.Thread(target=fetch)
