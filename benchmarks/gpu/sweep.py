@@ -33,12 +33,14 @@ fit: a stage takes 32 KiB, and with one stage nothing is loaded while a tile is 
 SPLITS = tuple((chunk, warps) for chunk in (256, 512, 1024) for warps in (4, 2, 1))
 WIDTHS = (1024, 2048, 4096, 6144, 8192, 14336, 28672, 128256)
 DEPTH = 4096
+GATED = ((3072, 1024), (9728, 2560), (14336, 4096))
+"""Channels of the MLP and of the model, as in models of 0.6, 4 and 8 billion parameters."""
 _CACHE = 256 << 20
 """Bytes of weights that no cache holds."""
 
 
 def sweep(stage: Stage) -> Iterator[Line]:
-    """Decode attention, then its splits with the winner, then products with few rows."""
+    """Decode attention, its splits with the winner, products with few rows, gated products."""
     start = Tuning()
     several = ((8, 8192), (64, 2048), (256, 1024))
     found = yield from _attention(
@@ -49,6 +51,7 @@ def sweep(stage: Stage) -> Iterator[Line]:
         stage, found, SPLITS, ("decode_chunk", "combine_warps"), ((1, 600),), few
     )
     found = yield from _products(stage, found)
+    found = yield from _gates(stage, found)
     yield _written(stage, found)
 
 
@@ -133,6 +136,40 @@ def _products(stage: Stage, found: Tuning) -> Any:
         if not steps or steps[-1][1] != better:
             steps.append((width if steps else 0, better))
     return msgspec.structs.replace(found, skinny_tiles=tuple(steps))
+
+
+def _gates(stage: Stage, found: Tuning) -> Any:
+    """Yield a line per gated product; fuse from the width on from which one kernel is faster."""
+    never = 1 << 30
+    fuse_from = never
+    for width, depth in ((24, 64),) if stage.tiny else GATED:
+        times: dict[str, list[float]] = {"apart": [], "fused": []}
+        copies = stage.size(-(-_CACHE // (4 * width * depth)), 1)
+        weights = [stage.random_bf16((2 * width, depth), seed=at) for at in range(copies)]
+        for rows in (1, 16):
+            x = stage.random_bf16((rows, depth))
+            space = stage.device.empty((rows, 2 * width), np.uint16)
+            runners, outputs = [], {}
+            for name in times:
+                tuning = msgspec.structs.replace(found, fuse_from=0 if name == "fused" else never)
+                device = stage.device.tuned(tuning)
+                out = device.empty((rows, width), np.uint16)
+                works = [
+                    partial(linear.linear_silu_mul, device, x, weight, space, out)
+                    for weight in weights
+                ]
+                works[0]()
+                outputs[name] = device.download(out)
+                runners.append(own(replace(stage, device=device), works, max(1, 8 // copies), name))
+            what = f"gated product {rows} x {width} x {depth}"
+            same = bool((outputs["fused"] == outputs["apart"]).all())
+            yield checked(f"{what}: same bits", same, "equal" if same else "different", "equal")
+            raced = race(stage, runners, 10)
+            for name, timing in raced.items():
+                times[name].append(timing.median)
+            yield _told(what, raced)
+        fuse_from = min(fuse_from, width) if _best(times) == "fused" else never
+    return msgspec.structs.replace(found, fuse_from=fuse_from)
 
 
 def _written(stage: Stage, found: Tuning) -> Line:

@@ -67,6 +67,7 @@ def test_a_card_finds_its_entry_and_others_the_defaults(tmp_path):
         ({"decode_bounds": 0}, ">= 1"),
         ({"decode_bounds": 3}, "3 blocks of 3 stages take"),
         ({"decode_stages": 2.5}, "int"),
+        ({"fuse_from": -1}, ">= 0"),
         ({"decode_chunk": 100}, "Invalid enum value 100"),
         ({"combine_warps": 3}, "Invalid enum value 3"),
         ({"skinny_tiles": [[0, 3]]}, "Invalid enum value 3"),
@@ -107,3 +108,15 @@ def test_what_changes_bits_is_part_of_the_numerics():
 )
 def test_blocks_of_two_tiles_must_still_fill_the_card(tuning, width, wide):
     assert tuning.wide(width, multiprocessors=132) == wide
+
+
+@pytest.mark.parametrize(
+    ("tuning", "width", "fused"),
+    [
+        (Tuning(), 4223, False), (Tuning(), 4224, True), (TUNED, 32, True),
+        (Tuning(fuse_from=0), 8, True), (Tuning(fuse_from=9728), 9720, False),
+        (Tuning(fuse_from=9728), 9728, True),
+    ],
+)  # fmt: skip
+def test_gated_products_are_fused_where_the_blocks_still_fill_the_card(tuning, width, fused):
+    assert tuning.fuses(width, multiprocessors=132) == fused

@@ -165,7 +165,8 @@ __device__ __forceinline__ void linear(const bf16* x, const bf16* w, const float
     }
 }
 
-// out[m, F] = silu(x G^T) * (x U^T) with W[2 F, K] holding the rows of G, then those of U.
+// out[m, F] = silu(x G^T) * (x U^T) with W[2 F, K] holding the rows of G, then those of U. Both products
+// are rounded to bf16, so that the bits are those of skinny_linear and silu_mul in turn.
 template <int kHalves>
 __device__ __forceinline__ void linear_silu_mul(const bf16* x, const bf16* w, bf16* out, int m, int f,
                                                 int k) {
@@ -175,7 +176,8 @@ __device__ __forceinline__ void linear_silu_mul(const bf16* x, const bf16* w, bf
     for (int i = static_cast<int>(threadIdx.x); i < kTileRows * m; i += kThreads) {
         const int r = i % kTileRows, at = i / kTileRows;
         if (first + r >= f) continue;
-        const float gate = shared.total(r, at), up = shared.total(kTileRows + r, at);
+        const float gate = bf16_to_float(float_to_bf16(shared.total(r, at)));
+        const float up = bf16_to_float(float_to_bf16(shared.total(kTileRows + r, at)));
         out[static_cast<long long>(at) * f + first + r] = float_to_bf16(silu(gate) * up);
     }
 }

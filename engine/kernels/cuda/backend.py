@@ -19,7 +19,7 @@ from . import attention, elementwise
 from .bfloat16 import bfloat16_bits
 from .block_moves import BlockMover, BlockStream, LayerMarks
 from .device import Device
-from .linear import linear
+from .linear import linear, linear_silu_mul
 from .row_plan import RowPlan
 
 HANDLE_BYTES = 64
@@ -252,8 +252,11 @@ class CudaBackend(_BlockMoves):
         out: Any,
     ) -> None:
         """``out = (silu(x @ gate.T) * (x @ up.T)) @ down.T``."""
-        self.linear(x, gate_up, products)
-        self.silu_mul(products, active)
+        if isinstance(gate_up, CudaLinear) and gate_up.bias is None:
+            linear_silu_mul(self.device, x, gate_up.weight, products, active)
+        else:
+            self.linear(x, gate_up, products)
+            self.silu_mul(products, active)
         self.linear(active, down, out)
 
     def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:

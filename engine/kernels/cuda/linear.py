@@ -62,8 +62,9 @@ def linear_silu_mul(
 ) -> None:
     """``out[m, F] = silu(x @ gate.T) * (x @ up.T)``, ``weight[2 F, K]`` gate above up; all bf16.
 
-    ``space``: bf16 ``[m, 2 F]``, used for more than 16 rows; then gate and up are rounded to bf16
-    in between. For up to 16 rows they stay float32. ``F`` and ``K`` are multiples of 8.
+    Gate and up are rounded to bf16 in between. Up to 16 rows one kernel computes all, if the card's
+    tuning fuses; the bits are those of :func:`linear` and ``silu_mul``. Otherwise ``space``, bf16
+    ``[m, 2 F]``, holds the products. ``F`` and ``K`` are multiples of 8.
     """
     check_array("out", out, BF16, (None, None))
     rows, width = out.shape
@@ -72,8 +73,8 @@ def linear_silu_mul(
     check_multiple("the width of out", width, 8)
     if not rows:
         return
-    if rows > MAX_SKINNY:
-        device.matmul(x, weight, space)
+    if rows > MAX_SKINNY or not device.tuning.fuses(width, device.multiprocessors):
+        linear(device, x, weight, None, space)
         silu_mul(device, space, out)
         return
     kernel = Kernel(_SOURCE, f"skinny_linear_silu_mul_{1 + (rows > _HALF_ROWS)}")

@@ -30,6 +30,8 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     positions of a split; ``combine_warps``: warps per head that combine splits. ``skinny_tiles``:
     pairs of a number of weight rows and the tiles of 16 rows that a block of :mod:`.linear` takes
     from there on; empty: two tiles if those still give every multiprocessor two blocks.
+    ``fuse_from``: channels of a gated MLP from which on one kernel computes gate, up and activation
+    of few rows; None: where a product of gate and up takes two tiles, as the fused kernel does.
     """
 
     decode_bounds: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
@@ -37,6 +39,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     decode_chunk: Literal[256, 512, 1024] = 256
     combine_warps: Literal[1, 2, 4] = 4
     skinny_tiles: Steps = ()
+    fuse_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for choices that do not go together."""
@@ -78,6 +81,12 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not self.skinny_tiles:
             return width >= _WIDE_ROWS * multiprocessors
         return [tiles for start, tiles in self.skinny_tiles if start <= width][-1] == 2
+
+    def fuses(self, width: int, multiprocessors: int) -> bool:
+        """Whether one kernel computes gate, up and activation of an MLP of ``width`` channels."""
+        if self.fuse_from is None:
+            return self.wide(2 * width, multiprocessors)
+        return width >= self.fuse_from
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
