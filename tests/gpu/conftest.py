@@ -21,6 +21,7 @@ def environment(pytestconfig: pytest.Config, tmp_path: Path) -> dict[str, str]:
         pytest.skip(reason)
     cache = getattr(pytestconfig, "cache", None)
     builds = cache.mkdir("baton-cuda") if cache else tmp_path / "builds"
+    builds.mkdir(exist_ok=True)
     path = os.pathsep.join([str(HERE), *sys.path])
     return {**os.environ, "BATON_HOST_BUILDS": str(builds), "PYTHONPATH": path}
 
