@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from .output import Output
     from .pictures import Picture, PictureOptions
     from .result import Completion, Result, Usage
+    from .speech import AudioPrompt
 
 __all__ = [
     "AsyncClient",
     "AsyncGeneration",
+    "AudioPrompt",
     "Client",
     "Completion",
     "Description",
@@ -46,6 +48,7 @@ __all__ = [
 _HOME = {
     "AsyncClient": "async_client",
     "AsyncGeneration": "async_generation",
+    "AudioPrompt": "speech",
     "Client": "client",
     "Completion": "result",
     "Description": "description",

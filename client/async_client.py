@@ -49,7 +49,7 @@ from .options import (
 )
 from .pictures import OnPreview, OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result
-from .speech import I16, no_speech, samples_of, speech_context
+from .speech import I16, AudioPrompt, no_speech, samples_of, speech_context
 from .window import Window
 
 
@@ -219,7 +219,7 @@ class AsyncClient(Calls["AsyncGeneration"]):
         text: str,
         sampling_params: Sampling = None,
         *,
-        voice: str | None = None,
+        voice: str | AudioPrompt | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[I16, None]:
         """Like :meth:`baton.client.Client.speak`."""

@@ -48,7 +48,7 @@ from .options import (
 from .output import Output
 from .pictures import OnPreview, OnProgress, Picture, PictureJob, PictureOptions
 from .result import Completion, Result, collected
-from .speech import I16, no_speech, samples_of, speech_context
+from .speech import I16, AudioPrompt, no_speech, samples_of, speech_context
 from .window import Sink, Window
 
 Item = TypeVar("Item")
@@ -285,14 +285,15 @@ class Client(Calls["Generation"]):
         text: str,
         sampling_params: Sampling = None,
         *,
-        voice: str | None = None,
+        voice: str | AudioPrompt | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[I16, None, None]:
         """Yield the speech of a text in chunks of samples, int16, as they arrive.
 
-        ``model().card.audio`` has their rate. ``voice``: None for the model's first. Closing the
-        iterator cancels the request. Raises TaskMismatch if the model does not speak, InputError
-        for an empty text or an unknown voice, and at the end if no sample came.
+        ``model().card.audio`` has their rate. ``voice``: a name, an :class:`AudioPrompt`, or None
+        for the model's first. Closing the iterator cancels the request. Raises TaskMismatch if the
+        model does not speak, InputError for an empty text or an unusable voice, and at the end if
+        no sample came.
         """
         context = speech_context(self._model(), text, voice, sampling_params)
         silent = True

@@ -6,6 +6,9 @@ workers die meanwhile, so no sample is lost or repeated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,10 +17,23 @@ from ..proto.contexts.tokens import TokenBuffer
 from ..proto.errors import InputError, TaskMismatch
 from ..proto.layout import AudioCard
 from ..text.model_files import SPEECH_FILE
-from ..text.speech_format import SpeechFormat, parse_speech_format
+from ..text.speech_format import SpeechFormat, check_spoken, parse_speech_format
 from .model import Sampling, ServedModel, encode, sampling_with_defaults
 
 I16 = npt.NDArray[np.int16]
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class AudioPrompt:
+    """A voice, given by speech that the model continues.
+
+    ``audio_prompt_tokens``: codebook entries of whole frames, in the order of the audio tokens, as
+    in ``TTSContext.speech_tokens``. ``text``: the words of that speech.
+    """
+
+    audio_prompt_tokens: Sequence[int] | npt.NDArray[np.integer]
+    text: str = ""
 
 
 def audio_card(model: ServedModel) -> AudioCard:
@@ -38,12 +54,18 @@ def speech_format(model: ServedModel) -> SpeechFormat:
 
 
 def speech_context(
-    model: ServedModel, text: str, voice: str | None, sampling: Sampling
+    model: ServedModel, text: str, voice: str | AudioPrompt | None, sampling: Sampling
 ) -> TTSContext:
-    """Make the request for a text. Raises InputError for an empty text or an unknown voice."""
+    """Make the request for a text. Raises InputError for an empty text or an unusable voice."""
     speech = speech_format(model)
-    words = encode(speech.prompt_text(text, voice), model)
-    tokens = np.concatenate([speech.start_tokens, words, speech.end_tokens]).astype(np.int64)
+    if isinstance(voice, AudioPrompt):
+        check_spoken(text)
+        example, prompt = _example(model, speech, voice), text
+    else:
+        example, prompt = [], speech.prompt_text(text, voice)
+    words = encode(prompt, model)
+    parts = [*example, speech.start_tokens, words, speech.end_tokens]
+    tokens = np.concatenate(parts).astype(np.int64)
     return TTSContext(
         max_length=model.card.max_length,
         tokens=TokenBuffer(tokens),
@@ -52,6 +74,54 @@ def speech_context(
         model_name=model.card.name,
         streaming=True,
     )
+
+
+def _example(
+    model: ServedModel, speech: SpeechFormat, voice: AudioPrompt
+) -> list[Sequence[int] | npt.NDArray[np.integer]]:
+    """Return the ids before the prompt: an earlier text and its speech, as the model makes them."""
+    audio = audio_card(model)
+    if speech.audio_prompt_end_tokens is None or not audio.codebook_size:
+        raise InputError(
+            f"{model.card.name!r} takes no voice by audio tokens: its {SPEECH_FILE} has no "
+            "audio_prompt_end_tokens"
+        )
+    entries = _entries(voice.audio_prompt_tokens, audio, model.card.max_length)
+    words = encode(voice.text, model) if voice.text.strip() else ()
+    slots = np.arange(len(entries)) % audio.frame_tokens
+    ids = speech.first_token + slots * audio.codebook_size + entries
+    return [
+        speech.start_tokens, words, speech.end_tokens, ids, speech.audio_prompt_end_tokens,
+    ]  # fmt: skip
+
+
+def _entries(given: Sequence[int] | npt.NDArray[np.integer], audio: AudioCard, most: int) -> I64:
+    """Return the entries of an audio prompt as int64. Raises InputError for any that is no entry.
+
+    ``most``: maximum number, checked before the array is made.
+    """
+    name = "audio_prompt_tokens"
+    flat = not isinstance(given, np.ndarray) or given.ndim == 1
+    if flat and len(given) > most:
+        raise InputError(f"{name} has {len(given)} entries, limit {most} (the model's context)")
+    try:
+        entries = np.asarray(given)
+    except ValueError:  # lists of several lengths
+        flat, entries = False, np.empty(0)
+    if not flat or entries.ndim != 1 or entries.dtype.kind not in "iu":
+        raise InputError(f"{name} must be a list of integers, and not empty")
+    if len(entries) % audio.frame_tokens:
+        raise InputError(
+            f"{name} has {len(entries)} entries; a frame has {audio.frame_tokens}, and only whole "
+            "frames are taken"
+        )
+    wrong = (entries < 0) | (entries >= audio.codebook_size)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise InputError(
+            f"{name}[{at}] is {entries[at]}; a codebook has entries 0 to {audio.codebook_size - 1}"
+        )
+    return entries.astype(np.int64)
 
 
 def no_speech(text: str) -> InputError:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ..client.speech import I16, audio_card
+from ..client.speech import I16, AudioPrompt, audio_card
 from ..engine.audio.flac import FlacEncoder
 from ..engine.audio.pcm import wav_header
 from ..proto.contexts.speech import TTSContext
@@ -34,11 +34,16 @@ Encode = Callable[[I16], bytes]
 
 
 class SpeechBody(Body, kw_only=True):
-    """``POST /v1/audio/speech``. ``max_tokens``: audio tokens, seven per frame."""
+    """``POST /v1/audio/speech``. ``max_tokens``: audio tokens, seven per frame.
+
+    ``audio_prompt_tokens``, ``audio_prompt_text``: a voice by its audio, instead of ``voice``.
+    """
 
     input: str
     voice: str | None = None
     response_format: Literal["wav", "pcm", "mp3", "opus", "aac", "flac"] | None = "wav"
+    audio_prompt_tokens: list[int] | None = None
+    audio_prompt_text: str | None = None
     max_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -86,8 +91,20 @@ async def speech(request: Request) -> AudioResponse:
     target = header_of(request, b"x-target-endpoint")
     if target:
         options["target_endpoint"] = target
-    chunks = served.client.speak(body.input, params, voice=body.voice, **options)
+    chunks = served.client.speak(body.input, params, voice=_voice_of(body), **options)
     return await AudioResponse.begin(request.receive, chunks, form, audio_card(model).sample_rate)
+
+
+def _voice_of(body: SpeechBody) -> str | AudioPrompt | None:
+    """Return the voice. Raises ParameterError for two voices, or for a text without its audio."""
+    tokens, text = body.audio_prompt_tokens, body.audio_prompt_text
+    if tokens is None:
+        if text:
+            raise ParameterError("audio_prompt_text needs audio_prompt_tokens", "audio_prompt_text")
+        return body.voice
+    if body.voice:
+        raise ParameterError("voice cannot be combined with audio_prompt_tokens", "voice")
+    return AudioPrompt(tokens, text or "")
 
 
 def _sampling_of(body: SpeechBody) -> SamplingParams:

@@ -19,7 +19,7 @@ from ..client import Client, Picture, PictureOptions, RequestOptions, Result
 from ..client.calls import Each, Whole
 from ..client.model import Messages, Prompt, Prompts, Sampling, TokensOrText
 from ..client.pictures import OnPreview, OnProgress
-from ..client.speech import I16
+from ..client.speech import I16, AudioPrompt
 from ..proto.errors import ConfigError
 from ..text.tokenizer import Tokenizer
 from .cluster import OwnCluster
@@ -152,7 +152,7 @@ class LLM:
         text: str,
         sampling_params: Sampling = None,
         *,
-        voice: str | None = None,
+        voice: str | AudioPrompt | None = None,
         **options: Unpack[RequestOptions],
     ) -> I16:
         """Return the samples of a text, int16 ``[n]``, as :meth:`baton.client.Client.speak`."""

@@ -59,12 +59,13 @@ class AudioCard(msgspec.Struct, frozen=True, kw_only=True):
     """The audio of a speech model: 16-bit samples, one channel.
 
     ``sample_rate``: samples per second. ``frame_samples``: samples that ``frame_tokens`` audio
-    tokens give.
+    tokens give. ``codebook_size``: entries of a codebook; 0 if a worker does not report it.
     """
 
     sample_rate: Size
     frame_samples: Size
     frame_tokens: Size
+    codebook_size: Annotated[int, Meta(ge=0, le=MAX_SIZE)] = 0
 
     def nbytes(self, tokens: int) -> int:
         """Return the bytes of the samples of ``tokens`` tokens, rounded up."""

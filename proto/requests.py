@@ -288,7 +288,10 @@ def _check_speech(wire: WireSpeechContext) -> None:
     for name in ("audio_prompt_tokens", "buffer_speech_tokens", "audio_buffer", "_speech_tokens"):
         array = getattr(wire, name)
         if array is not None and array.size:
-            raise InputError(f"{name.strip('_')} is not supported yet: it must be empty")
+            more = ""
+            if name == "audio_prompt_tokens":
+                more = "; speak(voice=AudioPrompt(...)) puts such tokens into the prompt"
+            raise InputError(f"{name.strip('_')} of a context must be empty{more}")
 
 
 def _check_array(tokens: Int32) -> None:

@@ -27,8 +27,9 @@ class SpeechFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``codec``: folder of the audio codec inside the model's folder. ``first_token``: id of the first
     audio token. ``prompt``: text to tokenize; ``{voice}`` and ``{text}`` are replaced.
     ``start_tokens``, ``end_tokens``: ids before and after the prompt's tokens. ``stop_tokens``:
-    ids that end the speech, beside the model's own. ``voices``: names of the voices, the default
-    first; empty if the model has only one.
+    ids that end the speech, beside the model's own. ``audio_prompt_end_tokens``: ids after the
+    audio tokens of a voice; None if the model takes no audio. ``voices``: names of the voices, the
+    default first; empty if the model has only one.
     """
 
     first_token: TokenId
@@ -37,6 +38,7 @@ class SpeechFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start_tokens: TokenIds = ()
     end_tokens: TokenIds = ()
     stop_tokens: TokenIds = ()
+    audio_prompt_end_tokens: TokenIds | None = None
     voices: Annotated[tuple[Voice, ...], msgspec.Meta(max_length=MAX_VOICES)] = ()
 
     def prompt_text(self, text: str, voice: str | None = None) -> str:
@@ -44,8 +46,7 @@ class SpeechFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
         Raises InputError for an empty text or an unknown voice.
         """
-        if not text.strip():
-            raise InputError("the text to speak is empty")
+        check_spoken(text)
         if voice is None:
             voice = self.voices[0] if self.voices else ""
         elif voice not in self.voices:
@@ -53,6 +54,12 @@ class SpeechFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InputError(f"voice {voice[:80]!r} is unknown; the model's voices are {known}")
         before, _, after = self.prompt.partition("{text}")
         return before.replace("{voice}", voice) + text + after.replace("{voice}", voice)
+
+
+def check_spoken(text: str) -> None:
+    """Raise InputError for an empty text."""
+    if not text.strip():
+        raise InputError("the text to speak is empty")
 
 
 def parse_speech_format(content: bytes, origin: str) -> SpeechFormat:

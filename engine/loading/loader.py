@@ -395,6 +395,7 @@ def _speech(checkpoint: Checkpoint) -> AudioCard | None:
         sample_rate=codec.sampling_rate,
         frame_samples=codec.frame_samples,
         frame_tokens=layout.frame_tokens,
+        codebook_size=layout.codebook_size,
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.client import AsyncClient
 from baton.client.model import ServedModel
-from baton.client.speech import speech_context
+from baton.client.speech import AudioPrompt, speech_context
 from baton.deploy.config import demo_model_folder
 from baton.engine.audio.chunks import load_audio
 from baton.engine.audio.pcm import pcm16
@@ -25,6 +25,11 @@ FIRST = 260
 TEXTS = [f"Once upon a time there was a {name}." for name in ("fox", "hen", "cat", "dog")]
 
 
+# Of half of the texts; the two have the tokens before their texts in common.
+EXAMPLE = AudioPrompt(np.random.default_rng(5).integers(0, 32, 70, np.int32), "Hi.")
+VOICES = ["bob", "bob", EXAMPLE, EXAMPLE]
+
+
 def speech_params(index: int, new: int = 300) -> SamplingParams:
     return SamplingParams(max_new_tokens=new, ignore_eos=True, temperature=1.0, seed=index)
 
@@ -33,7 +38,10 @@ def make_speaker(folder: Path) -> Path:
     """Write the demo model, with some of its tokens taken for audio tokens of the tiny codec."""
     shutil.copytree(demo_model_folder(), folder)
     shutil.copytree(CODEC, folder / "snac")
-    about = {"first_token": FIRST, "voices": ["ada", "bob"], "end_tokens": [5], "stop_tokens": [7]}
+    about = {
+        "first_token": FIRST, "voices": ["ada", "bob"], "end_tokens": [5], "stop_tokens": [7],
+        "audio_prompt_end_tokens": [7, 6],
+    }  # fmt: skip
     (folder / "speech.json").write_text(json.dumps(about))
     return folder
 
@@ -45,7 +53,7 @@ def samples_here(folder: Path, model: ServedModel) -> list[np.ndarray]:
     pipeline = SpeechPipeline(runner.pipeline, audio)
     expected = []
     for index, text in enumerate(TEXTS):
-        context = speech_context(model, text, "bob", speech_params(index))
+        context = speech_context(model, text, VOICES[index], speech_params(index))
         context.ignore_eos = True  # workers take it from the sampling parameters
         chunks = []
         while not context.is_done:
@@ -61,7 +69,7 @@ def speak_all(address, strike=None) -> list[np.ndarray]:
     chunks: list[list[np.ndarray]] = [[] for _ in TEXTS]
 
     async def follow(client, index):
-        async for chunk in client.speak(TEXTS[index], speech_params(index), voice="bob"):
+        async for chunk in client.speak(TEXTS[index], speech_params(index), voice=VOICES[index]):
             chunks[index].append(chunk)
             if strike is not None:
                 strike(chunks)

@@ -23,7 +23,15 @@ from baton.proto.sampling import SamplingParams
 from ..engine.audio.test_flac import decode
 from .conftest import command_environment
 from .driver import lost_requests
-from .speaker import TEXTS, assert_same, make_speaker, samples_here, speak_all, speech_params
+from .speaker import (
+    EXAMPLE,
+    TEXTS,
+    assert_same,
+    make_speaker,
+    samples_here,
+    speak_all,
+    speech_params,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -46,10 +54,18 @@ def undisturbed(pools, folder):
 
 def test_the_samples_are_those_of_the_pipeline(pools, undisturbed):
     assert pools.client().model().card.audio == AudioCard(
-        sample_rate=8000, frame_samples=96, frame_tokens=7
+        sample_rate=8000, frame_samples=96, frame_tokens=7, codebook_size=32
     )
     assert_same(speak_all(pools.address), undisturbed)
     assert_same(speak_all(pools.address), undisturbed)  # the prompts are in the prefix caches now
+
+
+def test_a_voice_by_audio_tokens_changes_the_speech(pools, undisturbed):
+    with pools.client() as client:
+        named = np.concatenate(list(client.speak(TEXTS[2], speech_params(2), voice="bob")))
+        outputs = list(client.generate(speech_context(client.model(), TEXTS[3], EXAMPLE, None)))
+    assert not np.array_equal(named[:1000], undisturbed[2][:1000])
+    assert outputs[-1].cached_tokens >= 64  # of the example, which is the beginning of the prompt
 
 
 @pytest.mark.parametrize(
@@ -132,6 +148,15 @@ def test_the_command_writes_a_wav_file(pools, tmp_path):
     subprocess.run([*command, "-o", str(lossless)], env=environment, check=True)
     samples = np.frombuffer(written, np.int16).tolist()
     assert decode(lossless.read_bytes(), len(samples))[:2] == (8000, samples)
+    example = tmp_path / "voice.npy"
+    np.save(example, EXAMPLE.audio_prompt_tokens)
+    options = ["--voice-from", example, "--voice-text", EXAMPLE.text, *options[1:]]
+    other = subprocess.run(
+        [*command[:6], *options, "-o", "-"], env=environment, capture_output=True
+    )
+    with pools.client() as client:
+        chunks = list(client.speak(TEXTS[0], params, voice=EXAMPLE))
+    assert (other.stdout, other.stderr) == (np.concatenate(chunks).tobytes(), b"")
     piped = subprocess.run([*command, "-o", "-"], env=environment, capture_output=True, check=True)
     assert piped.stdout == written
 
@@ -155,6 +180,16 @@ def test_http_gives_the_same_samples(gateway, undisturbed):
     with closing(connection):
         assert (response.status, response.headers["content-type"]) == (200, "audio/wav")
         assert response.read() == wav_header(8000) + undisturbed[0].tobytes()
+
+
+def test_http_takes_a_voice_by_its_audio_tokens(gateway, undisturbed):
+    fields = {
+        "audio_prompt_tokens": EXAMPLE.audio_prompt_tokens.tolist(),
+        "audio_prompt_text": "Hi.",
+    }
+    connection, response = begun(gateway, input=TEXTS[2], seed=2, voice=None, **fields)
+    with closing(connection):
+        assert response.read() == wav_header(8000) + undisturbed[2].tobytes()
 
 
 def test_http_gives_the_same_samples_as_flac(gateway, undisturbed):
@@ -201,6 +236,10 @@ def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1}, None),  # no samples
         ({"pitch": 1}, "pitch"),
+        ({"audio_prompt_tokens": [0] * 7}, "voice"),  # beside a named voice
+        ({"voice": None, "audio_prompt_tokens": [0] * 6}, None),
+        ({"voice": None, "audio_prompt_tokens": [32] * 7}, None),
+        ({"audio_prompt_text": "Hi."}, "audio_prompt_text"),
     ],
     ids=str,
 )
