@@ -99,9 +99,9 @@ class Engine:
         self._state = {"prompt": arrays["prompts"][0], "pooled": arrays["pooled"][0]}
         self._small = arrays["small"]
         self._inputs = FluxInputs(
-            latents=arrays["latents"],
-            prompts=arrays["prompts"],
-            pooled=arrays["pooled"],
+            latents=list(arrays["latents"]),
+            prompts=list(arrays["prompts"]),
+            pooled=[arrays["pooled"]],
             timesteps=np.array([700.0], np.float32),
             guidance=np.array([3.5], np.float32),
             rows=SIDE,
@@ -112,9 +112,9 @@ class Engine:
         """CPU seconds of one measurement, and its result."""
         began = time.process_time()
         if measure == "step":
-            result = self._flux.execute(self._inputs)
+            result = np.stack(self._flux.execute(self._inputs))
         else:
-            result = self._vae.decode(self._small)
+            result = self._vae.image(self._small)
         return time.process_time() - began, result
 
     def first_preview(self) -> float:

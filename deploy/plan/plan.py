@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from ...decode_worker.config import DecodeWorkerConfig
+from ...engine.loading.embedding_config import DRAW
 from ...engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
 from ...gateway.config import GatewayConfig
 from ...prefill_worker.config import PrefillWorkerConfig
@@ -400,7 +401,8 @@ def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) 
         backend="cuda" if on_gpu else settings.kernels,
         block_size=settings.block_size,
         num_blocks=blocks,
-        kv_bytes=memory or (0 if on_gpu else kv_default),
+        # The state of pictures is in host memory on every device.
+        kv_bytes=memory or (0 if on_gpu and settings.task != DRAW else kv_default),
         device_share=_DEVICE_SHARE / gpus.most(sized_for(settings)),
         max_length=settings.max_model_len,
         task=settings.task,

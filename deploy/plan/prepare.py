@@ -82,8 +82,6 @@ def check_model(settings: ServeSettings) -> None:
     if folder_task(folder, settings.task) != DRAW:
         return
     open_folder(folder)
-    if settings.device != "cpu":
-        raise ConfigError("picture models run on the CPU: leave --device cuda out")
 
 
 def check_tokenizer(settings: ServeSettings) -> None:
@@ -225,8 +223,11 @@ def default_kv_bytes(settings: ServeSettings) -> int:
 
 
 def with_picture_memory(settings: ServeSettings, kv_default: int) -> ServeSettings:
-    """Set the default memory for pictures, from the free memory, for a picture model."""
-    free = free_memory()
+    """Set the default memory for pictures, from the free memory, for a picture model.
+
+    Workers with a GPU choose it themselves, from the memory of the GPU.
+    """
+    free = None if settings.device == "cuda" else free_memory()
     if settings.task != DRAW or settings.picture_memory or free is None:
         return settings
     try:

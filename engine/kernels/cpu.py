@@ -17,6 +17,7 @@ from . import _cpu
 from .backend import ACTIVATIONS, F32, I32, I64, U8, Activation, PackedLinear, Weights
 from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
+from .host_backend import HostPictures
 from .memory import Arena
 
 REVISIONS = {"amx": 4, "avx512": 1, "avx2": 1, "plain": 1}
@@ -46,7 +47,7 @@ class CpuLinear:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class CpuBackend(HostArrays):
+class CpuBackend(HostArrays, HostPictures):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
     ``isa`` selects an instruction set by name (``amx``, ``avx512``, ``avx2``, ``plain``); None

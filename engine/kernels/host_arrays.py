@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ...proto.layout import KVLayout
 from ...proto.wire.messages import DeviceTicket
-from .backend import F32, I32, U8, A, Mapping
+from .backend import F32, I32, U8, A, Backend, Gpu, Mapping
 from .memory import host_pool
 
 
@@ -21,7 +21,13 @@ class HostArrays:
     on_host = True
     head_sizes: tuple[int, ...] = ()
     column_multiple = 1
-    lost = ""
+    computes: Backend | None = None
+    """The device that computes, if these kernels only move blocks, as of pictures on a GPU."""
+
+    @property
+    def lost(self) -> str:
+        """Error of the device that computes; "" on the host."""
+        return "" if self.computes is None else self.computes.lost
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
         """Return float32 ``[rows, columns]``, content undefined."""
@@ -40,8 +46,9 @@ class HostArrays:
         return host_pool(shape, allocate)
 
     @property
-    def gpu(self) -> None:
-        """Return None: no GPU computes."""
+    def gpu(self) -> Gpu | None:
+        """The GPU that computes; None for a CPU."""
+        return None if self.computes is None else self.computes.gpu
 
     def pool_ticket(self, pool: F32) -> DeviceTicket | None:
         """Return None: the pool is in host memory."""

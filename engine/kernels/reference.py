@@ -21,6 +21,7 @@ import xxhash
 from .backend import F32, I32, I64, U8, Activation, PackedLinear, Weights
 from .digest import payload_digest
 from .host_arrays import HostArrays
+from .host_backend import HostPictures
 
 Floats = npt.NDArray[Any]
 
@@ -57,7 +58,7 @@ class NumpyLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class NumpyBackend(HostArrays):
+class NumpyBackend(HostArrays, HostPictures):
     """Kernels on NumPy arrays; see :class:`~baton.engine.kernels.backend.Backend`."""
 
     name = "numpy"

@@ -20,7 +20,7 @@ from ...proto.layout import FEATURES, KVLayout, ModelCard, model_name
 from ...proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_STEPS
 from ...proto.picture_requests import PICTURE_MULTIPLE, STATE_KEY_TOKENS, STATE_VOCABULARY
 from ..kernels import load_backend
-from ..kernels.host_backend import HostBackend
+from ..kernels.host_backend import HostBackend, PictureBackend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool
 from ..loading.checkpoint import digest_tensors
 from ..loading.embedding_config import DRAW
@@ -37,6 +37,8 @@ F32 = npt.NDArray[np.float32]
 ENCODER_PARTS = ("text_encoder", "text_encoder_2")
 DRAWING_PARTS = ("transformer", "vae")
 ARCHITECTURE = "FluxPipeline"
+_DEVICE_SPACE = 256 << 20
+"""Memory of a GPU for patches and scores, of which limited parts are computed at once."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,6 +48,7 @@ class PictureRunner:
     card: ModelCard
     pipeline: EncodingPipeline | DrawingPipeline
     backend: HostBackend
+    """Moves blocks of the pool, which is in host memory also if a GPU computes."""
 
     @property
     def pool(self) -> F32:
@@ -62,36 +65,42 @@ def load_encoder(
     config: RunnerConfig,
     on_progress: Progress | None = None,
     allocate: Allocate = aligned_zeros,
+    backend: PictureBackend | None = None,
 ) -> PictureRunner:
     """Load the text encoders, for a prefill worker.
 
     Parameters and errors as in :func:`.loader.load_runner`.
     """
-    folder, backend = open_folder(config.model), _backend(config)
+    folder = open_folder(config.model)
+    backend = _checked(folder, backend or _backend(config))
     kv = _blocks(config, folder, allocate)
     encoder = PromptEncoder(folder, backend, on_progress)
     pipeline = EncodingPipeline(encoder, kv, folder.flux.pooled_projection_dim)
-    return PictureRunner(_card(config, folder, backend, kv, ENCODER_PARTS), pipeline, backend)
+    card = _card(config, folder, backend, kv, ENCODER_PARTS)
+    return PictureRunner(card, pipeline, _mover(backend))
 
 
 def load_denoiser(
     config: RunnerConfig,
     on_progress: Progress | None = None,
     allocate: Allocate = aligned_zeros,
+    backend: PictureBackend | None = None,
 ) -> PictureRunner:
     """Load transformer and VAE decoder, for a decode worker.
 
     Parameters and errors as in :func:`.loader.load_runner`.
     """
-    folder, backend = open_folder(config.model), _backend(config)
-    pixels = _largest(config, folder)  # fail before reading the weights
+    folder = open_folder(config.model)
+    backend = _checked(folder, backend or _backend(config))
+    memory = _picture_memory(config, folder, backend)
+    pixels = _largest(memory, folder)  # fail before reading the weights
     kv = _blocks(config, folder, allocate)
-    denoiser = Denoiser(folder, backend, on_progress, memory=config.picture_bytes)
+    denoiser = Denoiser(folder, backend, on_progress, memory=memory)
     pooled, unit = folder.flux.pooled_projection_dim, folder.pixels_per_token
     pipeline = DrawingPipeline(denoiser, kv, pooled, unit)
     card = _card(config, folder, backend, kv, DRAWING_PARTS)
     card = msgspec.structs.replace(card, max_pixels=pixels)
-    return PictureRunner(card, pipeline, backend)
+    return PictureRunner(card, pipeline, _mover(backend))
 
 
 def parts_bytes(folder: PictureFolder, parts: tuple[str, ...]) -> int:
@@ -123,24 +132,62 @@ def longest_row(block_size: int, texts: int = MAX_PICTURE_PROMPT_TOKENS) -> int:
     return 2 * part + 1 + MAX_PICTURE_STEPS + 1
 
 
-def _largest(config: RunnerConfig, folder: PictureFolder) -> int:
+def _picture_memory(config: RunnerConfig, folder: PictureFolder, backend: PictureBackend) -> int:
+    """Return the bytes for the arrays of a picture; on a GPU by default the worker's share."""
+    if config.picture_bytes or backend.on_host:
+        return config.picture_bytes
+    share = int(backend.memory_bytes() * config.device_share)
+    return max(1, share - parts_bytes(folder, DRAWING_PARTS) - _DEVICE_SPACE)
+
+
+def _largest(memory: int, folder: PictureFolder) -> int:
     """Return the most pixels of a picture; 0 without a limit."""
-    if not config.picture_bytes:
+    if not memory:
         return 0
-    pixels = largest_picture(folder, config.picture_bytes)
+    pixels = largest_picture(folder, memory)
     if not pixels:
         least = picture_bytes(folder, PICTURE_MULTIPLE**2)
         raise ConfigError(
-            f"picture_memory of {config.picture_bytes} bytes is too small: the smallest picture "
-            f"needs {least}"
+            f"picture_memory of {memory} bytes is too small: the smallest picture needs {least}"
         )
     return pixels
 
 
-def _backend(config: RunnerConfig) -> HostBackend:
-    if config.backend == "cuda":
-        raise ConfigError("picture models run on the CPU: leave --device cuda out")
-    return load_backend(config.backend)
+def _backend(config: RunnerConfig) -> PictureBackend:
+    if config.backend != "cuda":
+        return load_backend(config.backend)
+    from ..kernels.cuda.cupy_device import CupyDevice
+    from ..kernels.cuda.pictures import CudaPictures
+
+    return CudaPictures(CupyDevice(config.ordinal))
+
+
+def _checked(folder: PictureFolder, backend: PictureBackend) -> PictureBackend:
+    """Raise ConfigError for a model that a GPU's kernels do not support; return the backend."""
+    if backend.on_host:
+        return backend
+    from ..kernels.cuda.pictures import refusal
+
+    clip, t5, flux, widths = folder.clip, folder.t5, folder.flux, folder.vae.block_out_channels
+    rows = {
+        "hidden_size of text_encoder": clip.hidden_size,
+        "intermediate_size of text_encoder": clip.intermediate_size,
+        "d_model of text_encoder_2": t5.d_model,
+        "d_ff of text_encoder_2": t5.d_ff,
+        "in_channels of transformer": flux.in_channels,
+        "hidden size of transformer": flux.hidden_size,
+        **{f"block_out_channels[{i}] of vae": width for i, width in enumerate(widths)},
+    }
+    if why := refusal(rows, flux.attention_head_dim, max(widths)):
+        raise ConfigError(f"{folder.folder}: {why}")
+    return backend
+
+
+def _mover(backend: PictureBackend) -> HostBackend:
+    """Return the kernels that move blocks in host memory."""
+    mover = load_backend(backend.name if backend.on_host else "auto")
+    mover.computes = None if backend.on_host else backend
+    return mover
 
 
 def _blocks(config: RunnerConfig, folder: PictureFolder, allocate: Allocate) -> KVManager:
@@ -162,7 +209,7 @@ def _blocks(config: RunnerConfig, folder: PictureFolder, allocate: Allocate) -> 
 def _card(
     config: RunnerConfig,
     folder: PictureFolder,
-    backend: HostBackend,
+    backend: PictureBackend,
     kv: KVManager,
     parts: tuple[str, ...],
 ) -> ModelCard:

@@ -20,15 +20,15 @@ from ...proto.errors import InputError
 from ...proto.limits import MAX_PREVIEW_PIXELS
 from ...proto.picture_requests import check_picture, picture_seed, uses_negative
 from ..kernels.backend import F32
-from ..kernels.host_backend import HostBackend
+from ..kernels.host_backend import PictureBackend
 from ..models.weights import Progress
 from .clip import ClipTextEncoder
 from .flux import FluxInputs, FluxTransformer
 from .folder import PictureFolder
 from .memory import row_bytes
-from .sampler import euler_step, guided, normals, reduced, sigmas_of, unpack_latents
+from .sampler import normals, reduced, sigmas_of, unpack_latents
 from .t5 import T5Encoder
-from .vae import VaeDecoder, to_pixels
+from .vae import VaeDecoder
 
 StateArrays = Mapping[str, F32]
 """``prompt`` ``[T, joint_attention_dim]`` and ``pooled`` ``[pooled_projection_dim]``, with true CFG
@@ -49,7 +49,7 @@ class PromptEncoder:
     """The text encoders of a picture model. Not thread-safe."""
 
     def __init__(
-        self, folder: PictureFolder, backend: HostBackend, on_progress: Progress | None = None
+        self, folder: PictureFolder, backend: PictureBackend, on_progress: Progress | None = None
     ) -> None:
         self.clip = ClipTextEncoder(folder.part("text_encoder"), folder.clip, backend, on_progress)
         self.t5 = T5Encoder(folder.part("text_encoder_2"), folder.t5, backend, on_progress)
@@ -90,7 +90,8 @@ class Drawing:
     """A picture between its steps.
 
     ``state``: its arrays may be made when they are read. ``latents`` ``[tokens, channels]`` are
-    those before step ``step``. ``sigmas`` ``[steps + 1]``. ``rows``, ``columns``: of latent tokens.
+    those before step ``step``, on the device that computes; ``uploaded``: arrays of the state that
+    are there too. ``sigmas`` ``[steps + 1]``. ``rows``, ``columns``: of latent tokens.
     ``texts``: vectors of the prompt ("") and of the negative prompt ("negative_"). ``noise``: that
     the last step found in the latents before it, if a step was computed here.
     """
@@ -104,6 +105,7 @@ class Drawing:
     texts: dict[str, int]
     step: int = 0
     noise: F32 | None = None
+    uploaded: dict[str, F32] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -140,13 +142,13 @@ class Denoiser:
     def __init__(
         self,
         folder: PictureFolder,
-        backend: HostBackend,
+        backend: PictureBackend,
         on_progress: Progress | None = None,
         *,
         max_samples: int = MAX_SAMPLES,
         memory: int = 0,
     ) -> None:
-        self._folder, self._max_samples = folder, max_samples
+        self._folder, self._max_samples, self._backend = folder, max_samples, backend
         self._max_tokens = min(
             MAX_TOKENS, memory // row_bytes(folder.flux) if memory else MAX_TOKENS
         )
@@ -189,7 +191,7 @@ class Denoiser:
         channels = self._folder.flux.in_channels
         if latents.shape != (tokens, channels) or latents.dtype.kind != "f":
             raise InputError(f"latents must be floats [{tokens}, {channels}], not {latents.shape}")
-        own = latents.astype(np.float32)
+        own = self._backend.upload(latents.astype(np.float32))
         return Drawing(context, state, sigmas, own, rows, columns, texts, step)
 
     def step(self, batch: Sequence[Drawing]) -> None:
@@ -203,12 +205,12 @@ class Denoiser:
             self._execute(group)
         for drawing, both in zip(active, samples, strict=True):
             noise = both[0].noise
-            if len(both) == 2:
-                noise = guided(noise, both[1].noise, drawing.context.true_cfg_scale)
+            if len(both) == 2:  # away from the noise of the negative prompt
+                negative, scale = both[1].noise, drawing.context.true_cfg_scale
+                noise = self._backend.mix(noise, negative, negative, scale)
             at = drawing.step
-            drawing.latents = euler_step(
-                drawing.latents, noise, drawing.sigmas[at], drawing.sigmas[at + 1]
-            )
+            change = drawing.sigmas[at + 1] - drawing.sigmas[at]
+            drawing.latents = self._backend.mix(noise, None, drawing.latents, change)
             drawing.noise = noise
             drawing.step += 1
 
@@ -222,7 +224,9 @@ class Denoiser:
         """
         if drawing.noise is None:
             raise ValueError("no step was computed")
-        clean = drawing.latents - drawing.sigmas[drawing.step] * drawing.noise
+        noise = self._backend.download(drawing.noise)
+        latents = self._backend.download(drawing.latents)
+        clean = latents - drawing.sigmas[drawing.step] * noise
         latents = unpack_latents(clean, drawing.rows, drawing.columns)
         pixels, factor = drawing.context.height * drawing.context.width, 1
         while pixels > MAX_PREVIEW_PIXELS * factor**2:
@@ -233,11 +237,16 @@ class Denoiser:
         """Return the pixels ``[height, width, 3]`` of a finished drawing; else ValueError."""
         if not drawing.is_done:
             raise ValueError(f"step {drawing.step} of {len(drawing.sigmas) - 1} is next")
-        return self._decoded(unpack_latents(drawing.latents, drawing.rows, drawing.columns))
+        latents = self._backend.download(drawing.latents)
+        return self._decoded(unpack_latents(latents, drawing.rows, drawing.columns))
+
+    def is_finite(self, drawing: Drawing) -> bool:
+        """True if no latent is infinite or NaN; waits until the steps are computed."""
+        return self._backend.all_finite(drawing.latents)
 
     def _decoded(self, latents: F32) -> npt.NDArray[np.uint8]:
         self.flux.release()  # the VAE needs as much memory
-        return to_pixels(self.vae.decode(np.ascontiguousarray(latents)))
+        return self.vae.decode(np.ascontiguousarray(latents))
 
     def _noise(self, context: PixelContext, tokens: int) -> F32:
         seed = picture_seed(context)
@@ -282,9 +291,9 @@ class Denoiser:
         levels = np.array([d.sigmas[d.step] for d in drawings], np.float32)
         noise = self.flux.execute(
             FluxInputs(
-                latents=np.stack([d.latents for d in drawings]),
-                prompts=np.stack([s.drawing.state[f"{s.prefix}prompt"] for s in group]),
-                pooled=np.stack([s.drawing.state[f"{s.prefix}pooled"] for s in group]),
+                latents=[self._backend.activations(d.latents) for d in drawings],
+                prompts=[self._text(s.drawing, f"{s.prefix}prompt") for s in group],
+                pooled=[self._text(s.drawing, f"{s.prefix}pooled") for s in group],
                 timesteps=levels * train,
                 guidance=np.array([_guidance(d.context) for d in drawings], np.float32),
                 rows=drawings[0].rows,
@@ -293,6 +302,16 @@ class Denoiser:
         )
         for sample, part in zip(group, noise, strict=True):
             sample.noise = part
+
+    def _text(self, drawing: Drawing, name: str) -> F32:
+        """Return rows of the state as activations; they are copied to another device once."""
+        if self._backend.on_host:
+            found = drawing.state[name]
+            return np.ascontiguousarray(found).reshape(-1, found.shape[-1])
+        if name not in drawing.uploaded:
+            found = drawing.state[name]
+            drawing.uploaded[name] = self._backend.parameters(found.reshape(-1, found.shape[-1]))
+        return drawing.uploaded[name]
 
 
 def _samples(drawing: Drawing) -> Iterator[_Sample]:

@@ -43,16 +43,6 @@ def sigmas_of(steps: int, tokens: int, config: SchedulerConfig) -> F32:
     return np.append(shifted, 0.0).astype(np.float32)
 
 
-def euler_step(latents: F32, noise: F32, sigma: np.float32, following: np.float32) -> F32:
-    """Return the latents at the noise level ``following``."""
-    return (latents + (following - sigma) * noise).astype(np.float32, copy=False)
-
-
-def guided(noise: F32, negative: F32, scale: float) -> F32:
-    """Move the noise of the prompt away from that of the negative prompt (true CFG)."""
-    return (negative + np.float32(scale) * (noise - negative)).astype(np.float32, copy=False)
-
-
 def unpack_latents(packed: F32, rows: int, columns: int) -> F32:
     """Turn tokens ``[rows * columns, 4 C]`` into ``[2 rows, 2 columns, C]``.
 

@@ -251,7 +251,7 @@ class DrawingPipeline(PicturePipeline):
         sampled = []
         for request, drawing in list(self._drawings.items()):
             try:
-                if not np.isfinite(drawing.latents).all():
+                if not self._denoiser.is_finite(drawing):
                     raise InternalError("the model produced numbers that are not finite")
                 png = self._png_of(drawing)
             except _Abandoned:

@@ -13,11 +13,10 @@ import numpy as np
 
 from ...proto.errors import InputError
 from ..kernels.backend import F32, I32, PackedLinear
-from ..kernels.host_backend import HostBackend
+from ..kernels.host_backend import PictureBackend
 from ..models.weights import Progress, WeightLoader, widened
 from ..models.workspace import Workspace
-from .clip import check_vocabulary
-from .encoder_attention import attend
+from .clip import check_vocabulary, head_order
 from .folder import ModelPart, T5Config, no_watch
 
 
@@ -39,19 +38,20 @@ class T5Encoder:
         self,
         part: ModelPart,
         config: T5Config,
-        backend: HostBackend,
+        backend: PictureBackend,
         on_progress: Progress | None = None,
     ) -> None:
         loader = WeightLoader(part, backend, on_progress)
         self.after_layer: Callable[[], None] = no_watch
         self.config, self._backend, self._space = config, backend, Workspace(backend)
-        self._words = loader.take("shared.weight", (config.vocab_size, config.d_model))
+        words = (config.vocab_size, config.d_model)
+        self._words = backend.parameters(loader.take("shared.weight", words))
         first = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         shape = (config.relative_attention_num_buckets, config.num_heads)
         self._bias_table = widened(loader.take(first, shape))
         self._layers = [_load_layer(loader, config, i) for i in range(config.num_layers)]
-        self._final = loader.vector("encoder.final_layer_norm.weight", config.d_model)
-        self._bias = np.zeros((config.num_heads, 0, 0), np.float32)
+        self._final = loader.norm("encoder.final_layer_norm.weight", config.d_model)
+        self._bias: tuple[int, F32 | None] = (0, None)
         loader.finish(unused=("encoder.embed_tokens.weight",))
 
     def encode(self, text: I32) -> F32:
@@ -64,33 +64,36 @@ class T5Encoder:
         config, backend, space = self.config, self._backend, self._space
         check_vocabulary(text, config.vocab_size)
         rows, hidden = len(text), config.d_model
-        states, normed = space.rows("states", rows, hidden), np.empty((rows, hidden), np.float32)
-        backend.embed(text, self._words, states)
+        states, normed = space.rows("states", rows, hidden), backend.empty(rows, hidden)
+        backend.embed(backend.upload(text), self._words, states)
         bias = self._position_bias(rows)
         for layer in self._layers:
             self._attend(layer, states, bias)
             self._feed_forward(layer, states)
             self.after_layer()
         backend.rms_norm(states, self._final, config.layer_norm_epsilon, normed)
-        return normed
+        return backend.download(normed)
 
     def _position_bias(self, rows: int) -> F32:
         """Return the bias ``[heads, rows, rows]``, kept for the next text of this length."""
-        if self._bias.shape[1] != rows:
-            buckets = relative_buckets(rows, self.config)
-            self._bias = np.ascontiguousarray(self._bias_table[buckets].transpose(2, 0, 1))
-        return self._bias
+        known, bias = self._bias
+        if bias is None or known != rows:
+            table = self._bias_table[relative_buckets(rows, self.config)]
+            bias = self._backend.upload(np.ascontiguousarray(table.transpose(2, 0, 1)))
+            self._bias = rows, bias
+        return bias
 
     def _attend(self, layer: _Layer, states: F32, bias: F32) -> None:
         backend, space, config = self._backend, self._space, self.config
-        rows, inner = len(states), config.num_heads * config.d_kv
+        rows, inner = len(states), layer.o.in_features
         normed = space.rows("normed", rows, config.d_model)
         delta, qkv = space.rows("delta", rows, config.d_model), space.rows("qkv", rows, 3 * inner)
         backend.rms_norm(states, layer.attention_norm, config.layer_norm_epsilon, normed)
         backend.linear(normed, layer.qkv, qkv)
-        mixed = attend(backend, space, qkv, config.num_heads, 1.0, bias)
+        mixed = space.rows("mixed", rows, inner)
+        backend.self_attention(qkv, config.num_heads, 1.0, bias, mixed)
         backend.linear(mixed, layer.o, delta)
-        states += delta
+        backend.add(delta, states)
 
     def _feed_forward(self, layer: _Layer, states: F32) -> None:
         backend, space, config = self._backend, self._space, self.config
@@ -102,9 +105,9 @@ class T5Encoder:
         backend.linear(normed, layer.gate, gate)
         backend.linear(normed, layer.up, up)
         backend.activate(gate, "gelu_tanh", gate)
-        gate *= up
+        backend.multiply(up, gate)
         backend.linear(gate, layer.down, delta)
-        states += delta
+        backend.add(delta, states)
 
 
 def relative_buckets(length: int, config: T5Config) -> I32:
@@ -130,11 +133,13 @@ def _load_layer(loader: WeightLoader, config: T5Config, index: int) -> _Layer:
     base = f"encoder.block.{index}.layer"
     hidden, inner, wide = config.d_model, config.num_heads * config.d_kv, config.d_ff
     attention, mlp = f"{base}.0.SelfAttention", f"{base}.1.DenseReluDense"
+    order = head_order(config.num_heads, config.d_kv, loader.backend)
+    parts = [(f"{attention}.{name}", inner) for name in "qkv"]
     return _Layer(
-        attention_norm=loader.vector(f"{base}.0.layer_norm.weight", hidden),
-        qkv=loader.linear([(f"{attention}.{name}", inner) for name in "qkv"], hidden, bias=False),
-        o=loader.linear([(f"{attention}.o", hidden)], inner, bias=False),
-        mlp_norm=loader.vector(f"{base}.1.layer_norm.weight", hidden),
+        attention_norm=loader.norm(f"{base}.0.layer_norm.weight", hidden),
+        qkv=loader.linear(parts, hidden, bias=False, orders=(order,) * 3),
+        o=loader.linear([(f"{attention}.o", hidden)], inner, bias=False, columns=order),
+        mlp_norm=loader.norm(f"{base}.1.layer_norm.weight", hidden),
         gate=loader.linear([(f"{mlp}.wi_0", wide)], hidden, bias=False),
         up=loader.linear([(f"{mlp}.wi_1", wide)], hidden, bias=False),
         down=loader.linear([(f"{mlp}.wo", hidden)], wide, bias=False),

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from ..kernels.backend import F32, PackedLinear
-from ..kernels.host_backend import HostBackend, conv2d, pack_conv
+from ..kernels.backend import F32, U8, PackedLinear
+from ..kernels.host_backend import PictureBackend, pack_conv
 from ..models.weights import Progress, WeightLoader
 from ..models.workspace import Workspace
-from .encoder_attention import attend
 from .folder import ModelPart, VaeConfig, no_watch
 
 _EPS = 1e-6
@@ -60,7 +58,7 @@ class VaeDecoder:
         self,
         part: ModelPart,
         config: VaeConfig,
-        backend: HostBackend,
+        backend: PictureBackend,
         on_progress: Progress | None = None,
     ) -> None:
         loader = WeightLoader(part, backend, on_progress)
@@ -86,13 +84,21 @@ class VaeDecoder:
         self._out = self._conv("decoder.conv_out", widths[-1], config.out_channels, 3)
         loader.finish(unused=("encoder.", "quant_conv."))
 
-    def decode(self, latents: F32) -> F32:
-        """Return an image ``[scale * h, scale * w, 3]``, about -1 to 1, of latents ``[h, w, C]``.
+    def decode(self, latents: F32) -> U8:
+        """Return the pixels ``[scale * h, scale * w, 3]`` of latents ``[h, w, C]`` on the host.
 
         Latents are those of the sampler: they are divided by the scaling factor, then shifted.
         """
-        config = self.config
-        x = latents / np.float32(config.scaling_factor) + np.float32(config.shift_factor or 0.0)
+        return self._backend.to_pixels(self.image(latents))
+
+    def image(self, latents: F32) -> F32:
+        """Return the image ``[scale * h, scale * w, 3 or more]``, about -1 to 1, on the device."""
+        config, backend = self.config, self._backend
+        scaled = latents / np.float32(config.scaling_factor) + np.float32(config.shift_factor or 0)
+        missing = -scaled.shape[2] % backend.column_multiple
+        scaled = np.pad(scaled, ((0, 0), (0, 0), (0, missing))) if missing else scaled
+        x = backend.activations(backend.upload(scaled.reshape(-1, scaled.shape[2])))
+        x = x.reshape(scaled.shape)
         if self._post_quant is not None:
             x = self._convolve(self._post_quant, x)
         x = self._convolve(self._first, x)
@@ -105,23 +111,34 @@ class VaeDecoder:
                 x = self._residual(resnet, x)
             if level.enlarge is not None:
                 x = self._convolve(level.enlarge, x, scale=2)
-        x = self._convolve_here(self._out, self._normalized(self._norm_out, x, x, silu=True))
-        return x.copy()  # without the memory of its wider inputs
+        x = self._normalized(self._norm_out, x, x, silu=True)
+        if not backend.on_host:
+            return self._convolve(self._out, x, exact=True)
+        return self._convolve_here(self._out, x).copy()  # without the memory of its wider inputs
 
-    def _convolve(self, conv: _Conv, x: F32, *, scale: int = 1) -> F32:
+    def _convolve(self, conv: _Conv, x: F32, *, scale: int = 1, exact: bool = False) -> F32:
+        """Return a convolution; ``exact``: as float32 on every device."""
         height, width = x.shape[0] * scale, x.shape[1] * scale
-        out = np.empty((height, width, conv.weight.out_features), np.float32)
-        conv2d(self._backend, x, conv.weight, conv.kernel, out, scale=scale)
+        out = self._backend.empty(height * width, conv.weight.out_features, logits=exact)
+        out = out.reshape(height, width, -1)
+        self._backend.conv2d(x, conv.weight, conv.kernel, out, scale=scale)
         return out
 
     def _convolve_here(self, conv: _Conv, x: F32) -> F32:
         """Convolve with a kernel above 1 into the memory of ``x``, if the result fits there."""
         shape = (*x.shape[:2], conv.weight.out_features)
-        if shape[2] > x.shape[2]:
+        if shape[2] > x.shape[2] or not self._backend.on_host:
             return self._convolve(conv, x)
         out = x.reshape(-1)[: math.prod(shape)].reshape(shape)
-        conv2d(self._backend, x, conv.weight, conv.kernel, out)
+        self._backend.conv2d(x, conv.weight, conv.kernel, out)
         return out
+
+    def _like(self, x: F32) -> F32:
+        return self._backend.empty(x.shape[0] * x.shape[1], x.shape[2]).reshape(x.shape)
+
+    def _add(self, x: F32, residual: F32) -> None:
+        channels = x.shape[2]
+        self._backend.add(x.reshape(-1, channels), residual.reshape(-1, channels))
 
     def _normalized(self, norm: _Norm, x: F32, out: F32, *, silu: bool) -> F32:
         rows, result = x.reshape(-1, x.shape[2]), out.reshape(-1, x.shape[2])
@@ -135,27 +152,29 @@ class VaeDecoder:
         At full size a picture has hundreds of floats per pixel: an array less counts.
         """
         if block.shortcut is None:
-            out, inner = x, np.empty_like(x)
+            out, inner = x, self._like(x)
         else:
             out, inner = self._convolve(block.shortcut, x), x
         inner = self._normalized(block.first_norm, x, inner, silu=True)
         inner = self._convolve_here(block.first, inner)
         inner = self._normalized(block.second_norm, inner, inner, silu=True)
-        out += self._convolve_here(block.second, inner)
+        self._add(self._convolve_here(block.second, inner), out)
         self.after_layer()
         return out
 
     def _attend(self, block: _Attention, x: F32) -> F32:
         channels = x.shape[2]
-        normed = self._normalized(block.norm, x, np.empty_like(x), silu=False)
+        normed = self._normalized(block.norm, x, self._like(x), silu=False)
         normed = normed.reshape(-1, channels)
         qkv = self._space.rows("qkv", len(normed), 3 * channels)
         self._backend.linear(normed, block.qkv, qkv)
-        mixed = attend(self._backend, self._space, qkv, 1, channels**-0.5, None)
-        delta = np.empty_like(normed)
+        mixed = self._space.rows("mixed", len(normed), channels)
+        self._backend.self_attention(qkv, 1, channels**-0.5, None, mixed)
+        delta = self._backend.empty(len(normed), channels)
         self._backend.linear(mixed, block.o, delta)
         self._space.clear()
-        return x + delta.reshape(x.shape)
+        self._add(delta.reshape(x.shape), x)
+        return x
 
     def _level(self, index: int, widths: tuple[int, ...]) -> _Level:
         base, out = f"decoder.up_blocks.{index}", widths[index]
@@ -193,9 +212,4 @@ class VaeDecoder:
 
     def _norm(self, name: str, size: int) -> _Norm:
         loader = self._loader
-        return _Norm(loader.vector(f"{name}.weight", size), loader.vector(f"{name}.bias", size))
-
-
-def to_pixels(image: F32) -> npt.NDArray[np.uint8]:
-    """Round an image of floats from -1 to 1 to uint8; values outside are clipped."""
-    return np.rint(np.clip(image / 2 + np.float32(0.5), 0, 1) * 255).astype(np.uint8)
+        return _Norm(loader.norm(f"{name}.weight", size), loader.norm(f"{name}.bias", size))

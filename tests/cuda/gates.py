@@ -71,12 +71,24 @@ GATES: dict[str, dict[str, Gate]] = {
         "put_rows_add": Gate(40, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
         # 64 registers are what a block of 1,024 threads may have.
         "(add_)?rms_norm_f32": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
-        "(add_)?(rms|layer)_norm": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
+        "(add_)?(rms|layer)_norm|modulated_norm": Gate(
+            64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)
+        ),
         "qk_norm_rope_append_.*": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
         "silu_mul|activate_(silu|gelu_tanh|quick_gelu)": Gate(
             40, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)
         ),
         "activate_gelu": Gate(48, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
+    },
+    "pictures.cu": {
+        "split_heads|softmax_rows|add_scaled|multiply|rounded": Gate(
+            64, needs=(LOAD_16, STORE_16, PACK_BF16)
+        ),
+        "merge_heads|put_columns|patches": Gate(48, needs=(LOAD_16, STORE_16)),
+        "group_sums": Gate(80, needs=(LOAD_16,), forbids=ATOMICS),
+        "group_stats": Gate(64, forbids=ATOMICS),
+        "group_apply": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16)),
+        "pixels|mix|find_infinite": Gate(32, forbids=ATOMICS),
     },
     "skinny_linear.cu": {
         "skinny_linear_.*": Gate(128, needs=(LOAD_16, TENSOR), forbids=ATOMICS),

@@ -92,12 +92,13 @@ def test_a_picture_model_has_both_pools_and_its_own_memory(monkeypatch):
     assert picture_share(1 << 20, 0, 2, model) == model.picture  # enough for a usual picture
 
 
-def test_picture_models_refuse_other_tasks_and_devices():
+def test_picture_models_refuse_other_tasks():
     check_model(ServeSettings(model=str(DATA / FLUX)))
     with pytest.raises(ConfigError, match="is a picture model; its task is draw"):
         check_model(ServeSettings(model=str(DATA / FLUX), task="generate"))
-    with pytest.raises(ConfigError, match="picture models run on the CPU"):
-        check_model(ServeSettings(model=str(DATA / FLUX), device="cuda"))
+    on_gpu = ServeSettings(model=str(DATA / FLUX), device="cuda", task="draw")
+    check_model(on_gpu)
+    assert prepare.with_picture_memory(on_gpu, 1 << 20) == on_gpu  # the worker knows its GPU
     with pytest.raises(ConfigError, match="cannot draw"):
         check_model(ServeSettings(model=str(DATA / "checkpoints/qwen3"), task="draw"))
     assert prepare.memory_refusal(ServeSettings(model=str(DATA / FLUX)), 1 << 20, {}) == ""

@@ -30,8 +30,9 @@ __device__ __forceinline__ void store8(float4* out, long long word, const float*
 
 // One block per row, with the row's words in registers. With a residual, the row is the sum of both,
 // rounded to bf16, and also replaces the residual. With kCentre (LayerNorm) the row's mean is
-// subtracted before the sum of squares, and `bias` is added at the end.
-template <bool kAdd, bool kCentre, class Out>
+// subtracted before the sum of squares, and `bias` is added at the end. With kModulated the weight is
+// what is added to one.
+template <bool kAdd, bool kCentre, bool kModulated = false, class Out>
 __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __restrict__ residual,
                                          const uint4* __restrict__ weight,
                                          const uint4* __restrict__ bias, Out* __restrict__ out,
@@ -89,6 +90,10 @@ __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __r
         float v[8], w[8];
         unpack8(row[j], v);
         unpack8(scales[j], w);
+        if (kModulated) {
+#pragma unroll
+            for (int e = 0; e < 8; e++) w[e] += 1.0f;
+        }
         if (kCentre) {
             float shift[8];
             unpack8(bias[i], shift);
@@ -309,6 +314,14 @@ extern "C" __global__ void __launch_bounds__(1024)
                float inverse_width, float eps) {
     norm_row<false, true>(x, static_cast<uint4*>(nullptr), weight, bias, out, words, inverse_width,
                           eps);
+}
+// layer_norm with 1 + scale as its weight and the shift as its bias.
+extern "C" __global__ void __launch_bounds__(1024)
+    modulated_norm(const uint4* __restrict__ x, const uint4* __restrict__ scale,
+                   const uint4* __restrict__ shift, uint4* __restrict__ out, int words,
+                   float inverse_width, float eps) {
+    norm_row<false, true, true>(x, static_cast<uint4*>(nullptr), scale, shift, out, words,
+                                inverse_width, eps);
 }
 extern "C" __global__ void __launch_bounds__(1024)
     add_layer_norm(const uint4* __restrict__ x, uint4* __restrict__ residual,

@@ -151,15 +151,18 @@ def layer_norm(
     bias: DeviceArray,
     eps: float,
     out: DeviceArray,
+    *,
+    modulated: bool = False,
 ) -> None:
     """``out = (x - mean) / sqrt(variance + eps) * weight + bias`` per row ``[T, H]``; all bf16.
 
-    ``H`` is a multiple of 8 up to ``MAX_WIDTH``.
+    ``H`` is a multiple of 8 up to ``MAX_WIDTH``. ``modulated``: 1 is added to the weight.
     """
     numbers = _check_layer_norm(x, weight, bias, eps, out)
     if x.shape[0]:
         args = (x, weight, bias, out, *numbers)
-        device.launch(_kernel("layer_norm"), (x.shape[0],), _norm_block(x.shape[1]), args)
+        kernel = _kernel("modulated_norm" if modulated else "layer_norm")
+        device.launch(kernel, (x.shape[0],), _norm_block(x.shape[1]), args)
 
 
 def add_layer_norm(
