@@ -10,6 +10,7 @@ import msgspec
 
 from ..client.options import RequestOptions
 from ..proto.errors import InputError
+from ..proto.json_schema import check_pattern
 from ..proto.sampling import (
     MAX_SEED,
     SamplingParams,
@@ -136,6 +137,7 @@ def content_of(body: SamplingBody) -> Content | None:
             "structured_outputs",
         )
     if asked.regex is not None:
+        check_pattern(asked.regex)
         return Content(rule=regex_rule(asked.regex))
     if asked.choice is not None:
         return Content(rule=choice_rule(asked.choice))

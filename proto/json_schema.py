@@ -8,16 +8,24 @@ option refuse the request instead of ignoring the grammar.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from .errors import InputError
-from .limits import MAX_JSON_SCHEMA_CHARS, MAX_JSON_SCHEMA_DEPTH
+from .errors import InputError, SchemaTooComplex
+from .limits import MAX_JSON_SCHEMA_CHARS, MAX_JSON_SCHEMA_DEPTH, MAX_PATTERN_TEXT_CHARS
 
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Whitespace between JSON tokens is the model's choice; the limit stops endless whitespace."""
+_PATTERN_PART = re.compile(
+    r"(?P<none>\\[bBAzZ]|[\^$]|\(\?[a-zA-Z-]+\))"
+    r"|(?P<open>\((?:\?(?:[a-zA-Z-]*:|P?<\w+>|<?[=!]))?)|(?P<close>\))|(?P<or>\|)"
+    r"|(?P<times>[*+?]|\{(?P<least>\d{1,9})(?:,\d*)?\})\??"
+    r"|\\[pPxu]\{[^}]*+\}?|\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|.",
+    re.DOTALL,
+)  # An unclosed bracket takes the rest: searching the end of each one would take minutes.
+_SCANNED_CHARS = 1 << 14  # of the patterns of a schema: more would hold up an event loop
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -76,6 +84,75 @@ def check_json_schema(text: str) -> None:
         raise InputError(f"json_schema is not JSON: {error}") from None
     if not isinstance(value, dict | bool):
         raise InputError("json_schema must be a JSON object or a boolean")
+    if '"pattern' in text:
+        left = _SCANNED_CHARS
+        for pattern in _patterns(value):
+            left -= len(pattern)
+            if left < 0:
+                break
+            check_pattern(pattern)
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise SchemaTooComplex if every text that matches a regular expression is too long.
+
+    Nested repetitions multiply: the compiler would write out millions of characters. Very long
+    patterns are left to the limits of the compiler.
+    """
+    if (
+        len(pattern) <= _SCANNED_CHARS
+        and "{" in pattern
+        and _shortest(pattern) > MAX_PATTERN_TEXT_CHARS
+    ):
+        raise SchemaTooComplex(
+            f"the pattern {pattern[:80]!r} matches only texts of more than"
+            f" {MAX_PATTERN_TEXT_CHARS} characters: use smaller repetitions"
+        )
+
+
+def _patterns(schema: object) -> Iterator[str]:
+    """Yield the regular expressions of a schema whose depth is limited."""
+    if isinstance(schema, dict):
+        pattern, names = schema.get("pattern"), schema.get("patternProperties")
+        if isinstance(pattern, str):
+            yield pattern
+        if isinstance(names, dict):
+            yield from names
+        for one in schema.values():
+            yield from _patterns(one)
+    elif isinstance(schema, list):
+        for one in schema:
+            yield from _patterns(one)
+
+
+def _shortest(pattern: str) -> int:
+    """Return the length of the shortest match, or a length over the limit.
+
+    A wrong pattern has any length: the compiler names the error.
+    """
+    most = MAX_PATTERN_TEXT_CHARS + 1
+    outer: list[tuple[int, int]] = []  # of the open groups, as the two values below
+    shortest, length = most, 0  # of the alternatives that have ended, and of the current one
+    last = 0  # length of the last unit, which a repetition repeats
+    for part in _PATTERN_PART.finditer(pattern):
+        kind = part.lastgroup
+        if kind == "times" or kind == "least":
+            times = int(part["least"]) if part["least"] else int(part[0][0] == "+")
+            repeated = min(last * times, most)
+            length, last = min(length - last + repeated, most), repeated
+        elif kind == "open":
+            outer.append((shortest, length))
+            shortest, length, last = most, 0, 0
+        elif kind == "close" and outer:
+            last = min(shortest, length)
+            shortest, length = outer.pop()
+            length = min(length + last, most)
+        elif kind == "or":
+            shortest, length, last = min(shortest, length), 0, 0
+        else:
+            last = int(kind is None)
+            length = min(length + last, most)
+    return min(shortest, length)
 
 
 def _depth(text: str) -> int:

@@ -72,6 +72,8 @@ MAX_DEADLINE_S = 86_400.0
 MAX_CACHE_SALT_CHARS = 256
 MAX_JSON_SCHEMA_CHARS = 128 << 10
 MAX_JSON_SCHEMA_DEPTH = 64
+MAX_PATTERN_TEXT_CHARS = 1 << 19
+"""Maximum length of the shortest text that matches a ``pattern`` of a schema."""
 """Deepest nesting of brackets in a JSON schema."""
 
 # Bounds of numbers and texts in messages. They are far above all valid values: a wrong value of

@@ -21,7 +21,7 @@ from baton.gateway.grammars import Content, constraint_of
 from baton.gateway.messages import messages_of
 from baton.gateway.parameters import content_of, list_of, options_of, sampling_of
 from baton.gateway.responses_bodies import RESPONSES_REFUSED, ResponsesBody
-from baton.proto.errors import InputError
+from baton.proto.errors import InputError, SchemaTooComplex
 from baton.proto.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -263,6 +263,9 @@ def test_a_schema_alone_is_sent_as_a_schema():
     ids=str,
 )
 def test_impossible_contents_are_refused(fields, parameter):
+    # The time of a nested repetition is limited before it is compiled.
+    with pytest.raises(SchemaTooComplex, match="use smaller repetitions"):
+        content_of(chat(structured_outputs={"regex": "(a{1000}){1000}"}))
     with pytest.raises(ParameterError) as raised:
         content_of(chat(**fields))
     assert raised.value.parameter.startswith(parameter)
