@@ -29,7 +29,7 @@ IN_SHORT = {
     ),
     "gpu": (),
 }  # fmt: skip
-"""Of these folders below `tests/` only these files are short."""
+"""Of these folders below `tests/` only these files are short, and all tests with planted bugs."""
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -58,7 +58,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests of long files, and the tests that may have a second try."""
     second_try.allow(item)
-    if item.path.stem not in IN_SHORT.get(item.path.parent.name, (item.path.stem,)):
+    is_short = item.path.stem in IN_SHORT.get(item.path.parent.name, (item.path.stem,))
+    if not is_short and "planted" not in f"{item.path.stem} {item.name}":
         item.add_marker("long")
 
 

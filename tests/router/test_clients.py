@@ -120,7 +120,7 @@ def test_an_id_may_be_used_again_after_the_acknowledgement_under_a_higher_attemp
     ("fields", "code"),
     [
         ({"prompt": 0}, "input"),
-        ({"prompt": 5000}, "input"),
+        ({"prompt": 5000}, "context_length_exceeded"),
         ({"deadline": 0.0}, "deadline_exceeded"),
         ({"deadline": -3.0}, "deadline_exceeded"),
         ({"deadline": float("nan")}, "input"),
