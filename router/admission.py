@@ -101,6 +101,8 @@ class Admission:
         self._config = config
         self.requests = 0  # admitted and unfinished
         self.queued_tokens = 0  # prompt tokens of requests without a first token
+        self.queued_image_tokens = 0  # the part of queued_tokens that stands for images
+        self.image_tokens = 0  # of the prompts of all requests admitted here
         self.picture_rows = 0  # rows of the steps of all pictures admitted here
         self.context_bytes = 0  # of all records, also of ended requests
         self.ended = Meter(now)
@@ -129,6 +131,7 @@ class Admission:
             self._check_wait(request, workers, now)
         self._charge(request, size, workers, now)
         self.picture_rows += request.rows_left
+        self.image_tokens += request.image_tokens
 
     def admit_resumed(self, request: Request, workers: int, now: float) -> None:
         """Charge a resumed request. It was admitted once, so only the memory limit applies."""
@@ -139,6 +142,7 @@ class Admission:
         self.context_bytes += size
         request.queued_tokens = tokens = request.base
         self.queued_tokens += tokens
+        self.queued_image_tokens += request.image_tokens
         self.requests += 1
         if self.prefill.since is None and self.queued_tokens >= PrefillRate.ENOUGH_TOKENS:
             self.prefill.queued(self.queued_tokens, workers, now)
@@ -146,6 +150,8 @@ class Admission:
     def started(self, request: Request, workers: int, now: float) -> None:
         """Note the first token: the prompt leaves the queue."""
         tokens, request.queued_tokens = request.queued_tokens, 0
+        if tokens:
+            self.queued_image_tokens -= request.image_tokens
         self.queued_tokens -= tokens
         self.prompt_tokens.new += tokens
         if self.prefill.since is not None or self.queued_tokens >= PrefillRate.ENOUGH_TOKENS:
@@ -157,6 +163,7 @@ class Admission:
         if request.queued_tokens:
             self.prefill.interrupted()
             self.queued_tokens -= request.queued_tokens
+            self.queued_image_tokens -= request.image_tokens
             request.queued_tokens = 0
         self.ended.new += 1
 

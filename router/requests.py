@@ -40,7 +40,7 @@ from ..proto.errors import InternalError
 from ..proto.limits import MAX_EMBEDDING_SIZE, MAX_PICTURE_SIDE, MAX_PREVIEW_PIXELS
 from ..proto.picture_requests import preview_steps, step_rows
 from ..proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
-from ..proto.wire.wire_context import WireContext, WirePixelContext
+from ..proto.wire.wire_context import WireContext, WirePixelContext, WireVisionContext
 from .workers import roles_for
 
 if TYPE_CHECKING:
@@ -261,6 +261,7 @@ class Request:
     max_new: int = field(init=False)
     embeds: bool = field(init=False)  # its result is an embedding, without tokens
     draws: bool = field(init=False)  # its result is a picture; its tokens count the steps
+    image_tokens: int = field(init=False)  # of the prompt
     token_rows: int = field(init=False)  # work of a generated token: a step of a picture has many
     emitted: array[int] = field(init=False)
     logprobs: list[TokenLogProbs | None] | None = field(init=False)
@@ -314,6 +315,8 @@ class Request:
         self.max_new = new_tokens(context)
         self.embeds = context.task == "embed"
         self.draws = context.task == "draw"
+        images = context.images if isinstance(context, WireVisionContext) else ()
+        self.image_tokens = sum(image.end_idx - image.start_idx for image in images)
         self.token_rows = step_rows(context) if isinstance(context, WirePixelContext) else 1
         self.emitted = array("i")
         self.logprobs = [] if context.log_probabilities else None

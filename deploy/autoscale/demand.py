@@ -5,6 +5,10 @@ both, the queue of N workers is simulated for every N. The result is the smalles
 required share of requests would have met the TTFT target. The simulation is valid for bursts and
 for steady load, and needs no rule of thumb about utilisation.
 
+Tokens of images cost more than other tokens, because a worker encodes the images first. Workers
+report the seconds for that, so the cost of these tokens is measured by itself, and a change of the
+mix of prompts counts at once.
+
 **Pictures.** Decode workers compute the steps of pictures. The decode pool of a picture model is
 sized like the prefill pool, by rows of steps instead of tokens: the work of a picture is the rows
 of a step times the number of steps. KV blocks do not show this work, because they hold the prompt
@@ -194,11 +198,12 @@ class QueueDemand:
 
     def __init__(self, settings: ScaleSettings) -> None:
         self._settings = settings
-        self._history = History(2, settings.window)  # tokens or rows, requests
+        self._history = History(3, settings.window)  # tokens or rows, tokens of images, requests
         self._deltas = Deltas()
         self._rate = Rate(half_life_s=120.0, least_s=1.0)
-        self._arrived = self._requests = 0.0  # since the last row
-        self._waiting = 0.0
+        self._encoding = Rate(half_life_s=120.0, least_s=1.0)
+        self._arrived = self._images = self._requests = 0.0  # since the last row
+        self._waiting = self._images_waiting = 0.0
 
     def see(
         self, routers: Sequence[RouterSample], workers: Sequence[WorkerSample], now: float
@@ -211,15 +216,46 @@ class QueueDemand:
             if arrived <= self._most:
                 self._requests += requests
                 self._arrived += arrived
+            (images,) = self._deltas.of((owner, "images"), router.image_tokens)
+            if images <= self._most:
+                self._images += images
         for worker in workers:
             owner = (worker.name, worker.incarnation)
-            *done, seconds = self._deltas.of(owner, *self._computed(worker), worker.compute_seconds)
-            if 0 < seconds <= LONGEST_STEP_S and sum(done) <= self._most:
-                self._rate.add(sum(done), seconds)
+            *done, seconds, encoding, images = self._deltas.of(
+                owner,
+                *self._computed(worker),
+                worker.compute_seconds,
+                worker.encode_seconds,
+                worker.image_tokens,
+            )
+            if 0 < seconds <= LONGEST_STEP_S and max(sum(done), images) <= self._most:
+                encoding = min(encoding, seconds)
+                self._rate.add(sum(done), seconds - encoding)
+                self._encoding.add(images, encoding)
         self._waiting = self._left(routers, workers)
+        self._images_waiting = sum(router.queued_image_tokens for router in routers)
         if self._history.due(now):
-            self._history.add((self._arrived, self._requests), now, amounts=True)
-            self._arrived = self._requests = 0.0
+            row = self._arrived, self._images, self._requests
+            self._history.add(row, now, amounts=True)
+            self._arrived = self._images = self._requests = 0.0
+
+    def _seconds(self, amount: Values, images: Values) -> Values:
+        """Seconds of a worker for tokens or rows, and for encoding the tokens of images.
+
+        The rate of the former is known.
+        """
+        rate, encoding = self._rate.value, self._encoding.value
+        return amount / (rate or math.inf) + (images / encoding if encoding else 0.0)
+
+    def _work(self) -> tuple[Values, Values]:
+        """Seconds of work that arrived in each second of the window, and the requests."""
+        amount, images, requests = self._history.columns()
+        return self._seconds(amount, images), requests
+
+    def _queue(self) -> float:
+        """Seconds of one worker for all waiting work."""
+        waiting, images = np.array([[self._waiting], [self._images_waiting]])
+        return float(self._seconds(waiting, images)[0])
 
     def needed(
         self, margin: float, ahead_s: float, most: int, *, spare: bool = False
@@ -228,15 +264,14 @@ class QueueDemand:
 
         ``ahead_s``: extrapolate growth by this many seconds. ``spare``: add headroom for bursts.
         """
-        rate = self._rate.value
-        if rate is None or not len(self._history):
+        if self._rate.value is None or not len(self._history):
             return None
-        tokens, requests = self._history.columns()
+        work, requests = self._work()
         if not requests.sum():
             return 1
-        more = growth(tokens, ahead_s) if ahead_s else 1.0
-        more *= headroom(tokens) if spare else 1.0
-        work = tokens * (more / rate)
+        more = growth(work, ahead_s) if ahead_s else 1.0
+        more *= headroom(work) if spare else 1.0
+        work = work * more
         own = np.divide(work / more, requests, out=np.zeros_like(work), where=requests > 0)
         slack = self._slack(own, margin)
 
@@ -253,11 +288,9 @@ class QueueDemand:
         been late for longer than ``cold_s``. A shorter burst ends before new workers are ready.
         Such a burst only prevents the pool from shrinking.
         """
-        rate = self._rate.value
-        if rate is None:
+        if self._rate.value is None:
             return False
-        tokens, requests = self._history.columns()
-        work = tokens / rate
+        work, requests = self._work()
         recent = work[-max(1, round(cold_s)) :]
         if recent.sum() > workers * max(len(recent), cold_s):
             return True
@@ -277,12 +310,11 @@ class QueueDemand:
         worker would be ready and for half the window after that. ``coming``: workers are already
         starting, so requests that wait for them do not order more.
         """
-        rate = self._rate.value
-        if rate is None:
+        if self._rate.value is None:
             return 0
-        load = mean_load(self._history.columns()[0] / rate)
+        load = mean_load(self._work()[0])
         limit = self.limit(self._settings.up_margin)
-        queue = min(self._waiting / rate, limit * target)  # requests beyond this are late anyway
+        queue = min(self._queue(), limit * target)  # requests beyond this are late anyway
         surplus = load - target
         horizon = cold_s + self._settings.window / 2
         if surplus <= 0 or queue + surplus * horizon <= limit * target:
@@ -295,8 +327,7 @@ class QueueDemand:
 
     def wait(self, workers: int) -> float:
         """Seconds for ``workers`` to compute all waiting work; 0 while the rate is unknown."""
-        rate = self._rate.value
-        return 0.0 if rate is None or not workers else self._waiting / rate / workers
+        return self._queue() / workers if workers and self._rate.value is not None else 0.0
 
     def limit(self, margin: float = 1.0) -> float:
         """Longest acceptable result of :meth:`wait`, in seconds."""
@@ -353,10 +384,8 @@ class PictureDemand(QueueDemand):
 
     def limit(self, margin: float = 1.0) -> float:
         """Longest acceptable result of :meth:`wait`, in seconds."""
-        rows, requests = self._history.columns().sum(axis=1)
-        rate = self._rate.value
-        own = rows / requests / rate if rate and requests else 0.0
-        return super().limit(margin) + float(own)
+        work, requests = (float(values.sum()) for values in self._work())
+        return super().limit(margin) + (work / requests if requests else 0.0)
 
     def _slack(self, own: Values, margin: float) -> Values:
         return self._settings.slo_ttft * margin + own

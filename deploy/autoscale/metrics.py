@@ -24,8 +24,9 @@ class WorkerSample:
     ``prompt_tokens``: prompt tokens computed since start. ``cached_tokens``: prompt tokens taken
     from the prefix cache since start. ``compute_seconds``: time in steps since start. ``step_s``:
     seconds of the current or last step. ``kv_used``, ``kv_total``: blocks. ``tokens_waiting``:
-    prompt tokens not yet computed. ``step_rows``: rows of pictures' steps computed since start.
-    ``heard_s_ago``: age of the heartbeat in seconds.
+    prompt tokens not yet computed. ``encode_seconds``: the part of ``compute_seconds`` that encoded
+    images; ``image_tokens``: of computed prompts, since start. ``step_rows``: rows of pictures'
+    steps computed since start. ``heard_s_ago``: age of the heartbeat in seconds.
     """
 
     name: str
@@ -41,6 +42,8 @@ class WorkerSample:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     compute_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    image_tokens: int = 0
     step_rows: int = 0
     step_s: float = 0.0
 
@@ -52,6 +55,7 @@ class WorkerSample:
         counts = (
             self.kv_used, self.kv_total, self.running, self.waiting, self.tokens_waiting,
             self.prompt_tokens, self.cached_tokens, self.compute_seconds, self.step_rows,
+            self.encode_seconds, self.image_tokens,
         )  # fmt: skip
         if not all(0 <= count <= MOST for count in counts) or self.kv_used > self.kv_total:
             return False
@@ -64,8 +68,9 @@ class RouterSample:
 
     ``life``: differs between restarts of a router. ``submitted``: requests received.
     ``started_tokens``: prompt tokens of requests with a first token. ``queued_tokens``: prompt
-    tokens of requests that have no first token yet. ``picture_rows``: rows of the steps of all
-    pictures received; ``queued_rows``: of the steps not yet computed.
+    tokens of requests that have no first token yet. ``image_tokens``: of the images of all prompts
+    received; ``queued_image_tokens``: of the queued ones. ``picture_rows``: rows of the steps of
+    all pictures received; ``queued_rows``: of the steps not yet computed.
     """
 
     name: str
@@ -73,6 +78,8 @@ class RouterSample:
     submitted: int = 0
     started_tokens: int = 0
     queued_tokens: int = 0
+    image_tokens: int = 0
+    queued_image_tokens: int = 0
     picture_rows: int = 0
     queued_rows: int = 0
 
@@ -81,7 +88,7 @@ class RouterSample:
         """Whether the metrics are plausible."""
         counts = (
             self.submitted, self.started_tokens, self.queued_tokens,
-            self.picture_rows, self.queued_rows,
+            self.picture_rows, self.queued_rows, self.image_tokens, self.queued_image_tokens,
         )  # fmt: skip
         return all(0 <= count <= MOST for count in counts)
 

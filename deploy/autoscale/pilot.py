@@ -100,6 +100,8 @@ def _router(name: str, report: ClusterReport) -> RouterSample:
         submitted=router.requests.submitted,
         started_tokens=router.prompt_tokens,
         queued_tokens=router.queued_tokens,
+        image_tokens=router.image_tokens,
+        queued_image_tokens=router.queued_image_tokens,
         picture_rows=router.picture_rows,
         queued_rows=router.queued_picture_rows,
     )
@@ -120,6 +122,8 @@ def _worker(worker: WorkerReport) -> WorkerSample:
         prompt_tokens=worker.prompt_tokens,
         cached_tokens=worker.prefix_hit_tokens,
         compute_seconds=worker.compute_seconds,
+        encode_seconds=worker.encode_seconds,
+        image_tokens=worker.image_tokens,
         step_rows=worker.step_rows,
         step_s=worker.step_s,
     )

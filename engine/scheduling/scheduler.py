@@ -74,6 +74,8 @@ class Scheduler:
         self._events: list[Event] = []
         self._prompt_tokens = self._generated_tokens = 0  # since the start
         self._compute_seconds = 0.0
+        self._encode_seconds = 0.0
+        self._image_tokens = 0  # of computed prompts
         self._step_rows = 0  # of pictures
         self._step_seconds = Histogram(GAP_S)
         self._step_tokens = Histogram(TOKENS)
@@ -260,6 +262,7 @@ class Scheduler:
         self._unwanted.discard(self.steps)
         self.steps += 1
         self._compute_seconds += result.seconds
+        self._encode_seconds += result.encode_seconds
         rows = self._out.popleft()
         counts = [count for _, count in rows.values()]
         self._step_seconds.observe(result.seconds)
@@ -290,6 +293,8 @@ class Scheduler:
         computed = sequence.num_computed_tokens
         if computed < sequence.prompt_length:
             self._prompt_tokens += count
+            if sequence.images is not None and computed + count >= sequence.prompt_length:
+                self._image_tokens += sequence.images.num_tokens
         elif sequence.picture is not None:
             self._step_rows += sequence.picture.step_rows
         computed += count
@@ -362,6 +367,8 @@ class Scheduler:
             preemptions=self._admission.preemptions,
             compute_seconds=self._compute_seconds,
             step_rows=self._step_rows,
+            encode_seconds=self._encode_seconds,
+            image_tokens=self._image_tokens,
             histograms={
                 STEP_SECONDS: _buckets(self._step_seconds),
                 STEP_TOKENS: _buckets(self._step_tokens),

@@ -228,6 +228,7 @@ class SequenceImages:
         self._merged = merged_grids(self._places, grids)
         self.delta = context_rope_delta(context)
         self._end = self._places[-1][1]
+        self.num_tokens = sum(end - start for start, end, _ in self._spans)
         self._images = [
             ChunkImage(
                 row=start,

@@ -247,6 +247,10 @@ def test_encoding_does_not_count_as_the_cost_of_tokens(name):
         result = StepResult(0, (token,), seconds, plan.num_tokens, encode_seconds=encoding)
         scheduler.apply(result, 0.0)
         budgets.append(scheduler._budget.tokens)
+        found = scheduler.load()
+        assert (found.compute_seconds, found.encode_seconds) == (seconds, encoding)
+        spans = [(image.start_idx, image.end_idx) for image in case.context().images]
+        assert found.image_tokens == sum(end - start for start, end in spans)
     assert budgets[0] == budgets[1]
 
 

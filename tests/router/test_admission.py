@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import pytest
 
+from baton.proto.contexts.images import image_hash
 from baton.proto.errors import ConfigError
+from baton.proto.requests import build_wire_context
+from baton.proto.sampling import SamplingParams
+from baton.proto.vision_requests import with_images
 from baton.proto.wire.messages import Cancel, Terminal
+from baton.proto.wire.wire_context import WireImage
 from baton.router.admission import Meter
 from baton.router.config import AdmissionConfig, PolicyConfig, RouterConfig
 from baton.router.describe import read_text_files
@@ -57,6 +64,24 @@ def test_the_cap_on_queued_tokens_frees_with_the_first_token(make_bench):
     bench.submit("b", prompt=600)
     assert len(refusals(bench)) == 1
     assert bench.core.admission.queued_tokens == 600
+
+
+def test_tokens_of_images_are_queued_until_the_first_token(bench, card):
+    sees = msgspec.structs.replace(card, kinds=["TextContext", "TextAndVisionContext"])
+    prefill, _ = bench.join("prefill", model=sees), bench.join("decode", model=sees)
+    pixels = np.zeros((56, 56, 3), np.uint8)
+    image = WireImage(3, 7, pixels, image_hash(pixels))
+    text = build_wire_context(np.array([1, 1, 1, 9, 9, 9, 9, 1]), sees, SamplingParams())
+    context = with_images(text, [image], np.array([[1, 4, 4]], np.int32), 9)
+    first, _ = (bench.submit(name, context=context) for name in "ab")
+    bench.submit("c", prompt=600)
+    admission = bench.core.admission
+    counts = lambda: (admission.image_tokens, admission.queued_image_tokens)  # noqa: E731
+    assert counts() == (8, 8)
+    prefill.tokens(first, 8, 5)
+    assert counts() == (8, 4)
+    bench.client(Cancel(request_id="b"))
+    assert counts() == (8, 0)
 
 
 def test_one_prompt_larger_than_the_cap_is_served_when_nothing_waits(make_bench):

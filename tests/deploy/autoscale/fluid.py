@@ -9,6 +9,7 @@ from baton.deploy.autoscale.metrics import Metrics, RouterSample, WorkerSample
 from baton.deploy.autoscale.policy import Autoscaler
 
 SPEED = 1000.0  # prompt tokens per second of a prefill worker
+ENCODED = 200.0  # tokens of images that a prefill worker encodes per second
 PROMPT = 200
 BLOCKS = 1000  # of a decode worker
 HELD = 20  # blocks of a running request
@@ -88,6 +89,10 @@ class Fluid:
     ready: dict[str, int] = field(default_factory=dict)
     coming: dict[str, list[float]] = field(default_factory=dict)
     queue: float = 0.0
+    images: float = 0.0  # the part of the queue that stands for images
+    images_came: float = 0.0
+    images_done: float = 0.0
+    done: float = 0.0
     came: float = 0.0
     busy: float = 0.0
     log: list[tuple[float, dict[str, int]]] = field(default_factory=list)
@@ -96,17 +101,27 @@ class Fluid:
         self.ready = dict(self.scaler.targets)
         self.coming = {role: [] for role in self.ready}
 
-    def second(self, tokens: float, running: float = 0.0) -> dict[str, int]:
-        """Simulate a second with ``tokens`` new prompt tokens and ``running`` decoding requests."""
+    def second(self, tokens: float, running: float = 0.0, images: float = 0.0) -> dict[str, int]:
+        """Simulate a second with ``tokens`` new prompt tokens and ``running`` decoding requests.
+
+        ``images``: number of these tokens that stand for images.
+        """
         self.now += 1
         for role, coming in self.coming.items():
             while coming and coming[0] <= self.now:
                 coming.pop(0)
                 self.ready[role] += 1
         self.came += tokens
-        done = min(self.queue + tokens, SPEED * self.ready["prefill"])
-        self.queue += tokens - done
-        self.busy += done / SPEED
+        self.queue += tokens
+        self.images += images
+        self.images_came += images
+        work = self.queue / SPEED + self.images / ENCODED
+        part = min(1.0, self.ready["prefill"] / work) if work else 0.0
+        self.busy += part * work
+        self.done += part * self.queue
+        self.images_done += part * self.images
+        self.queue *= 1 - part
+        self.images *= 1 - part
         targets = self.scaler.observe(self.metrics(running), self.now)
         for role, target in targets.items():
             while self.ready[role] + len(self.coming[role]) < target:
@@ -128,7 +143,9 @@ class Fluid:
                 ready=True,
                 tokens_waiting=int(self.queue / prefills),
                 # All workers share one counter, so that no work is lost with a removed worker.
-                prompt_tokens=int(self.busy * SPEED) if n == 0 else 0,
+                prompt_tokens=int(self.done) if n == 0 else 0,
+                image_tokens=int(self.images_done) if n == 0 else 0,
+                encode_seconds=self.images_done / ENCODED if n == 0 else 0.0,
                 compute_seconds=self.busy if n == 0 else 0.0,
                 kv_total=BLOCKS,
             )
@@ -154,6 +171,8 @@ class Fluid:
             submitted=int(self.came / self.prompt),
             started_tokens=int(self.came - self.queue),
             queued_tokens=int(self.queue),
+            image_tokens=int(self.images_came),
+            queued_image_tokens=int(self.images),
         )
         return Metrics(workers=tuple(workers), routers=(router,))
 

@@ -51,12 +51,17 @@ def test_reports_become_targets():
     assert steer(pilot, 120, grown, start=30.0, used=5)["decode"] == 1
 
 
-def test_the_work_of_pictures_is_read_from_reports():
-    router = RouterReport(picture_rows=70, queued_picture_rows=30)
-    worker = WorkerReport(id="decode-0", role="decode", step_rows=40)
+def test_the_work_of_images_and_pictures_is_read_from_reports():
+    images = {"image_tokens": 8, "queued_image_tokens": 5}
+    router = RouterReport(picture_rows=70, queued_picture_rows=30, **images)
+    worker = WorkerReport(
+        id="decode-0", role="decode", step_rows=40, image_tokens=3, encode_seconds=0.5
+    )
     found = metrics_of({"router": ClusterReport(workers=[worker], router=router)})
     assert (found.routers[0].picture_rows, found.routers[0].queued_rows) == (70, 30)
-    assert found.workers[0].step_rows == 40
+    assert (found.routers[0].image_tokens, found.routers[0].queued_image_tokens) == (8, 5)
+    (worker,) = found.workers
+    assert (worker.step_rows, worker.image_tokens, worker.encode_seconds) == (40, 3, 0.5)
 
 
 def test_while_a_router_is_silent_nothing_is_decided():

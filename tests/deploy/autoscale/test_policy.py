@@ -40,6 +40,23 @@ def test_prefill_grows_with_its_load_alone():
     assert targets["decode"] == 2
 
 
+def test_prefill_grows_with_the_images_of_its_prompts():
+    """The prompts stay as many and as long, but half of their tokens stand for images.
+
+    An image's token takes six times as long as another one. At first only a few have images.
+    """
+    cluster = fluid(prefill=2)
+    for _ in range(200):
+        cluster.second(1000, images=30)
+    assert cluster.scaler.targets["prefill"] == 2
+    for _ in range(40):
+        targets = cluster.second(1000, images=500)
+    assert 4 <= targets["prefill"] <= 5  # 1000 / 1000 + 500 / 200 workers
+    for _ in range(1000):
+        targets = cluster.second(1000, images=30)
+    assert targets["prefill"] == 2
+
+
 def test_prefill_shrinks_to_what_suffices_after_its_load():
     cluster = fluid(prefill=8)
     run(cluster, 60, 6500)
