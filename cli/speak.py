@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import wave
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -13,10 +14,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..client.speech import I16, AudioPrompt, audio_card
+from ..client.model import ServedModel
+from ..client.speech import I16, AudioPrompt, audio_card, speech_format
+from ..engine.audio.chunks import I32, read_layout
 from ..engine.audio.flac import FlacEncoder
 from ..engine.audio.pcm import wav_header
+from ..engine.audio.snac import SnacEncoder
 from ..proto.errors import ConfigError
+from ..text.model_files import SPEECH_FILE
 from .cluster import add_deadline, connect
 from .media import add_text_and_output, check_output, text_of, write_error
 from .sampling import add_sampling, sampling_of
@@ -34,7 +39,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     parser.add_argument("--voice", metavar="NAME", help="voice [the model's first]")
     parser.add_argument(
-        "--voice-from", metavar="FILE", help="voice by its audio tokens, a .npy or .json file"
+        "--voice-from", metavar="FILE", help="voice by its audio: .wav, or .npy or .json of tokens"
     )
     parser.add_argument(
         "--voice-text", metavar="TEXT", default="", help="text that is spoken in --voice-from"
@@ -48,9 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the chunks as they arrive."""
     text = text_of(arguments)
     check_output(arguments.output)
-    voice = _voice_of(arguments)
     with connect(arguments) as client:
-        rate = audio_card(client.model()).sample_rate
+        model = client.model()
+        rate = audio_card(model).sample_rate
+        voice = _voice_of(arguments, model)
         spoken = client.speak(
             text, sampling_of(arguments), voice=voice, deadline=arguments.deadline
         )
@@ -68,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _voice_of(arguments: argparse.Namespace) -> str | AudioPrompt | None:
+def _voice_of(arguments: argparse.Namespace, model: ServedModel) -> str | AudioPrompt | None:
     """Return the voice. Raises ConfigError for two voices, or a file that cannot be used."""
     name, path, text = arguments.voice, arguments.voice_from, arguments.voice_text
     if path is None:
@@ -77,16 +83,53 @@ def _voice_of(arguments: argparse.Namespace) -> str | AudioPrompt | None:
         return cast("str | None", name)
     if name is not None:
         raise ConfigError("--voice cannot be combined with --voice-from")
-    return AudioPrompt(audio_tokens(Path(path)), text)
+    file = Path(path)
+    tokens = encoded(file, model) if file.suffix == ".wav" else audio_tokens(file)
+    return AudioPrompt(tokens, text)
+
+
+def encoded(path: Path, model: ServedModel) -> I32:
+    """Return the audio tokens of a WAV file. Raises ConfigError, also without the model's codec."""
+    folder = Path(model.description.folder)
+    if not (folder / SPEECH_FILE).is_file():
+        raise ConfigError(
+            f"{path}: samples need the codec of the model, and this machine has no {folder}; give "
+            "a .npy or a .json file of audio tokens"
+        )
+    layout, config = read_layout(folder) or (None, None)
+    if layout is None or config is None:
+        raise ConfigError(f"{folder}: no speech model")
+    try:
+        _check_size(path)
+        with wave.open(str(path)) as file:
+            shape = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    except OSError as problem:
+        raise ConfigError(f"cannot read {path}: {problem.strerror}") from None
+    except (wave.Error, EOFError, ValueError) as problem:
+        raise ConfigError(f"{path}: no WAV file of 16-bit samples: {problem}") from None
+    if shape != (2, 1, config.sampling_rate):
+        raise ConfigError(
+            f"{path}: {8 * shape[0]} bit, {shape[1]} channels, {shape[2]} Hz; the codec takes 16 "
+            f"bit, one channel, {config.sampling_rate} Hz"
+        )
+    encoder = SnacEncoder(folder / speech_format(model).codec)
+    return layout.interleaved(encoder.encode(samples * np.float32(2**-15)))
+
+
+def _check_size(path: Path) -> None:
+    if path.stat().st_size > MAX_VOICE_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_VOICE_BYTES >> 20} MiB")
 
 
 def audio_tokens(path: Path) -> list[int] | npt.NDArray[np.integer]:
     """Read a list of audio tokens. Raises ConfigError."""
     if path.suffix not in (".npy", ".json"):
-        raise ConfigError(f"{path}: audio tokens are a .npy or a .json file; samples are not taken")
+        raise ConfigError(
+            f"{path}: a voice is a .wav file, or a .npy or .json file of audio tokens"
+        )
     try:
-        if path.stat().st_size > MAX_VOICE_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_VOICE_BYTES >> 20} MiB")
+        _check_size(path)
         if path.suffix == ".json":
             return msgspec.json.decode(path.read_bytes(), type=list[int])
         return np.array(np.load(path, mmap_mode="r", allow_pickle=False))  # a map is never larger

@@ -135,6 +135,14 @@ class AudioLayout:
         slots = np.array(self.slots)
         return [frames[:, slots == book].ravel() for book in range(len(self.strides))]
 
+    def interleaved(self, entries: Sequence[Integers]) -> I32:
+        """Return the entries of whole frames in the order of the tokens; see by_codebook."""
+        slots = np.array(self.slots)
+        frames = np.empty((len(entries[0]), self.frame_tokens), np.int32)
+        for book, values in enumerate(entries):
+            frames[:, slots == book] = values.reshape(len(frames), -1)
+        return frames.ravel()
+
 
 class AudioDecoder:
     """Decodes the windows of a model's audio tokens. Calls of several threads take turns."""

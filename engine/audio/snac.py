@@ -1,4 +1,4 @@
-"""The decoder of a SNAC codec: from codebook entries to samples.
+"""A SNAC codec: a decoder from codebook entries to samples, and an encoder back.
 
 Invariant: a sample depends on the entries of its own frame and of ``context_frames`` frames on each
 side. With compiled kernels its bits are the same in every window that has these frames.
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.errors import CheckpointError, InputError
 from ..kernels.audio import AudioBackend
 from ..kernels.backend import PackedLinear
 from ..models.workspace import Workspace
@@ -28,6 +29,10 @@ I32 = npt.NDArray[np.int32]
 
 DILATIONS = (1, 3, 9)
 TAPS = 7
+
+
+LONGEST_EXAMPLE_S = 20
+"""Maximum seconds to encode; the largest states then have a few hundred MiB."""
 
 
 class Rows(NamedTuple):
@@ -256,6 +261,107 @@ class SnacDecoder:
             self.backend.snake(states, scales, out)
         else:
             self.backend.add_snake(delta, states, scales, out)
+
+
+class SnacEncoder:
+    """A loaded encoder, in NumPy: an example is encoded once, so compiled kernels save little."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = config = load_snac_config(folder)
+        weights = SnacWeights(folder)
+        base, channels = "encoder.block", config.encoder_dim
+        if np.prod(config.encoder_rates) != config.samples_per_latent:
+            raise CheckpointError(f"{folder}: encoder_rates and decoder_rates differ in length")
+        self._first = _matrix(weights, f"{base}.0", channels, 1, TAPS)
+        self._blocks = []
+        for index, rate in enumerate(config.encoder_rates):
+            block = f"{base}.{index + 1}.block"
+            units = [
+                (
+                    _scales(weights, f"{block}.{unit}.block.0", channels),
+                    (*_depthwise(weights, f"{block}.{unit}.block.1", channels), dilation),
+                    _scales(weights, f"{block}.{unit}.block.2", channels),
+                    _matrix(weights, f"{block}.{unit}.block.3", channels, channels, 1),
+                )
+                for unit, dilation in enumerate(DILATIONS)
+            ]
+            before = _scales(weights, f"{block}.3", channels)
+            lowered = _matrix(weights, f"{block}.4", 2 * channels, channels, 2 * rate)
+            self._blocks.append((units, before, rate, lowered))
+            channels *= 2
+        self._last = _depthwise(weights, f"{base}.{len(config.encoder_rates) + 1}", channels)
+        self._quantizers = []
+        for index in range(len(config.vq_strides)):
+            name, dim = f"quantizer.quantizers.{index}", config.codebook_dim
+            table = weights.take(f"{name}.codebook.weight", (config.codebook_size, dim))
+            inward = _matrix(weights, f"{name}.in_proj", dim, channels, 1)
+            self._quantizers.append(
+                (inward, table, _matrix(weights, f"{name}.out_proj", channels, dim, 1))
+            )
+
+    def encode(self, samples: F32) -> list[I32]:
+        """Return the entries of each codebook, coarsest first, of float32 samples in -1..1.
+
+        Zeros fill the last frame. Raises InputError for too many samples.
+        """
+        config = self.config
+        if len(samples) > LONGEST_EXAMPLE_S * config.sampling_rate:
+            seconds = len(samples) / config.sampling_rate
+            raise InputError(f"the audio has {seconds:.1f} s, limit {LONGEST_EXAMPLE_S} s")
+        padded = np.zeros(-(-len(samples) // config.frame_samples) * config.frame_samples, "f4")
+        padded[: len(samples)] = samples
+        states = _convolve(padded[:, None], self._first, 1, TAPS // 2)
+        for units, before, rate, lowered in self._blocks:
+            for first, depthwise, second, dense in units:
+                mixed = _mix(_snake(states, first), *depthwise)
+                states = states + _convolve(_snake(mixed, second), dense, 1, 0)
+            states = _convolve(_snake(states, before), lowered, rate, (rate + 1) // 2)
+        return self._quantize(_mix(states, *self._last, 1))
+
+    def _quantize(self, rest: F32) -> list[I32]:
+        """Return the entries whose directions are nearest to what the coarser books left over."""
+        found = []
+        for (inward, table, outward), stride in zip(
+            self._quantizers, self.config.vq_strides, strict=True
+        ):
+            means = rest.reshape(-1, stride, rest.shape[1]).mean(axis=1)
+            vectors = _convolve(means, inward, 1, 0)
+            lengths = np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
+            entries = np.argmax(vectors @ (table / lengths).T, axis=1).astype(np.int32)
+            rest = rest - np.repeat(_convolve(table[entries], outward, 1, 0), stride, axis=0)
+            found.append(entries)
+        return found
+
+
+def _convolve(states: F32, weights: tuple[F32, F32], stride: int, margin: int) -> F32:
+    """Return a convolution of all channels, ``[rows / stride, out]``."""
+    matrix, bias = weights
+    taps = matrix.shape[1] // states.shape[1]
+    padded = np.pad(states, ((margin, margin), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, taps, axis=0)[::stride]
+    return np.asarray(windows.reshape(len(windows), -1) @ matrix.T + bias, np.float32)
+
+
+def _mix(states: F32, weight: F32, bias: F32, dilation: int) -> F32:
+    """Return a convolution of single channels."""
+    margin = dilation * (TAPS // 2)
+    padded = np.pad(states, ((margin, margin), (0, 0)))
+    total = np.broadcast_to(bias, states.shape).copy()
+    for tap in range(TAPS):
+        total += padded[tap * dilation : tap * dilation + len(states)] * weight[tap]
+    return total
+
+
+def _snake(states: F32, scales: F32) -> F32:
+    return np.asarray(states + scales[1] * np.sin(scales[0] * states) ** 2, np.float32)
+
+
+def _matrix(
+    weights: SnacWeights, module: str, out: int, channels: int, taps: int
+) -> tuple[F32, F32]:
+    """Return a convolution of all channels as a matrix ``[out, channels * taps]``, and its bias."""
+    matrix = weights.folded(module, (out, channels, taps)).reshape(out, -1)
+    return matrix, weights.take(f"{module}.bias", (out,))
 
 
 def _codebook(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from baton.cli.speak import audio_tokens
+from baton.cli.speak import audio_tokens, encoded
 from baton.client.description import Description
 from baton.client.model import ServedModel
 from baton.client.speech import AudioPrompt, speech_context, speech_format
+from baton.engine.audio.pcm import wav_header
 from baton.proto.errors import CheckpointError, ConfigError, InputError, TaskMismatch
 from baton.proto.layout import AudioCard, KVLayout, ModelCard
 
+CODEC = Path(__file__).parents[1] / "data" / "codecs" / "snac"
 AUDIO = AudioCard(sample_rate=8000, frame_samples=96, frame_tokens=7, codebook_size=10)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=8)
 
@@ -108,7 +112,7 @@ def test_audio_tokens_that_cannot_be_a_voice_are_refused(given, error):
     ("name", "content", "error"),
     [
         ("a.json", b"{}", "no list of audio tokens"), ("a.npy", b"no", "no list of audio tokens"),
-        ("a.wav", b"RIFF", "samples are not taken"), ("a.json", None, "No such file"),
+        ("a.mp3", b"ID3", "a voice is a .wav file"), ("a.json", None, "No such file"),
     ],
 )  # fmt: skip
 def test_a_file_without_audio_tokens_is_one_error(tmp_path, name, content, error):
@@ -117,6 +121,24 @@ def test_a_file_without_audio_tokens_is_one_error(tmp_path, name, content, error
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=error):
         audio_tokens(path)
+
+
+def test_a_wav_file_needs_the_codec_and_its_rate(tmp_path):
+    path = tmp_path / "a.wav"
+    path.write_bytes(wav_header(16000, 4) + bytes(4))
+    with pytest.raises(ConfigError, match="has no /models/speaker"):
+        encoded(path, speaker(**VOICED))
+    shutil.copytree(CODEC, tmp_path / "snac")
+    (tmp_path / "speech.json").write_text('{"first_token": 300}')
+    model = speaker(**VOICED)
+    model.description = dataclasses.replace(model.description, folder=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"1 channels, 16000 Hz; the codec takes .* 8000"):
+        encoded(path, model)
+    path.write_bytes(b"RIFF")
+    with pytest.raises(ConfigError, match="no WAV file of 16-bit samples"):
+        encoded(path, model)
+    path.write_bytes(wav_header(8000, 200) + bytes(200))
+    assert encoded(path, model).shape == (14,)  # 100 samples: two frames of 96
 
 
 def test_a_huge_file_of_audio_tokens_is_not_read(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from baton import LLM
-from baton.client.speech import speech_context
+from baton.client.speech import AudioPrompt, speech_context
 from baton.engine.audio.pcm import wav_header
 from baton.proto.errors import DeadlineExceeded, InputError
 from baton.proto.layout import AudioCard
@@ -24,6 +24,7 @@ from ..engine.audio.test_flac import decode
 from .conftest import command_environment
 from .driver import lost_requests
 from .speaker import (
+    CODEC,
     EXAMPLE,
     TEXTS,
     assert_same,
@@ -34,6 +35,7 @@ from .speaker import (
 )
 
 pytestmark = pytest.mark.cluster
+REFERENCE = np.load(CODEC / "reference.npz")
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +152,19 @@ def test_the_command_writes_a_wav_file(pools, tmp_path):
     assert decode(lossless.read_bytes(), len(samples))[:2] == (8000, samples)
     example = tmp_path / "voice.npy"
     np.save(example, EXAMPLE.audio_prompt_tokens)
-    options = ["--voice-from", example, "--voice-text", EXAMPLE.text, *options[1:]]
-    other = subprocess.run(
-        [*command[:6], *options, "-o", "-"], env=environment, capture_output=True
-    )
-    with pools.client() as client:
-        chunks = list(client.speak(TEXTS[0], params, voice=EXAMPLE))
-    assert (other.stdout, other.stderr) == (np.concatenate(chunks).tobytes(), b"")
+    recorded = tmp_path / "voice.wav"
+    recorded.write_bytes(wav_header(8000, 5750) + REFERENCE["samples"].tobytes())
+    books = [REFERENCE[f"encoded_{index}"].reshape(30, -1) for index in range(3)]
+    order = [books[0], books[1][:, :1], books[2][:, :2], books[1][:, 1:], books[2][:, 2:]]
+    for file, voice in (
+        (example, EXAMPLE),
+        (recorded, AudioPrompt(np.concatenate(order, axis=1).ravel(), EXAMPLE.text)),
+    ):
+        voiced = ["--voice-from", file, "--voice-text", EXAMPLE.text, *options[1:], "-o", "-"]
+        other = subprocess.run([*command[:6], *voiced], env=environment, capture_output=True)
+        with pools.client() as client:
+            chunks = list(client.speak(TEXTS[0], params, voice=voice))
+        assert (other.stdout, other.stderr) == (np.concatenate(chunks).tobytes(), b"")
     piped = subprocess.run([*command, "-o", "-"], env=environment, capture_output=True, check=True)
     assert piped.stdout == written
 

@@ -6,7 +6,8 @@ Run with a Python that has torch and snac::
 
 ``reference.npz`` beside the weights holds the entries of thirty frames (``entries_0 ...``, coarsest
 codebook first), their ``audio`` and the audio of some windows (``windows`` [n, 2], frames;
-``window_0 ...``), decoded by the package with zero noise.
+``window_0 ...``), decoded by the package with zero noise; and ``samples`` (16 bit) with the entries
+that the package encodes them to (``encoded_0 ...``).
 """
 
 from __future__ import annotations
@@ -76,6 +77,21 @@ def cut(entries: list[np.ndarray], first: int, end: int) -> list[np.ndarray]:
     return [e[first * len(e) // FRAMES : end * len(e) // FRAMES] for e in entries]
 
 
+@torch.no_grad()
+def encoded(codec: torch.nn.Module, samples: np.ndarray) -> list[np.ndarray]:
+    """Return the package's entries of 16-bit samples, coarsest codebook first."""
+    audio = torch.from_numpy(samples.astype(np.float32) / 32768)
+    return [codes[0].numpy().astype(np.int32) for codes in codec.encode(audio[None, None])]
+
+
+def samples_of(seed: int) -> np.ndarray:
+    """Return a tone with noise, 16 bit, whose last frame is not full."""
+    time = np.arange(FRAMES * 96 - 5) / CONFIG["sampling_rate"]
+    tone = 0.5 * np.sin(600 * np.pi * time) * np.sin(6 * np.pi * time)
+    noise = 0.1 * np.random.default_rng(seed).standard_normal(len(time))
+    return (32767 * np.clip(tone + noise, -1, 1)).astype(np.int16)
+
+
 def reference_of(codec: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
     """Return entries, their audio, and the audio of windows decoded by themselves."""
     entries = entries_of(seed)
@@ -84,6 +100,8 @@ def reference_of(codec: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
     arrays["windows"] = np.array(WINDOWS, np.int32)
     for i, (first, end) in enumerate(WINDOWS):
         arrays[f"window_{i}"] = audio_of(codec, cut(entries, first, end))
+    arrays["samples"] = samples_of(seed)
+    arrays |= {f"encoded_{i}": e for i, e in enumerate(encoded(codec, arrays["samples"]))}
     return arrays
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.audio.snac import Rows, SnacDecoder
+from baton.engine.audio.snac import Rows, SnacDecoder, SnacEncoder
 from baton.engine.kernels import load_backend
 
 pytestmark = pytest.mark.oracle
@@ -55,6 +55,14 @@ def test_the_audio_is_the_packages(codec, folder, backend):
     np.testing.assert_allclose(
         decoder.decode(entries), maker.audio_of(codec, entries), atol=1e-5, err_msg=f"seed {SEED}"
     )
+
+
+def test_the_entries_are_the_packages(codec, folder):
+    samples = maker.samples_of(SEED)
+    theirs = maker.encoded(codec, samples)
+    ours = SnacEncoder(folder).encode(samples.astype(np.float32) / 32768)
+    equal = [np.mean(a == b) for a, b in zip(ours, theirs, strict=True)]
+    assert min(equal) > 0.9, f"seed {SEED}"  # rounding may choose between two near entries
 
 
 @pytest.mark.parametrize("backend", ["numpy", "cpu"])

@@ -63,6 +63,7 @@ def test_entries_are_split_by_codebook(reference):
     split = LAYOUT.by_codebook(flat(reference))
     for book in range(3):
         assert np.array_equal(split[book], reference[f"entries_{book}"])
+    assert np.array_equal(LAYOUT.interleaved(split), flat(reference))
 
 
 def test_chunks_grow_from_one_frame_to_sixteen():

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.audio.snac import Rows, SnacDecoder
+from baton.engine.audio.snac import Rows, SnacDecoder, SnacEncoder
 from baton.engine.kernels import load_backend
 from baton.engine.loading.safetensors import TensorStore
-from baton.proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError, InputError
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "codecs" / "snac"
 FRAMES = 30
@@ -43,6 +43,16 @@ def test_the_audio_is_the_packages(decoder, reference):
     audio = decoder.decode(entries_of(reference))
     assert audio.dtype == np.float32
     np.testing.assert_allclose(audio, reference["audio"], atol=2e-6)
+
+
+def test_the_entries_are_the_packages(reference):
+    """The samples end within a frame."""
+    samples = reference["samples"].astype(np.float32) / 32768
+    for index, entries in enumerate(SnacEncoder(FOLDER).encode(samples)):
+        assert entries.dtype == np.int32
+        assert np.array_equal(entries, reference[f"encoded_{index}"])
+    with pytest.raises(InputError, match=r"20\.1 s, limit 20 s"):
+        SnacEncoder(FOLDER).encode(np.broadcast_to(np.float32(0), int(20.1 * 8000)))
 
 
 def test_windows_are_the_packages_windows(decoder, reference):
