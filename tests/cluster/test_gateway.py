@@ -21,6 +21,7 @@ from .http import Gateway
 pytestmark = pytest.mark.cluster
 
 CHAT = "/v1/chat/completions"
+LONG_MESSAGES = [{"role": "user", "content": "x " * 5000}]
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
 STORY = "Once upon a time there was a baton"
 
@@ -222,7 +223,7 @@ def test_what_the_gateway_says_of_itself(gateway):
         ("POST", CHAT, b"{", 400, "input"),
         ("POST", CHAT, {"messages": MESSAGES, "model": "other"}, 404, "model_not_found"),
         ("POST", CHAT, {"messages": MESSAGES, "tools": [{}]}, 400, "input"),
-        ("POST", CHAT, {"messages": [{"role": "user", "content": "x " * 5000}]}, 400, "input"),
+        ("POST", CHAT, {"messages": LONG_MESSAGES}, 400, "context_length_exceeded"),
         ("POST", CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "input"),
         ("POST", "/v1/completions", {"prompt": [10**9]}, 400, "input"),
         ("POST", "/v1/embeddings", {"input": "x"}, 400, "task_mismatch"),

@@ -263,7 +263,7 @@ def test_a_drain_ends_when_all_vectors_have_arrived():
     ("changes", "code"),
     [
         ({"task": "generate", "max_length": 40}, "task_mismatch"),
-        ({"tokens": 51}, "input"),
+        ({"tokens": 51}, "context_length_exceeded"),
         ({"max_length": 2}, "input"),
         ({"model_name": "other"}, "input"),
     ],
