@@ -99,15 +99,12 @@ class Backend(Protocol):
     """Ascending head sizes of attention over whole sequences; empty: any."""
     column_multiple: int
     """The columns of activations and weights must be a multiple of this."""
+    gpu: Gpu | None
+    """The GPU that computes; None for a CPU."""
 
     @property
     def lost(self) -> str:
         """Error after which only a new process can compute; "" while the kernels work."""
-        ...
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The GPU that computes; None for a CPU."""
         ...
 
     def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:

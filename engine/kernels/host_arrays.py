@@ -23,6 +23,8 @@ class HostArrays:
     column_multiple = 1
     computes: Backend | None = None
     """The device that computes, if these kernels only move blocks, as of pictures on a GPU."""
+    gpu: Gpu | None = None
+    """The GPU of that device."""
 
     @property
     def lost(self) -> str:
@@ -44,11 +46,6 @@ class HostArrays:
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
         """Allocate a zeroed KV pool with ``allocate``."""
         return host_pool(shape, allocate)
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The GPU that computes; None for a CPU."""
-        return None if self.computes is None else self.computes.gpu
 
     def pool_ticket(self, pool: F32) -> DeviceTicket | None:
         """Return None: the pool is in host memory."""

@@ -186,7 +186,8 @@ def _checked(folder: PictureFolder, backend: PictureBackend) -> PictureBackend:
 def _mover(backend: PictureBackend) -> HostBackend:
     """Return the kernels that move blocks in host memory."""
     mover = load_backend(backend.name if backend.on_host else "auto")
-    mover.computes = None if backend.on_host else backend
+    if not backend.on_host:
+        mover.computes, mover.gpu = backend, backend.gpu
     return mover
 
 

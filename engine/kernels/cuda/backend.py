@@ -126,6 +126,7 @@ class CudaBackend(_BlockMoves):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.device = device
+        self.gpu: Gpu | None = device.gpu
         self.numerics = f"{device.name}-{REVISION}-bf16"
         self.marks = LayerMarks(device)
 
@@ -133,11 +134,6 @@ class CudaBackend(_BlockMoves):
     def lost(self) -> str:
         """Error after which only a new process can compute; "" while the GPU works."""
         return self.device.lost
-
-    @property
-    def gpu(self) -> Gpu:
-        """The GPU that computes."""
-        return self.device.gpu
 
     # ------------------------------------------------------------------ arrays
 
@@ -160,7 +156,7 @@ class CudaBackend(_BlockMoves):
     def pool_ticket(self, pool: Any) -> DeviceTicket:
         """Return the pool's handle, offset and GPU, for decode workers on GPUs of this host."""
         handle, offset = self.device.export(pool)
-        return DeviceTicket(host_id(), handle, offset, int(pool.nbytes), self.gpu.uuid)
+        return DeviceTicket(host_id(), handle, offset, int(pool.nbytes), self.device.gpu.uuid)
 
     def open_pool(self, ticket: DeviceTicket, layout: KVLayout) -> tuple[Mapping, Any]:
         """Map another process's pool ``[L, NB, 2, Hk, BS, D]``; its blocks are only read."""

@@ -340,7 +340,9 @@ class CupyDevice:
     ) -> tuple[CupyMapping, DeviceArray]:
         """Map another process's memory. OSError if impossible, ValueError if it is too small."""
         cuda, dtype = self._cupy.cuda, np.dtype(dtype)
-        self._check_peer(gpu)
+        other = self._others.get(gpu)  # None if hidden: the driver decides when it is mapped
+        if other is not None and not cuda.runtime.deviceCanAccessPeer(self._device.id, other):
+            raise OSError(f"{self.gpu.uuid} cannot read the memory of {gpu}")
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self._device:
             try:
@@ -357,18 +359,6 @@ class CupyDevice:
             where = cuda.MemoryPointer(memory, offset)
             array: DeviceArray = self._cupy.ndarray(tuple(shape), dtype, where)
         return mapping, array
-
-    def _check_peer(self, gpu: str) -> None:
-        """Raise OSError if this GPU cannot read the memory of ``gpu``.
-
-        A GPU that CUDA_VISIBLE_DEVICES hides from this process is not asked about: the driver then
-        decides when the memory is mapped.
-        """
-        other = self._others.get(gpu)
-        if other is None:
-            return
-        if not self._cupy.cuda.runtime.deviceCanAccessPeer(self._device.id, other):
-            raise OSError(f"{self.gpu.uuid} cannot read the memory of {gpu}")
 
     def unmap(self, pointer: int) -> None:
         """Unmap memory mapped by :meth:`open`, after the queued work of all streams."""
