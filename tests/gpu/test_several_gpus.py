@@ -195,7 +195,7 @@ def test_a_cluster_uses_both_gpus(
         first = generated(served.client)
         before = pids(served.client)
         os.kill(before["decode-0"], signal.SIGKILL)
-        wait_until(lambda: len(pids(served.client)) == 2 and pids(served.client) != before)
+        wait_until(lambda: pids(served.client) != before and len(devices(served.client)) == 2)
         assert devices(served.client) == own
         assert generated(served.client) == first
         handoffs = served.client.status(handoffs=16)["handoffs"]["last"]
