@@ -8,7 +8,8 @@ Requests without tokenization are completions of token ids.
 ``--peer-python PATH`` adds the routers of vLLM and SGLang if that Python has them, in front of a
 server of events that computes nothing. The load comes from the same client. These routers pass on
 the server's events without tokenizing or making JSON, so their CPU time per chunk is the cost of
-passing on.
+passing on. Dynamo's frontend, which tokenizes, is measured with the workers of ``dynamo.mocker``,
+and only with whole answers: few of their random tokens have text, and it sends no event without.
 
 With ``--beside FOLDER`` the gateway and router of another checkout take turns with these, round by
 round, since the load of a shared machine changes faster than a whole measurement takes.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -29,7 +31,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -59,6 +61,7 @@ _EVENT = b"data: " + _TEXT + b"\n\n"
 PEER_MODULES = {
     "sglang-router": "sglang_router.launch_router",
     "vllm-router": "vllm_router.launch_router",
+    "Dynamo": "dynamo.frontend",
 }
 
 
@@ -438,27 +441,44 @@ async def _serve_events(port: int) -> None:
 def _router(python: Path, module: str, backend: int) -> Iterator[tuple[int, int]]:
     """Run a peer; yields its pid and port."""
     port = free_port()
-    command = [
-        str(python), "-m", module, "--host", "127.0.0.1", "--port", str(port),
-        "--worker-urls", f"http://127.0.0.1:{backend}",
-        "--prometheus-port", str(free_port()), "--log-level", "error",
-    ]  # fmt: skip
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
-    try:
+    with scratch_folder() as folder, ExitStack() as processes:
+
+        def start(*words: str) -> subprocess.Popen[bytes]:
+            quiet = subprocess.DEVNULL
+            places = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(folder / "kv")}
+            process = subprocess.Popen(
+                [str(python), "-m", *words], stdout=quiet, stderr=quiet,
+                env={**os.environ, **places, "HF_HUB_OFFLINE": "1"},
+            )  # fmt: skip
+            processes.callback(process.wait)
+            processes.callback(process.terminate)
+            return process
+
+        if module == "dynamo.frontend":
+            process = start(module, "--http-host", "127.0.0.1", "--http-port", str(port))
+            model = ("--model-path", str(demo_model_folder()), "--model-name", "m")
+            start("dynamo.mocker", *model, "--speedup-ratio", "0")
+        else:
+            process = start(
+                module, "--host", "127.0.0.1", "--port", str(port),
+                "--worker-urls", f"http://127.0.0.1:{backend}",
+                "--prometheus-port", str(free_port()), "--log-level", "error",
+            )  # fmt: skip
         until = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2).close()
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError(f"{module} did not start") from None
-                time.sleep(0.2)
+        while not _has_models(port):
+            if process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"{module} did not start")
+            time.sleep(0.2)
         yield process.pid, port
-    finally:
-        process.terminate()
-        process.wait()
+
+
+def _has_models(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2) as answer:
+            found: bytes = answer.read()
+            return found != b'{"object":"list","data":[]}'
+    except OSError:
+        return False
 
 
 def _wait_for(port: int) -> None:
@@ -476,8 +496,8 @@ def _wait_for(port: int) -> None:
 
 def measured_peers(python: Path, seconds: float) -> Iterator[tuple[str, float, Load, int]]:
     """Yield a name, the peer's CPU seconds, the load, and the number of requests or tokens."""
-    # The prompt is text, because some peers refuse token ids. No peer tokenizes the text.
-    body = {"model": "m", "prompt": "Once upon a time " * 8, "max_tokens": 4}
+    # The prompt is text, because some peers refuse token ids. Only Dynamo tokenizes it.
+    body = {"model": "m", "prompt": "Once upon a time " * 8, "max_tokens": 4, "ignore_eos": True}
     kinds = (
         ("request, 16 at a time", body, 16),
         ("stream, 16 at a time", {**body, "stream": True}, 16),
@@ -489,7 +509,7 @@ def measured_peers(python: Path, seconds: float) -> Iterator[tuple[str, float, L
         for name, module in PEER_MODULES.items():
             try:
                 with _router(python, module, backend) as (pid, port):
-                    for kind, content, at_once in kinds:
+                    for kind, content, at_once in kinds[:1] if name == "Dynamo" else kinds:
                         request = request_bytes("/v1/completions", content)
                         run_load(port, request, at_once, 0.5)
                         found = []

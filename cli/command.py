@@ -33,7 +33,7 @@ EXIT_INTERRUPTED = 130
 
 
 def asked_verbs(argv: Sequence[str]) -> Sequence[str]:
-    """Return the command of a command line, or all commands if its first word is no command.
+    """Return the command of a command line, or all commands if its first word is not a command.
 
     Importing the modules of all commands takes longer than many commands run.
     """

@@ -219,7 +219,7 @@ class AsyncGeneration:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Take all events: first those that have arrived, then each without the mailbox."""
+        """Take all events: first the ones that are waiting, then each without the mailbox."""
         holds = self._whole and self._assembler is not None and not self._assembler.stops
         taker: Sink = self._hold if holds else self._hand_over
         self._mailbox.pass_on(taker)

@@ -175,7 +175,7 @@ _SAMPLING = frozenset(item.name for item in fields(SamplingParams))
 def check_options(
     options: Mapping[str, Any], known: AbstractSet[str] = RequestOptions.__annotations__.keys()
 ) -> RequestOptions:
-    """Check options and convert them to the declared types. Options that are None are left out.
+    """Check options and convert them to the declared types. A None is left out.
 
     Raises InputError for an unknown or wrong option, DeadlineExceeded for a deadline in the past.
     """

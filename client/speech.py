@@ -96,7 +96,7 @@ def _example(
 
 
 def _entries(given: Sequence[int] | npt.NDArray[np.integer], audio: AudioCard, most: int) -> I64:
-    """Return the entries of an audio prompt as int64. Raises InputError for any that is no entry.
+    """Return the entries of an audio prompt as int64. Raises InputError for another number.
 
     ``most``: maximum number, checked before the array is made.
     """

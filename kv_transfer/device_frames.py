@@ -37,7 +37,7 @@ class MoveQueue:
 
     ``watch(move)`` waits for the move on another thread and then calls :meth:`finished` on this
     thread. Moves finish in the order in which they were started. A move that cannot start is not
-    tried again; ``tell`` receives its error.
+    tried again; ``tell`` gets its error.
     """
 
     def __init__(

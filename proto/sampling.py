@@ -274,7 +274,7 @@ class SamplingParams(_Named):
         return params
 
     def seeded(self, seed: int | None) -> SamplingParams:
-        """Return a copy with this seed, or with a new random one that does not count as given."""
+        """Return a copy with this seed, or with a random seed, which does not count as given."""
         if seed is None:
             return self._with_seed(vars(self), _random_seed())
         params = self._with_seed(vars(self), _CHECKS["seed"]("seed", seed))

@@ -12,7 +12,7 @@ mix of prompts counts at once.
 **Pictures.** Decode workers compute the steps of pictures. The decode pool of a picture model is
 sized like the prefill pool, by rows of steps instead of tokens: the work of a picture is the rows
 of a step times the number of steps. KV blocks do not show this work, because they hold the prompt
-alone. A picture may take the time of its own steps and the TTFT target.
+alone. A picture may take the time of its steps and the TTFT target.
 
 **Decode.** Two limits bound a decode worker's capacity: its KV blocks, and the target inter-token
 latency (ITL), which a step must not exceed. A line fitted to measurements gives the step time for

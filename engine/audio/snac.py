@@ -1,6 +1,6 @@
 """A SNAC codec: a decoder from codebook entries to samples, and an encoder back.
 
-Invariant: a sample depends on the entries of its own frame and of ``context_frames`` frames on each
+Invariant: a sample depends on the entries of its frame and of ``context_frames`` frames on each
 side. With compiled kernels its bits are the same in every window that has these frames.
 
 The codec was trained with random noise inside its decoder; here this noise is zero. Rows are

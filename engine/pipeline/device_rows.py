@@ -323,7 +323,7 @@ class DeviceRows:
         return sampling.Report(token[:count], ids[:count], values[:count])
 
     def _take_table(self, row: int, table: I32) -> bool:
-        """Keep a block table; False if it is too long or has ids that are no blocks of the pool."""
+        """Keep a block table; False if it is too long or has ids outside the pool."""
         count = len(table)
         if not 0 < count <= self._sizes.table_width:
             return False

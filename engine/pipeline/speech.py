@@ -48,7 +48,7 @@ class SpeechPipeline(AudioGenerator[TTSContext, AudioGenerationOutput]):
         """Return the next chunk of each request, the last one with its final status.
 
         Generates tokens until every request has a chunk or has ended; a request that can
-        already be decoded waits meanwhile. Raises InputError if ``decoded_index`` is no whole
+        already be decoded waits meanwhile. Raises InputError if ``decoded_index`` is not a whole
         number of frames, and the errors of :meth:`TextGenerationPipeline.next_token`.
         """
         for context in batch.values():

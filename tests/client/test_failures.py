@@ -256,7 +256,7 @@ def test_an_unanswered_request_is_submitted_again_under_the_new_identity():
     bench.hear(Tokens(runs=[TokenRun(key, 1, 3, [1])]))
     assert bench.tokens == [1]
     bench.run(4, [2])
-    assert not bench.tokens  # the old key is no longer known
+    assert not bench.tokens  # the old key is unknown now
 
 
 def test_pings_while_something_is_open_only():

@@ -40,7 +40,7 @@ def served(files, *kinds):
 
 
 class Letters:
-    """A tokenizer with a token per letter, after one that begins every text."""
+    """A tokenizer with a token per letter, after a token that begins every text."""
 
     def encode(self, text, *, add_special_tokens, max_tokens):
         return np.array([1, *text.encode()], np.int32)

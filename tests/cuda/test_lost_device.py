@@ -45,7 +45,7 @@ class Order:
 
 
 class LostEvent:
-    """A wait that tells of the device's failure."""
+    """A wait that raises the device's failure."""
 
     done = False
 

@@ -53,7 +53,7 @@ def heard(bench):
 
 
 def decode(bench, count=None):
-    """Decode what is wanted; the samples of a chunk are its entries."""
+    """Decode the wanted chunks; the samples of a chunk are its entries."""
     for wish in wanted(bench, DecodeChunk)[:count]:
         bench.feed(ChunkDecoded(wish.key, wish.window.first, bytes(wish.entries.tolist())))
 
@@ -84,7 +84,7 @@ def test_the_terminal_waits_for_the_last_chunk(speaker):
     assert media == {11: bytes([2, 3]), 12: bytes([2, 3, 4]), 13: bytes([3, 4, 5])}
     terminal = speaker.one(Terminal)
     assert (terminal.status, terminal.position) == ("maximum_length", 14)
-    speaker.hear(Adopt(request=KEY, position=12), "router-2")  # the first router did not hear it
+    speaker.hear(Adopt(request=KEY, position=12), "router-2")  # the first router did not receive it
     assert heard(speaker) == ({12: 44, 13: 45}, {12: media[12], 13: media[13]})
     speaker.hear(TerminalAck(requests=[(KEY, 1)]), "router-2")
     assert not speaker.member.unacknowledged

@@ -23,18 +23,18 @@ END = "maximum_length"
 
 
 def stream(count, seed=0):
-    """Return tokens, some of which are no audio."""
+    """Return tokens, not all of them audio."""
     rng = np.random.default_rng(seed)
     return [int(t) for t in np.where(rng.random(count) < 0.1, 5, rng.integers(100, 170, count))]
 
 
 def samples(entries):
-    """Return bytes that tell the entries of a window."""
+    """Return bytes that show the entries of a window."""
     return bytes(entries.tolist())
 
 
 def expected(tokens):
-    """Return the chunk of each position, decoded as :func:`next_window` says after each token."""
+    """Return the chunk of each position, by the windows of :func:`next_window`."""
     first, found = 0, {}
     for count in range(1, len(tokens) + 1):
         entries = LAYOUT.entries(np.array(tokens[:count]))

@@ -15,7 +15,7 @@ OUTSIDE = ("http://", "https://", "mailto:")
 
 
 def pages() -> list[Path]:
-    """The Markdown files of the project; what was built or installed beside it is left out."""
+    """The Markdown files of the project; folders that were built or installed are left out."""
     made = {"build", "dist", "src"}
     folders = [f for f in ROOT.iterdir() if f.is_dir() and f.name not in made and f.name[0] != "."]
     return [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]

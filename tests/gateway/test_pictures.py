@@ -51,7 +51,7 @@ def painter(tmp_path_factory):
 
 
 class Fuzz:
-    """Bodies whose fields have values of wrong types and sizes, and some that are no JSON."""
+    """Bodies whose fields have values of wrong types and sizes, and some without valid JSON."""
 
     FIELDS = (*ImagesBody.__struct_fields__, "foo")
     VALUES = (

@@ -1183,7 +1183,7 @@ def test_without_a_data_connection_the_router_chooses_another(bench):
     bench.later(0.3)
     assert bench.one(PeerLost).endpoint == DECODE
     assert bench.one(Busy).decode_full
-    (release,) = bench.to_peer(Release)  # it can hear us, so its blocks need not wait
+    (release,) = bench.to_peer(Release)  # it receives messages, so its blocks need not wait
     assert release.grant == ref
     bench.assert_empty()
 

@@ -368,7 +368,7 @@ def test_steps_are_counted_with_their_tokens_and_seconds():
     worker.finish()  # one text; the others form the next batch
     worker.finish()
     worker.assign(4)
-    worker.finish(failure="no memory")  # its time says nothing about steps
+    worker.finish(failure="no memory")  # its time shows nothing about steps
     histograms = worker.core.load().histograms
     assert {name: sum(found.counts) for name, found in histograms.items()} == {
         "step_seconds": 2, "step_tokens": 2,

@@ -64,7 +64,7 @@ def test_a_request_passes_all_checks_and_the_wire():
     check_hashes(wire)
     message = Submit(request_id="r", context=wire)
     frames = EnvelopeEncoder().encode([message])
-    assert len(frames) == 3  # pixels travel as frames of their own
+    assert len(frames) == 3  # pixels travel as separate frames
     (received,) = EnvelopeDecoder(ClientToRouter).decode(frames)
     assert received.context == wire
     check_wire_context(received.context, CARD)

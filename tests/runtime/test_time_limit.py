@@ -87,7 +87,7 @@ def test_what_overruns_and_was_dropped_is_not_answered(loop, drive):
 
 def test_with_too_many_overruns_new_items_are_refused_until_one_ends(loop, drive):
     bench = Bench(loop, 0.01)
-    while bench.hanging < MAX_OVERRUN:  # an item dropped before its start is no overrun
+    while bench.hanging < MAX_OVERRUN:  # an item dropped before its start does not overrun
         bench.answers.clear()
         bench.work.submit(bench.hang)
         drive.until(lambda: bench.answers)

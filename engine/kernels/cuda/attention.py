@@ -46,7 +46,7 @@ def decode_attention(
     ``block_tables[S, Nmax]`` and ``plan[shape.rows, 4]`` are int32. The workspace is float32
     ``partial[shape.items, Hq, D]`` and ``partial_stats[shape.items, Hq, 2]`` (maximum in base 2,
     sum of weights), undefined before the call. Grids depend only on ``shape`` and ``blocks``, the
-    number of thread blocks: by default those that run at once.
+    number of thread blocks: by default all that run at once.
     """
     kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale, HEAD_DIMS)
     sequences, heads = shape.sequences, kv_heads * group

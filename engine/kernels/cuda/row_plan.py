@@ -137,7 +137,7 @@ class GraphPlan(RowPlan):
             if not self._extend(key, before, host):
                 plan_decode(work.shape, self._lengths, host)
                 self._newest[key] = host, _last_items(work.shape, host)
-            # Kernels read no piece behind the number of pieces.
+            # Kernels read no piece beyond the number of pieces.
             used = 1 + work.shape.sequences + int(host[0, 0])
             plan: Any = work.plan
             self._device.write(plan[:used], host[:used])

@@ -148,7 +148,7 @@ def test_a_folder_without_codec_is_refused(tmp_path):
 
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
 def test_a_token_stream_gives_the_same_samples(audio, reference, step):
-    """Also with tokens between that are no audio; only the context is kept."""
+    """Also with tokens of text between; only the context is kept."""
     entries = flat(reference)
     tokens = 16 + 32 * (np.arange(len(entries)) % 7) + entries
     tokens = np.insert(tokens, [5, 90], [3, 999]).tolist()

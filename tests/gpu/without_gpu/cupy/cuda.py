@@ -88,7 +88,7 @@ def check_stream(stream: Stream | None) -> None:
 
 
 def check_reach(memory: Any) -> None:
-    """Fail as a kernel does that reads the memory of a GPU that is no peer."""
+    """Fail as a kernel does that reads the memory of a GPU that is not a peer."""
     if here() not in memory.reach:
         raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
 
