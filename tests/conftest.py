@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 from collections.abc import Generator
 from typing import Any
 
@@ -38,7 +39,13 @@ def is_worker(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the process that reports take the time and print first tries."""
+    """Let the process that reports take the time and print first tries.
+
+    A shell starts background jobs with SIGINT ignored, which the tests' processes would inherit:
+    those that are interrupted would go on.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not is_worker(config):
         config.pluginmanager.register(WhereTimeWent())
         config.pluginmanager.register(second_try.SecondTry())
