@@ -41,9 +41,9 @@ from .trial import SchemaCost, SchemaTrial
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-COMPILE_LIMIT_S = 10.0
-"""Time limit for compiling a schema, seconds. Ordinary schemas take milliseconds, the largest legal
-schemas one second."""
+COMPILE_LIMIT_S = 90.0
+"""Time limit for trying and compiling a schema, seconds. Ordinary schemas take milliseconds, the
+largest legal schemas one second; the trial alone may take 60 s on a busy machine."""
 TOKENIZER_LIMIT_S = 60.0
 """Additional seconds for the first schema, to read the tokenizer."""
 CACHED_SCHEMAS = 64
@@ -361,9 +361,8 @@ def as_result(answer: object) -> Matcher | BatonError:
     if isinstance(answer, GrammarMatcher | BatonError):
         return answer
     if isinstance(answer, TimeoutError):
-        return SchemaTooComplex(
-            f"json_schema is too complex: not compiled within {COMPILE_LIMIT_S:g} s"
-        )
+        text = f"json_schema was not compiled within {COMPILE_LIMIT_S:g} s: the machine is too busy"
+        return CapacityError(text, retry_after=1.0)
     return InternalError(f"compiling json_schema: {answer!r}"[:_MESSAGE_CHARS])
 
 

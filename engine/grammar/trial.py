@@ -6,8 +6,9 @@ forks for every schema. The fork compiles the schema under limits on memory, tim
 schema that ends the fork is rejected. After a successful trial, the worker compiles the schema
 itself and knows its cost.
 
-Invariants: every trial returns within little more than its time limit, whatever the schema does.
-The helper ends with its worker.
+Invariants: every trial returns within little more than twelve times its limit of CPU time,
+whatever the schema does. A busy machine never makes a schema too complex. The helper ends with
+its worker.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MAX_SCHEMA_BYTES = 128 << 20
 """Memory limit of a compiled schema."""
 _SLACK_BYTES = 256 << 20  # reserved address space without memory: the allocator's arenas
 _START_S = 60.0  # for the helper to read the tokenizer
+_WAIT_FACTOR = 12.0  # seconds that a trial may take per second of CPU time: processors are shared
 _ANSWER_S = 1.0  # added to the trial's own time limit
 _MAX_ANSWER_BYTES = 1 << 20  # a cost, or the message of an error
 _READY = b"\xff"  # the first request, not a schema; answered after the tokenizer is loaded
@@ -55,12 +57,13 @@ class _Verdict(msgspec.Struct, array_like=True):
     cost: SchemaCost | None = None
     message: str = ""
     too_complex: bool = False
+    too_slow: bool = False  # the machine was: the schema is not judged
 
 
 class SchemaTrial:
     """The helper process of one model folder, started by the first trial. Thread-safe.
 
-    ``limit_s``: time limit of a schema, seconds.
+    ``limit_s``: CPU time that a schema may take, seconds.
     """
 
     def __init__(
@@ -74,19 +77,22 @@ class SchemaTrial:
         self._closed = False
 
     def cost(self, schema: str) -> SchemaCost:
-        """Try a schema. Raises InputError as :func:`.compile_schema`, or CapacityError.
+        """Try a schema. Raises InputError as :func:`.compile_schema`.
 
-        Raises SchemaTooComplex if the schema exceeds its time, memory or stack limit.
+        Raises SchemaTooComplex if the schema exceeds its limit of CPU time, memory or stack, and
+        CapacityError if the helper does not answer or the machine is too busy for a verdict.
         """
         with self._lock:
             try:
-                timeout = self._limit_s + _ANSWER_S
+                timeout = _WAIT_FACTOR * self._limit_s + _ANSWER_S
                 answer = self._started().exchange(schema.encode(), timeout, _MAX_ANSWER_BYTES)
                 verdict = msgspec.msgpack.decode(answer, type=_Verdict)
             except (OSError, EOFError, msgspec.MsgspecError) as error:
                 self._stop()
                 text = f"json_schema cannot be checked now: {error!r}"
                 raise CapacityError(text, retry_after=1.0) from None
+        if verdict.too_slow:
+            raise CapacityError(verdict.message, retry_after=1.0)
         if verdict.cost is None:
             raise (SchemaTooComplex if verdict.too_complex else InputError)(verdict.message)
         return verdict.cost
@@ -139,6 +145,8 @@ def main(arguments: list[str]) -> None:
 def _fork(tokenizer: LLTokenizer, schema: str, limit_s: float) -> _Verdict:
     """Compile in a fork and turn its end, whatever it is, into a verdict."""
     answers, into = os.pipe()
+    verdict: _Verdict | None = None
+    wait_s = _WAIT_FACTOR * limit_s
     helper, child = os.getpid(), os.fork()
     if not child:
         with contextlib.suppress(BaseException):
@@ -150,15 +158,21 @@ def _fork(tokenizer: LLTokenizer, schema: str, limit_s: float) -> _Verdict:
         os._exit(0)
     os.close(into)
     try:
-        return msgspec.msgpack.decode(read_message(answers, limit_s), type=_Verdict)
+        verdict = msgspec.msgpack.decode(read_message(answers, wait_s), type=_Verdict)
     except TimeoutError:
-        return _too_complex(f"it does not compile within {limit_s:g} s")
+        text = f"json_schema was not compiled within {wait_s:g} s, because the machine is too busy"
+        verdict = _Verdict(message=text, too_slow=True)
     except (EOFError, msgspec.MsgspecError):
-        return _too_complex("it exceeds the memory limit, or its references nest too deep")
+        pass  # the fork ended without a verdict: its exit status has the cause
     finally:
         os.close(answers)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        os.kill(child, signal.SIGKILL)  # a fork that has ended keeps its status
+        _, status = os.waitpid(child, 0)
+    if verdict is not None:
+        return verdict
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        return _too_complex(f"it does not compile within {limit_s:g} s of CPU time")
+    return _too_complex("it exceeds the memory limit, or its references nest too deep")
 
 
 def _too_complex(reason: str) -> _Verdict:
@@ -166,9 +180,8 @@ def _too_complex(reason: str) -> _Verdict:
 
 
 def _bound(limit_s: float) -> None:
-    """Set the limits of this process."""
-    seconds = int(limit_s) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    """Set the limits of this process. SIGPROF ends it after ``limit_s`` seconds of CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     room = _pages(0) + MAX_SCHEMA_BYTES + STACK_BYTES + _SLACK_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (room, room))

@@ -23,7 +23,7 @@ from baton.engine.scheduling.plan import SampleSpec
 from baton.engine.scheduling.scheduler import SchedulerConfig
 from baton.engine.scheduling.sequence import Sequence
 from baton.proto.contexts.text import TextContext
-from baton.proto.errors import BatonError, InputError, InternalError
+from baton.proto.errors import BatonError, CapacityError, InputError, InternalError
 from baton.proto.limits import MAX_JSON_SCHEMA_CHARS, MAX_JSON_SCHEMA_DEPTH
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire.context_maps import context_to_run, request_map
@@ -448,8 +448,8 @@ def test_answers_of_the_compile_thread(compiler):
     error = InputError("why")
     assert as_result(error) is error
     late = as_result(TimeoutError())
-    assert isinstance(late, InputError)
-    assert "10 s" in str(late)
+    assert isinstance(late, CapacityError)
+    assert "90 s" in str(late)
     other = as_result(KeyError("k"))
     assert isinstance(other, InternalError) and isinstance(other, BatonError)
 

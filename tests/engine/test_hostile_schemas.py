@@ -305,9 +305,25 @@ def test_a_trial_says_what_a_schema_costs():
 
 def test_a_trial_ends_with_its_time():
     one = trial(limit_s=2.0)
-    with pytest.raises(SchemaTooComplex, match=r"within 2 s"):
+    with pytest.raises(SchemaTooComplex, match=r"within 2 s of CPU time"):
         one.cost(json.dumps(HARM["patterns at once"]))
     assert one.cost(INTEGER).nbytes
+    one.close()
+
+
+def test_a_machine_without_a_free_processor_makes_no_schema_too_complex(monkeypatch, tmp_path):
+    """The fork is paused before it compiles: it takes time, but no CPU time."""
+    package = tmp_path / "sitecustomize.py"
+    package.write_text(
+        "import os, signal\n"
+        "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGSTOP))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    one = trial(limit_s=0.2)
+    with pytest.raises(CapacityError, match=r"within 2\.4 s.*too busy") as caught:
+        one.cost(INTEGER)
+    assert caught.value.retry_after
     one.close()
 
 
