@@ -41,6 +41,13 @@ def count(text: str) -> int:
     return whole(text)
 
 
+def at_least_one(text: str) -> int:
+    """Parse a whole number, 1 or more."""
+    if not text.strip().isdecimal() or not (value := whole(text)):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 1 or more")
+    return value
+
+
 def whole(text: str) -> int:
     """Parse a whole number of at most 64 bits."""
     try:

@@ -16,7 +16,7 @@ from ..deploy.messages import mebibytes
 from ..proto.errors import BatonError, ConfigError, ConnectionLost, InputError, VersionMismatch
 from ..router.story_slices import slices_of
 from .cluster import add_address, addresses_of, keys_of
-from .numbers import count
+from .numbers import at_least_one
 
 LISTED = 20
 _BESIDE = "transfer"
@@ -43,7 +43,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_address(parser)
     parser.add_argument(
         "--last",
-        type=count,
+        type=at_least_one,
         metavar="N",
         help=f"list the last N requests of each router [{LISTED}]",
     )
@@ -172,13 +172,17 @@ def _attempt(attempt: dict[str, Any]) -> list[str]:
     handoff = attempt["handoff"]
     if handoff is not None:
         again = f", {handoff['resent_frames']} sent again" if handoff["resent_frames"] else ""
+        blocks, frames = _count(handoff["blocks"], "block"), _count(handoff["frames"], "frame")
         lines.append(
-            f"  handoff  {mebibytes(handoff['bytes_sent'])} in {handoff['blocks']} blocks and "
-            f"{handoff['frames']} frames over {handoff['transport']}{again}, "
-            f"{handoff['cached_tokens']} tokens already there, {_ms(handoff['seconds'])} from "
-            "Reserve to Committed"
+            f"  handoff  {mebibytes(handoff['bytes_sent'])} in {blocks} and {frames} over "
+            f"{handoff['transport']}{again}, {handoff['cached_tokens']} tokens already there, "
+            f"{_ms(handoff['seconds'])} from Reserve to Committed"
         )
     return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _reason(role: str, route: dict[str, Any] | None) -> str:
@@ -188,7 +192,7 @@ def _reason(role: str, route: dict[str, Any] | None) -> str:
     side = route[role]
     if side is None:
         return ""
-    facts = f"{side['cached_blocks']} prompt blocks cached, load {side['load_tokens']} tokens"
+    facts = f"about {side['cached_tokens']} tokens cached, load {side['load_tokens']} tokens"
     if route["pinned"] == role:
         return f": target_endpoint of the request ({facts})"
     if "candidates" not in side:

@@ -30,8 +30,8 @@ from .workers import Worker
 
 Route = tuple[str, int, int, Margin | None, int, int, Margin | None]
 """Why a pair was chosen: the role of the pinned worker, or empty. Then of the prefill worker, and
-again of the decode worker (zeros without one): its load in tokens before the request, its cached
-blocks of the prompt, and the margin by which it was preferred."""
+again of the decode worker (zeros without one): its load in tokens before the request, the tokens of
+the prompt that it has probably cached, and the margin by which it was preferred."""
 Pair = tuple[Worker, Worker | None]
 """Prefill worker and decode worker; a request for embeddings has no decode worker."""
 

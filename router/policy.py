@@ -39,7 +39,7 @@ class Policy(Protocol):
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
         """Note that ``worker`` got a request with these blocks and ``tokens`` of work.
 
-        Returns how many leading blocks the worker has probably cached; 0 if not known.
+        Returns how many leading tokens the worker has probably cached; 0 if not known.
         """
         ...
 
@@ -190,9 +190,8 @@ class PrefixAware:
         """Add the uncached tokens to the worker's load, and the blocks to its index."""
         if not hashes:
             return 0
-        cached = self.cached(worker, hashes)
-        new = tokens - cached * self._config.block_tokens
-        worker.recent = self._recent(worker) + max(0, new)
+        cached = self.cached(worker, hashes) * self._config.block_tokens
+        worker.recent = self._recent(worker) + max(0, tokens - cached)
         self._placements[worker.role] += 1
         worker.recent_at = self._placements[worker.role]
         index = self._indexes.get(worker.incarnation)

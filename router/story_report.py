@@ -181,8 +181,8 @@ def _route(attempt: StoryAttempt, policy: str) -> Record | None:
 
 
 def _side(load: int, cached: int, margin: Margin | None) -> Record:
-    """Load and cached blocks of a chosen worker; with costs if there was a choice."""
-    found: Record = {"load_tokens": load, "cached_blocks": cached}
+    """Load and probably cached tokens of a chosen worker; with costs if there was a choice."""
+    found: Record = {"load_tokens": load, "cached_tokens": cached}
     if margin is not None:
         cost, rival, rival_cost, candidates = margin
         found |= {

@@ -17,10 +17,10 @@ def story(**fields: Any) -> dict[str, Any]:
     route = {
         "policy": "prefix_aware", "pinned": "decode",
         "prefill": {
-            "load_tokens": 320, "cached_blocks": 7, "cost": -368.0, "next_best": "prefill-1",
+            "load_tokens": 320, "cached_tokens": 448, "cost": -368.0, "next_best": "prefill-1",
             "next_cost": 80.0, "candidates": 2,
         },
-        "decode": {"load_tokens": 0, "cached_blocks": 0},
+        "decode": {"load_tokens": 0, "cached_tokens": 0},
     }  # fmt: skip
     attempt = {
         "number": 1, "prefill": "prefill-0", "decode": "decode-0", "cause": "", "assigned_s": 0.001,
@@ -58,7 +58,7 @@ def test_a_story_tells_route_waits_bytes_and_transport():
         "512 prompt tokens (448 cached), 33 new tokens",
         "TTFT 101.0 ms, mean ITL 12.3 ms, queue 5.0 ms, all 500.0 ms",
         "prefill-0: prefix_aware cost -368, next best prefill-1 80, 2 candidates",
-        "(7 prompt blocks cached, load 320 tokens)",
+        "(about 448 tokens cached, load 320 tokens)",
         "decode-0: target_endpoint of the request",
         "3.0 MiB in 24 blocks and 2 frames over shm, 64 tokens already there",
         "wait for grant",
@@ -167,3 +167,10 @@ def test_ids_of_clients_cannot_control_the_terminal(capsys, monkeypatch):
 def test_a_request_and_last_exclude_each_other(capsys):
     assert main(["trace", "some-id", "--last", "3"]) == 2
     assert "either a request id or --last" in capsys.readouterr().err
+
+
+def test_a_list_of_no_requests_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", "--last", "0"])
+    assert ended.value.code == 2
+    assert "--last: '0' is not a whole number, 1 or more" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_a_story_tells_why_its_workers_were_chosen(served):
     assert story["state"] == "prefilling"
     route = story["attempts"][0]["route"]
     assert (route["policy"], route["pinned"]) == ("prefix_aware", "")
-    assert route["prefill"]["cached_blocks"] == prompt // 64
+    assert route["prefill"]["cached_tokens"] == prompt
     assert route["prefill"]["candidates"] == 2
     assert route["prefill"]["cost"] < route["prefill"]["next_cost"]
     other = {"prefill-0": "prefill-1", "prefill-1": "prefill-0"}[prefill.id]

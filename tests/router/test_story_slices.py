@@ -23,7 +23,7 @@ def attempt(**fields: Any) -> dict[str, Any]:
         "assigned_s": 0.1, "ended_s": 3.0,
         "route": {
             "policy": "prefix_aware", "pinned": "",
-            "prefill": {"load_tokens": 5, "cached_blocks": 2}, "decode": None,
+            "prefill": {"load_tokens": 5, "cached_tokens": 128}, "decode": None,
         },
         "prefill_times": {
             "received_s": 0.2, "started_s": 0.3, "granted_s": 0.4, "computing_s": 0.5,
@@ -70,7 +70,7 @@ def test_slices_of_a_request():
         ("wait for batch", "decode-1", 1.1, 1.3),
         ("generate", "decode-1", 1.3, 2.9),
     ]
-    assert slices[2].details["prefill_cached_blocks"] == 2
+    assert slices[2].details["prefill_cached_tokens"] == 128
     assert slices[8].details["transport"] == "shm"
 
 
