@@ -189,16 +189,18 @@ class Lifecycle:
             self._table.wake(request, now + delay, now)
             return
         attempt = request.attempt
+        ever = self._registry.ever_ready
+        grace = self._config.worker_grace_s if ever else self._config.start_grace_s
         if attempt.grace_until == NEVER:
-            ever = self._registry.ever_ready
-            grace = self._config.worker_grace_s if ever else self._config.start_grace_s
             attempt.grace_until = now + grace
         if now < attempt.grace_until:
             self._table.wake(request, attempt.grace_until, now)
             return
         hint = max(1.0, self._admission.retry_after())
         where = f" in pool {request.pool!r}" if request.pool else ""
-        reason = f"no {' and '.join(request.roles)} worker is ready{where}"
+        missing = [role for role in request.roles if not self._registry.ready(role, request.pool)]
+        roles = " and no ".join(missing or request.roles)
+        reason = f"no {roles} worker was ready{where} for {grace:g} s"
         self.fail(request, CapacityError(reason, retry_after=hint), now)
 
     # ------------------------------------------------------------------ work on workers

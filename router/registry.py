@@ -154,7 +154,9 @@ class Registry:
         for gone in self._gone.values():
             if gone.endpoint == endpoint and gone.state is WorkerState.DEAD:
                 raise EndpointDead(f"worker {gone.id} at {endpoint} is dead: {gone.reason}")
-        raise EndpointUnknown(f"target_endpoint {endpoint!r} names no worker")
+        raise EndpointUnknown(
+            f"target_endpoint {endpoint!r} names no worker; baton status shows the endpoints"
+        )
 
     # ------------------------------------------------------------------ change
 

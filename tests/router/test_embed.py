@@ -191,7 +191,7 @@ def test_no_worker_is_said_in_the_roles_that_are_missing(make_bench, embeds):
     bench.advance(1.0)
     terminal = bench.one(b"client", Terminal)
     assert terminal.code == "overloaded"
-    assert "no prefill worker is ready" in terminal.message
+    assert terminal.message == "no prefill worker was ready for 0.5 s"
 
 
 def test_a_vector_for_a_text_request_is_not_kept(bench):
