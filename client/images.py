@@ -152,7 +152,10 @@ def _is_path(text: str) -> bool:
 
 
 def data_url_content(url: str) -> bytes:
-    """Return the bytes of an image in a ``data:`` URL with base64. Raises InputError."""
+    """Return the bytes of an image in a ``data:`` URL with base64. Raises InputError.
+
+    The content decides the format: clients often name another type of image in the URL.
+    """
     head, comma, body = url.partition(",")
     if not head.startswith("data:") or not comma:
         raise InputError(
@@ -160,6 +163,9 @@ def data_url_content(url: str) -> bytes:
         )
     if not head.endswith(";base64"):
         raise InputError("the data URL of an image must be base64")
+    kind = head.removeprefix("data:").partition(";")[0].lower()
+    if kind and not kind.startswith("image/"):
+        raise InputError(f"the data URL of an image must have a type image/..., not {kind[:80]!r}")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:

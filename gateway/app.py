@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..proto.errors import BatonError, InternalError
+from ..proto.errors import BatonError, InputError, InternalError
 from ..runtime.keys.api_keys import FOREIGN, ApiKeys, is_local_request
 from ..runtime.process.log import get_logger
 from . import routes, text_routes
@@ -29,7 +29,7 @@ from .images_route import images
 from .metrics import CLIENT_GONE, GatewayMetrics
 from .openapi import encoded, openapi
 from .responses_route import responses
-from .served import Served, random_name
+from .served import TARGET_HEADER, Served, random_name
 from .speech_route import speech
 from .streams import EVENTS
 from .tracing import Tracing
@@ -146,8 +146,9 @@ class Door:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        repeated = ""
         if len(headers) < len(scope["headers"]):
-            headers = _without_repeated(scope)
+            headers, repeated = _without_repeated(scope)
         name = _request_id(headers)
         given = headers.get(b"x-request-id")
         if given != name:  # routes put it into the native request's id
@@ -177,6 +178,10 @@ class Door:
             if not self._keys and not is_local_request(scope["headers"]):
                 await response_of(ForeignHost(FOREIGN))(scope, receive, send_named)
             elif self._keys.admit(headers.get(b"authorization", b""), basic=seen):
+                if repeated:
+                    error = InputError(f"the header {repeated} occurs more than once")
+                    await response_of(error)(scope, receive, send_named)
+                    return
                 if tracing is not None:
                     span = tracing.begin(scope, headers, name.decode())
                 await self._app(scope, receive, send_named)
@@ -206,15 +211,18 @@ def _route_of(path: str) -> str:
     return "/v1/models" if path.startswith("/v1/models/") else "other"
 
 
-def _without_repeated(scope: Scope) -> dict[bytes, bytes]:
+def _without_repeated(scope: Scope) -> tuple[dict[bytes, bytes], str]:
     """Drop a request id and a trace that occur more than once, and return the other headers.
 
-    Readers of the headers differ in which of several values counts: the first or the last.
+    Readers of the headers differ in which of several values counts: the first or the last. An
+    answer without these two is the same. A chosen worker is not: if it occurs more than once, its
+    header is returned too, and the request must be refused.
     """
     names = [name for name, _ in scope["headers"]]
     repeated = {name for name in (b"x-request-id", b"traceparent") if names.count(name) > 1}
     scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in repeated]
-    return dict(scope["headers"])
+    refused = "X-Target-Endpoint" if names.count(TARGET_HEADER) > 1 else ""
+    return dict(scope["headers"]), refused
 
 
 def _request_id(headers: dict[bytes, bytes]) -> bytes:
@@ -240,8 +248,11 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 405:
-        response = response_of(MethodNotAllowed(f"{request.url.path} has no {request.method}"))
-        response.headers.update(error.headers or {})
+        headers = error.headers or {}
+        methods = headers.get("Allow", "other methods")
+        said = f"{request.url.path} does not take {request.method}; use {methods}"
+        response = response_of(MethodNotAllowed(said))
+        response.headers.update(headers)
         return response
     return response_of(RouteNotFound(f"there is no route {request.url.path[:200]}"))
 

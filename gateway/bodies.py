@@ -8,13 +8,13 @@ Invariant: no field is ignored silently. A field is used, or it changes nothing 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from ..proto.errors import InputError
 from .errors import ParameterError
@@ -40,11 +40,15 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False
 
 
-class JsonSchema(msgspec.Struct):
-    """A schema as OpenAI's clients send it; ``schema`` is the part that constrains the answer."""
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """A schema as OpenAI's clients send it; ``schema`` is the part that constrains the answer.
+
+    Every schema is enforced, whatever ``strict`` is.
+    """
 
     schema: dict[str, Any] | None = None
     name: str = ""
+    description: str | None = None
     strict: bool | None = None
 
 
@@ -113,11 +117,11 @@ class GenerationBody(SamplingBody, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = 1
     max_tokens: Count | None = None
     response_format: ResponseFormat | None = None
+    spaces_between_special_tokens: bool | None = None  # special tokens are not in the text
 
     # Accepted with their neutral values only; see REFUSED.
     skip_special_tokens: Any = None
     include_stop_str_in_output: Any = None
-    spaces_between_special_tokens: Any = None
     truncate_prompt_tokens: Any = None
     prompt_logprobs: Any = None
     use_beam_search: Any = None
@@ -252,7 +256,6 @@ Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 REFUSED: Refused = {
     "skip_special_tokens": ((True,), "special tokens are never part of the text"),
     "include_stop_str_in_output": ((False,), "stop strings are never part of the text"),
-    "spaces_between_special_tokens": ((True, False), ""),
     "truncate_prompt_tokens": ((), "prompts are not truncated"),
     "prompt_logprobs": ((0,), "log-probabilities of prompt tokens are not computed"),
     "use_beam_search": ((False,), "beam search is not offered"),
@@ -281,7 +284,7 @@ REFUSED: Refused = {
     "guided_regex": ((), "use structured_outputs"),
     "guided_choice": ((), "use structured_outputs"),
     "guided_grammar": ((), "use structured_outputs"),
-    "guided_decoding_backend": ((), "there is one"),
+    "guided_decoding_backend": ((), "there is only one"),
     "guided_whitespace_pattern": ((), "JSON has up to 32 blanks between tokens"),
     "structural_tag": ((), "use tools, or structured_outputs.grammar"),
     "logits_processors": (([],), "code is not accepted; use logit_bias"),
@@ -293,7 +296,7 @@ REFUSED: Refused = {
     "return_tokens_as_token_ids": ((False,), "tokens are shown as text"),
     "return_token_ids": ((False,), "use /tokenize"),
     "kv_transfer_params": ((), "the cluster hands over the KV itself"),
-    "ec_transfer_params": ((), "the model has no encoder"),
+    "ec_transfer_params": ((), "prefill workers encode the images of their prompts"),
     "vllm_xargs": (({},), "this server takes no extra arguments"),
     "include_reasoning": ((True,), "reasoning is always shown"),
     "mm_processor_kwargs": (({},), "images are prepared with the settings of the model's folder"),
@@ -314,6 +317,7 @@ class BodyReader(Generic[B]):
     """Decodes JSON bodies of one type. Raises ParameterError, which names the field."""
 
     def __init__(self, kind: type[B], more_refused: Refused = MappingProxyType({})) -> None:
+        self._kind = kind
         self._decoder = msgspec.json.Decoder(kind)
         refused = {**REFUSED, **more_refused}
         self._refused = {name: refused[name] for name in kind.__struct_fields__ if name in refused}
@@ -325,7 +329,7 @@ class BodyReader(Generic[B]):
         try:
             body = self._decoder.decode(content)
         except msgspec.ValidationError as error:
-            raise _wrong_field(str(error)) from None
+            raise _wrong_field(str(error), self._kind) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InputError(f"the body is not valid JSON: {error}") from None
         except RecursionError:
@@ -347,8 +351,13 @@ _MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)
 _WRONG = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 
 
-def _wrong_field(said: str) -> InputError:
-    """Return an error that names the wrong field, from msgspec's message."""
+_ENUM = re.compile(r"Invalid enum value (.*)$", re.DOTALL)
+_TYPES = re.compile(r"\b(int|float|str|bool)\b(?=[^']*$)")
+_JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
+
+
+def _wrong_field(said: str, kind: type[Body]) -> InputError:
+    """Return an error that names the wrong field of a ``kind`` of body, from msgspec's message."""
     for pattern, text in ((_UNKNOWN, "{} is not a known parameter"), (_MISSING, "{} is missing")):
         found = pattern.match(said)
         if found:
@@ -357,8 +366,38 @@ def _wrong_field(said: str) -> InputError:
     found = _WRONG.match(said)
     if found is None:
         return InputError(f"the body: {_plain(said)}")
+    wrong = _ENUM.match(found[1])
+    if wrong is not None:
+        known = ", ".join(_values_of(kind, found[2]))
+        return ParameterError(f"{found[2]} must be one of {known}, not {wrong[1]}", found[2])
     return ParameterError(f"{found[2] or 'the body'}: {_plain(found[1])}", found[2])
 
 
 def _plain(said: str) -> str:
-    return said[:1].lower() + said[1:].replace("`", "")
+    """Return msgspec's message with the names of types that JSON has."""
+    plain = said[:1].lower() + said[1:].replace("`", "").replace(" | ", " or ")
+    return _TYPES.sub(lambda found: _JSON_TYPES[found[1]], plain)
+
+
+def _values_of(kind: type[Body], place: str) -> list[str]:
+    """Return the texts that a field may be. ``place``: its name, with dots for inner fields."""
+    types: list[inspect.Type] = [inspect.type_info(kind)]
+    for name in place.split("."):
+        bare = name.partition("[")[0]
+        structs = [one for one in _alternatives(types) if isinstance(one, inspect.StructType)]
+        types = [one.type for struct in structs for one in struct.fields if one.encode_name == bare]
+    literals = [one for one in _alternatives(types) if isinstance(one, inspect.LiteralType)]
+    return [str(value) for one in literals for value in one.values]
+
+
+def _alternatives(types: Iterable[inspect.Type]) -> list[inspect.Type]:
+    """Return types without unions and lists."""
+    found: list[inspect.Type] = []
+    for one in types:
+        if isinstance(one, inspect.UnionType):
+            found += _alternatives(one.types)
+        elif isinstance(one, inspect.ListType):
+            found += _alternatives([one.item_type])
+        else:
+            found.append(one)
+    return found

@@ -41,6 +41,7 @@ class ModelNotFound(InputError):
     """The cluster serves another model."""
 
     code = "model_not_found"
+    parameter = "model"
 
 
 class RouteNotFound(InputError):

@@ -27,7 +27,7 @@ from ..proto.picture_requests import PICTURE_MULTIPLE
 from ..proto.sampling import MAX_SEED
 from .bodies import Body, BodyReader, Refused
 from .errors import ParameterError, RouteNotFound
-from .served import Served, name_of, origin_of, read_body
+from .served import Served, name_of, origin_of, read_body, target_of
 from .streams import EventStream, unless_gone
 
 MAX_PICTURES = 10
@@ -108,7 +108,7 @@ def _options_of(body: ImagesBody, request: Request) -> PictureOptions:
     if body.stream and count > 1:
         raise ParameterError(f"n must be 1 with stream, not {count}", "n")
     if body.partial_images and not body.stream:
-        raise ParameterError("partial_images needs stream", "partial_images")
+        raise ParameterError("partial_images needs stream: true", "partial_images")
     origin = origin_of(request)
     options = PictureOptions(
         width=width,
@@ -117,7 +117,7 @@ def _options_of(body: ImagesBody, request: Request) -> PictureOptions:
         guidance=body.guidance_scale,
         negative_prompt=body.negative_prompt,
         true_cfg=body.true_cfg_scale,
-        target_endpoint=request.headers.get("x-target-endpoint") or None,
+        target_endpoint=target_of(request).get("target_endpoint"),
         gateway=origin.get("gateway", ""),
     )
     if "traceparent" in origin:

@@ -67,7 +67,8 @@ def _content_of(
             images.append(_image_url(part, f"{place}[{at}].image_url"))
             found.append({"type": "image"})
         else:
-            found.append({"type": "text", "text": _text_of([part], place)})
+            text = _text_of([part], f"{place}[{at}]", "text or image_url")
+            found.append({"type": "text", "text": text})
     return found
 
 
@@ -89,13 +90,14 @@ def side_of(detail: object, place: str) -> int:
     return LOW_DETAIL_SIDE if detail == "low" else 0
 
 
-def _text_of(parts: list[Any], place: str) -> str:
+def _text_of(parts: list[Any], place: str, known: str = "text") -> str:
+    """Return the text of parts. ``known``: types of parts that may stand there, for the error."""
     texts: list[str] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ParameterError(
-                f"{place}: only parts of type text are taken here, not {kind!r}", place
+                f"{place}: only parts of type {known} are taken here, not {kind!r}", place
             )
         texts.append(part["text"])
     return "\n".join(texts)

@@ -20,7 +20,6 @@ from .bodies import MAX_PROMPTS, CompletionBody, Prompts, ResponseFormat, Sampli
 from .errors import ParameterError
 from .grammars import Content, Schema, choice_rule, regex_rule
 
-TARGET_HEADER = "x-target-endpoint"
 _SAME = (
     "temperature",
     "top_p",
@@ -81,7 +80,7 @@ def _made(body: SamplingBody, seed: int | None) -> SamplingParams:
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except InputError as error:
-        raise _renamed(error, body.__struct_fields__) from None
+        raise renamed(error, body.__struct_fields__) from None
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
@@ -95,22 +94,24 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
     return biases
 
 
-def _renamed(error: InputError, fields: tuple[str, ...]) -> InputError:
-    """Name the field as the body does."""
+def renamed(error: InputError, fields: tuple[str, ...]) -> InputError:
+    """Return the client's error with the names of a body that has these ``fields``.
+
+    An error whose first word is not a field stays as it is.
+    """
     said = str(error)
     name = said.split(" ", 1)[0].split("[", 1)[0]
-    for public in _OTHER.get(name, (name,)):
-        if public in fields:
-            return ParameterError(said.replace(name, public, 1), public)
-    return error
+    for native, others in _OTHER.items():
+        for public in others:
+            if public in fields:
+                said = said.replace(native, public)
+                name = public if name == native else name
+    return ParameterError(said, name) if name in fields else error
 
 
-def options_of(body: SamplingBody, headers: Mapping[str, str]) -> RequestOptions:
-    """Return the options of a request; headers have precedence over the body."""
+def options_of(body: SamplingBody) -> RequestOptions:
+    """Return the options of a request that are fields of its body."""
     options: RequestOptions = {}
-    target = headers.get(TARGET_HEADER)
-    if target:
-        options["target_endpoint"] = target
     if body.cache_salt is not None:
         options["cache_salt"] = body.cache_salt
     wanted = body.shown_log_probs()
@@ -156,6 +157,9 @@ def _json_of(given: dict[str, Any] | bool | str) -> Schema:
 
 
 def _schema_of(form: ResponseFormat) -> Mapping[str, Any] | None:
+    if form.type != "json_schema" and form.json_schema is not None:
+        name = "response_format.json_schema"
+        raise ParameterError(f"{name} needs the type json_schema, not {form.type}", name)
     if form.type == "text":
         return None
     if form.type == "json_object":

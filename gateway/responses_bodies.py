@@ -96,7 +96,10 @@ class ResponsesBody(SamplingBody, kw_only=True):
         form = self.text and self.text.format
         if not form:
             return None
-        return ResponseFormat(form.type, JsonSchema(form.schema, form.name, form.strict))
+        if form.type == "json_schema":
+            schema = JsonSchema(form.schema, form.name, form.description, form.strict)
+            return ResponseFormat(form.type, schema)
+        return ResponseFormat(form.type)
 
     def shown_log_probs(self) -> int | None:
         """Return the number of most likely tokens to show per token; None: no log-probabilities."""
@@ -111,6 +114,9 @@ class ResponsesBody(SamplingBody, kw_only=True):
         form = self.text and self.text.format
         if form and form.type == "json_schema" and form.schema is None:
             raise ParameterError("text.format.schema is missing", "text.format.schema")
+        if form and form.type != "json_schema" and form.schema is not None:
+            name = "text.format.schema"
+            raise ParameterError(f"{name} needs the type json_schema, not {form.type}", name)
         for name in self.include or ():
             if name != LOG_PROBS:
                 raise ParameterError(f"include: {name[:80]!r} is not offered", "include")

@@ -31,7 +31,7 @@ from .responses_bodies import (
     messages_of_input,
     tools_of_body,
 )
-from .served import Served, name_of, origin_of, read_body
+from .served import Served, name_of, origin_of, read_body, target_of
 from .streams import EventStream, outputs_of, unless_gone
 from .text_routes import token_texts
 from .tool_calls import CallArguments, CallBegin, CallBroken, Event, Reasoning, Text
@@ -61,7 +61,7 @@ async def responses(request: Request) -> Response | EventStream:
     body = _reader.read(await read_body(request))
     body.check()
     model = await served.text_model(body.model)
-    options, name = options_of(body, request.headers), name_of("resp", request)
+    options, name = options_of(body) | target_of(request), name_of("resp", request)
     urls: list[ImageUrl] = []
     messages = messages_of_input(body, urls)
     images = await served.images(model, urls) if urls else []

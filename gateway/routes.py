@@ -29,7 +29,7 @@ from .errors import ParameterError
 from .messages import messages_of
 from .metrics import GatewayMetrics
 from .parameters import list_of
-from .served import Served, name_of, origin_of, read_body
+from .served import Served, name_of, origin_of, read_body, target_of
 from .streams import EventStream, unless_gone
 
 ROUTER_TIMEOUT_S = 2.0
@@ -50,6 +50,9 @@ _STARTED = int(time.time())
 _embedding_reader = BodyReader(EmbeddingBody)
 _tokenize_reader = BodyReader(TokenizeBody)
 _detokenize_reader = BodyReader(DetokenizeBody)
+_CHAT_FIELDS = ("add_generation_prompt", "chat_template_kwargs", "tools")
+"""Fields of ``/tokenize`` that only messages use."""
+_PROMPT_FIELDS = ("add_special_tokens",)
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -102,9 +105,9 @@ async def embeddings(request: Request) -> Response:
         return [encode(one, found) if isinstance(one, str) else one for one in texts]
 
     prompts = await asyncio.to_thread(tokens)
-    origin = origin_of(request)
-    origin["request_id"] = name_of("embd", request)
-    vectors = await unless_gone(request.receive, served.client.embed(prompts, **origin))
+    options = origin_of(request) | target_of(request)
+    options["request_id"] = name_of("embd", request)
+    vectors = await unless_gone(request.receive, served.client.embed(prompts, **options))
     as_text = body.encoding_format == "base64"
     count = sum(len(prompt) for prompt in prompts)
     return _json(
@@ -137,6 +140,11 @@ async def tokenize(request: Request) -> Response:
     found = await served.text_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ParameterError("give either prompt or messages", "prompt")
+    is_chat = body.prompt is None
+    without = "prompt" if is_chat else "messages"
+    for name in _PROMPT_FIELDS if is_chat else _CHAT_FIELDS:
+        if getattr(body, name) is not None:
+            raise ParameterError(f"{name} needs {without}", name)
 
     def work() -> dict[str, Any]:
         if body.messages is not None:
@@ -170,6 +178,10 @@ async def detokenize(request: Request) -> Response:
     count, most = len(body.tokens), found.card.max_length
     if count > most:  # the time to decode a body full of token ids is most of a second
         raise ParameterError(f"too many tokens: {count}, limit {most}", "tokens")
+    size = found.card.vocab_size
+    if (largest := max(body.tokens, default=0)) >= size:
+        text = f"tokens: token id {largest} is outside the vocabulary of {size}"
+        raise ParameterError(text, "tokens")
     text = await asyncio.to_thread(found.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return _json({"prompt": text})
 

@@ -31,6 +31,8 @@ MAX_UNFINISHED_BYTES = 256 << 20
 BODY_TIMEOUT_S = 60.0
 """A body must arrive within this time."""
 
+TARGET_HEADER = b"x-target-endpoint"
+"""Address of the worker that shall serve a request."""
 _RANDOM_CHARS = 24
 
 
@@ -132,6 +134,12 @@ def origin_of(request: Request) -> RequestOptions:
     if trace is not None:  # an invalid header is ignored, as W3C Trace Context asks for
         options["traceparent"] = trace.traceparent
     return options
+
+
+def target_of(request: Request) -> RequestOptions:
+    """Return the options that name the worker which the HTTP client has chosen, if it has."""
+    target = header_of(request, TARGET_HEADER)
+    return {"target_endpoint": target} if target else {}
 
 
 def header_of(request: Request, name: bytes) -> str:

@@ -22,7 +22,8 @@ from ..proto.errors import InputError, RequestCancelled
 from ..proto.sampling import SamplingParams
 from .bodies import Body, BodyReader, Count, Refused
 from .errors import ParameterError, RouteNotFound
-from .served import Served, header_of, name_of, origin_of, read_body
+from .parameters import renamed
+from .served import Served, name_of, origin_of, read_body, target_of
 from .streams import unless_gone
 
 MAX_INPUT_CHARS = 4096
@@ -41,7 +42,7 @@ class SpeechBody(Body, kw_only=True):
 
     input: str
     voice: str | None = None
-    response_format: Literal["wav", "pcm", "mp3", "opus", "aac", "flac"] | None = "wav"
+    response_format: Literal["wav", "pcm", "flac"] | None = "wav"
     audio_prompt_tokens: list[int] | None = None
     audio_prompt_text: str | None = None
     max_tokens: Count | None = None
@@ -77,22 +78,20 @@ async def speech(request: Request) -> AudioResponse:
     body = _reader.read(await read_body(request))
     await served.model(body.model)
     form = body.response_format or "wav"
-    if form not in FORMATS:
-        raise ParameterError(
-            f"response_format {form} is not supported, only {', '.join(FORMATS)} are",
-            "response_format",
-        )
     if len(body.input) > MAX_INPUT_CHARS:
         text = f"input has {len(body.input)} characters, at most {MAX_INPUT_CHARS} are allowed"
         raise ParameterError(text, "input")
     params = _sampling_of(body)
-    options = origin_of(request)
+    options = origin_of(request) | target_of(request)
     options["request_id"] = name_of("speech", request)
-    target = header_of(request, b"x-target-endpoint")
-    if target:
-        options["target_endpoint"] = target
     chunks = served.client.speak(body.input, params, voice=_voice_of(body), **options)
-    return await AudioResponse.begin(request.receive, chunks, form, audio_card(model).sample_rate)
+    rate = audio_card(model).sample_rate
+    try:
+        return await AudioResponse.begin(request.receive, chunks, form, rate)
+    except InputError as error:
+        if type(error) is InputError:
+            raise renamed(error, body.__struct_fields__) from None
+        raise
 
 
 def _voice_of(body: SpeechBody) -> str | AudioPrompt | None:

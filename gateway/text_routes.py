@@ -21,7 +21,7 @@ from ..client.model import ServedModel, TokensOrText, encode
 from ..client.options import RequestOptions
 from ..client.output import Output
 from ..images.processor import Image, SharedImage
-from ..proto.errors import BatonError, PromptTooLong, RequestCancelled
+from ..proto.errors import BatonError, InputError, PromptTooLong, RequestCancelled
 from ..proto.sampling import SamplingParams
 from .answers import DONE, Answer, ChatForm, Choice, CompletionForm, TokenTexts, usage_of
 from .bodies import (
@@ -39,8 +39,8 @@ from .exchange import Exchange
 from .grammars import constraint_of
 from .messages import ImageUrl, messages_of
 from .metrics import OutputTimes, current_clock
-from .parameters import TARGET_HEADER, content_of, options_of, prompts_of, sampling_of
-from .served import Served, header_of, name_of, origin_of, read_body
+from .parameters import content_of, options_of, prompts_of, renamed, sampling_of
+from .served import Served, name_of, origin_of, read_body, target_of
 from .tools import tools_of
 
 _TURN = 32
@@ -130,8 +130,7 @@ async def _respond(
     """
     if body.stream_options is not None and not body.stream:
         raise ParameterError("stream_options needs stream: true", "stream_options")
-    target = header_of(request, TARGET_HEADER.encode())
-    options = options_of(body, {TARGET_HEADER: target}) | origin_of(request)
+    options = options_of(body) | origin_of(request) | target_of(request)
     number = body.n or 1
     if len(starts) * number > MAX_PROMPTS:
         text = f"{len(starts)} prompts with n={number} are {len(starts) * number} answers"
@@ -149,7 +148,12 @@ async def _respond(
     deliver = StreamDelivery if body.stream else WholeDelivery
     exchange = Exchange.of(request.scope)
     exchange.batch = Served.of(request).writes
-    await deliver(exchange, answer, generations, len(starts), body).run()
+    try:
+        await deliver(exchange, answer, generations, len(starts), body).run()
+    except InputError as error:
+        if type(error) is InputError:
+            raise renamed(error, body.__struct_fields__) from None
+        raise
 
 
 def _without_special_tokens(

@@ -70,7 +70,8 @@ def resized_pixels(
     check_size(image.width, image.height)
     _refuse_animation(image)
     if image.mode not in _SHALLOW:
-        raise InputError(f"the image has more than 8 bits per channel (mode {image.mode})")
+        text = f"the image has more than 8 bits per channel (mode {image.mode})"
+        raise InputError(f"{text}; convert it to 8 bits")
     try:
         image.load()
         image = ImageOps.exif_transpose(image)

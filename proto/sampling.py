@@ -112,7 +112,7 @@ def _check_bias(name: str, value: Any) -> dict[int, float]:
     if len(value) > MAX_LOGIT_BIASES:
         raise InputError(f"{name} has {len(value)} entries, at most {MAX_LOGIT_BIASES} are allowed")
     found = {
-        _token_id(f"{name} key", token): _bias(f"{name}[{shown(token)}]", bias)
+        _token_id(f"{name} key", token): _bias(f"{name}[{token!r}]", bias)
         for token, bias in value.items()
     }
     return dict(sorted(found.items()))

@@ -50,8 +50,10 @@ class SpeechFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if voice is None:
             voice = self.voices[0] if self.voices else ""
         elif voice not in self.voices:
-            known = ", ".join(self.voices) or "none"
-            raise InputError(f"voice {voice[:80]!r} is unknown; the model's voices are {known}")
+            known = f"the model's voices are {', '.join(self.voices)}"
+            if not self.voices:
+                known = "the model has no named voices, so leave it out"
+            raise InputError(f"voice {voice[:80]!r} is unknown; {known}")
         before, _, after = self.prompt.partition("{text}")
         return before.replace("{voice}", voice) + text + after.replace("{voice}", voice)
 

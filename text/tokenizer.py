@@ -122,7 +122,10 @@ class ChatTemplate:
         if len(self._templates) == 1:
             return next(iter(self._templates.values()))
         if not self._templates:
-            raise InputError("the model has no chat template; use generate with the prompt as text")
+            raise InputError(
+                "the model has no chat template; give the prompt as text: generate, or "
+                "/v1/completions over HTTP"
+            )
         raise InputError(f"the model has no default chat template, only {', '.join(self.names)}")
 
 

@@ -132,6 +132,11 @@ class TestChat:
             (user({"type": "image", "image": "http://a/b.png"}), None, "yourself"),
             (user({"type": "image_url", "image_url": {"url": "data:a/b,xx"}}), None, "base64"),
             (user({"type": "image_url", "image_url": "data:;base64,??"}), None, "not base64"),
+            (
+                user({"type": "image_url", "image_url": "data:text/plain;base64,AAAA"}),
+                None,
+                "must have a type image/..., not 'text/plain'",
+            ),
             (user({"type": "image_url", "image_url": {"url": "/etc/passwd"}}), None, "yourself"),
             (user({"type": "image", "image": b"no image"}), None, "cannot be read"),
             (user(*[IMAGE] * 70), [A] * 70, "at most 60"),

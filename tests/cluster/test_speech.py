@@ -235,7 +235,7 @@ def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
         ({"response_format": "mp3"}, "response_format"),
         ({"response_format": "opus"}, "response_format"),
         ({"response_format": "midi"}, "response_format"),
-        ({"voice": "eve"}, None),
+        ({"voice": "eve"}, "voice"),
         ({"input": " "}, None),
         ({"input": "a" * 4097}, "input"),
         ({"speed": 2}, "speed"),
@@ -245,8 +245,8 @@ def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
         ({"max_tokens": 1}, None),  # no samples
         ({"pitch": 1}, "pitch"),
         ({"audio_prompt_tokens": [0] * 7}, "voice"),  # beside a named voice
-        ({"voice": None, "audio_prompt_tokens": [0] * 6}, None),
-        ({"voice": None, "audio_prompt_tokens": [32] * 7}, None),
+        ({"voice": None, "audio_prompt_tokens": [0] * 6}, "audio_prompt_tokens"),
+        ({"voice": None, "audio_prompt_tokens": [32] * 7}, "audio_prompt_tokens"),
         ({"audio_prompt_text": "Hi."}, "audio_prompt_text"),
     ],
     ids=str,

@@ -24,6 +24,7 @@ from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
 from baton.runtime.metrics.families import counter
 
 LENGTH = 100
+VOCABULARY = 50
 
 
 class Cluster:
@@ -37,7 +38,7 @@ class Cluster:
     async def model(self) -> Any:
         return SimpleNamespace(
             description=SimpleNamespace(folder="/models/demo"),
-            card=SimpleNamespace(name="demo", max_length=LENGTH),
+            card=SimpleNamespace(name="demo", max_length=LENGTH, vocab_size=VOCABULARY),
             tokenizer=SimpleNamespace(decode=self._decode),
             defaults=SamplingParamsGenerationConfigDefaults(),
             check_text=lambda: None,
@@ -113,6 +114,11 @@ def test_tokens_beyond_the_model_s_length_are_not_decoded():
     assert not cluster.decoded
     body["tokens"].pop()
     assert ask(cluster, "POST", "/detokenize", body) == (200, b'{"prompt":"text"}')
+    status, content = ask(cluster, "POST", "/detokenize", {"tokens": [7, VOCABULARY]})
+    error = json.loads(content)["error"]
+    assert (status, error["param"]) == (400, "tokens")
+    assert error["message"] == "tokens: token id 50 is outside the vocabulary of 50"
+    assert len(cluster.decoded) == 1
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -136,6 +142,28 @@ def test_a_trace_given_twice_is_ignored(order):
     assert [options.get("traceparent", "").encode() for options in cluster.started] == [
         b"", traces[0],
     ]  # fmt: skip
+
+
+def test_a_worker_chosen_twice_is_refused():
+    target = (b"x-target-endpoint", b"tcp://127.0.0.1:1")
+    cluster = Cluster()
+    error = complete(cluster, [target, target], prompt="x")
+    assert error["message"] == "the header X-Target-Endpoint occurs more than once"
+    assert not cluster.started
+    complete(cluster, [target], prompt="x")
+    assert cluster.started[-1]["target_endpoint"] == target[1].decode()
+
+
+@pytest.mark.parametrize("field", ["tools", "chat_template_kwargs", "add_generation_prompt"])
+def test_tokenize_refuses_a_field_without_effect(field):
+    value = {"tools": [], "chat_template_kwargs": {}, "add_generation_prompt": True}[field]
+    status, content = ask(Cluster(), "POST", "/tokenize", {"prompt": "x", field: value})
+    assert (status, json.loads(content)["error"]["param"]) == (400, field)
+    messages = [{"role": "user", "content": "x"}]
+    body = {"messages": messages, "add_special_tokens": False}
+    status, content = ask(Cluster(), "POST", "/tokenize", body)
+    assert status == 400
+    assert json.loads(content)["error"]["message"] == "add_special_tokens needs prompt"
 
 
 @pytest.mark.parametrize("value", [1.0, math.inf, math.nan])

@@ -138,6 +138,7 @@ def test_a_field_without_effect_is_refused_unless_it_is_neutral(name):
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         ({"stream_options": {}}, "stream_options"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
@@ -151,7 +152,7 @@ def test_a_field_without_effect_is_refused_unless_it_is_neutral(name):
 def test_what_is_not_offered_is_named(fields, parameter):
     with pytest.raises(ParameterError) as raised:
         found = body(**fields)
-        sampling_of(found, 0, DEFAULTS), options_of(found, {}), messages_of_input(found, [])
+        sampling_of(found, 0, DEFAULTS), options_of(found), messages_of_input(found, [])
         tools_of_body(found)
     assert raised.value.parameter == parameter
 
@@ -181,8 +182,10 @@ def test_parameters_and_options():
     )  # fmt: skip
     params = sampling_of(found, 0, DEFAULTS)
     assert (params.max_new_tokens, params.seed, params.top_p) == (9, 5, 0.5)
-    assert options_of(found, {}) == {"log_probabilities": 4}
+    assert options_of(found) == {"log_probabilities": 4}
     assert content_of(found) == Content({"type": "object"})
+    assert content_of(body(text={"format": {"type": "text"}})) is None
+    assert content_of(body(text={"format": {"type": "json_object"}})) == Content({"type": "object"})
 
 
 def test_the_items_of_a_turn_become_one_message():

@@ -109,7 +109,9 @@ def test_tool_template_is_chosen_for_tools():
 
 
 def test_missing_template_says_what_to_do():
-    with pytest.raises(InputError, match=r"^the model has no chat template; use generate"):
+    with pytest.raises(
+        InputError, match=r"^the model has no chat template; give the prompt as text"
+    ):
         ChatTemplate({}).render(HELLO)
     with pytest.raises(InputError, match="only a, b"):
         ChatTemplate({"a": "", "b": ""}).render(HELLO)

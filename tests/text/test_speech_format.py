@@ -31,7 +31,7 @@ def test_a_request_that_cannot_be_spoken_is_refused(text, voice):
 
 def test_a_model_without_voices_takes_none():
     assert parse(prompt="{text}").prompt_text("Hello.") == "Hello."
-    with pytest.raises(InputError, match="voices are none"):
+    with pytest.raises(InputError, match="no named voices, so leave it out"):
         parse().prompt_text("Hello.", "ada")
 
 
