@@ -49,9 +49,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser("demo", help="start a cluster, answer prompts, kill a worker, stop")
     parser.add_argument("--address", default="", help="client address [a private socket file]")
     parser.add_argument(
-        "--images", action="store_true", help="ask about generated pictures, with a model that sees"
+        "--images", action="store_true", help="ask about images, with a model that takes images"
     )
-    parser.add_argument("--speech", action="store_true", help="speak, with a model of the digits")
+    parser.add_argument(
+        "--speech", action="store_true", help="speak, with a model that speaks digits"
+    )
     parser.add_argument(
         "--pictures",
         nargs="?",

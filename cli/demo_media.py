@@ -127,7 +127,7 @@ def random_scene(rng: random.Random) -> tuple[Thing, ...]:
 PROMPTS = (
     "a blue square left of a red circle",
     "a yellow triangle above a purple square",
-    "a black circle",
+    "a red triangle right of a green circle",
 )
 SIDE = 48
 SEED = 7

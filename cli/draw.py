@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from ..client.pictures import Picture
-from ..proto.errors import ConfigError
+from ..proto.errors import ConfigError, InputError
 from .cluster import add_deadline, connect
 from .media import add_text_and_output, check_output, text_of, write_error
 from .numbers import number, whole
@@ -46,26 +46,31 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Write the picture, and show the steps if standard error is a terminal."""
     text = text_of(arguments)
-    check_output(arguments.output)
+    check_output(arguments.output, {".png": "PNG"})
     if arguments.previews and arguments.output == "-":
         raise ConfigError("--previews needs a file: with -o - only the picture is written")
     previews = Previews(Path(arguments.output)) if arguments.previews else None
     began = time.monotonic()
     with connect(arguments) as client:
-        picture = client.image(
-            text,
-            negative_prompt=arguments.negative,
-            width=arguments.width,
-            height=arguments.height,
-            steps=arguments.steps,
-            guidance=arguments.guidance,
-            true_cfg=arguments.true_cfg,
-            seed=arguments.seed,
-            deadline=arguments.deadline,
-            previews=arguments.previews,
-            on_preview=previews,
-            on_progress=_show if sys.stderr.isatty() else None,
-        )
+        try:
+            picture = client.image(
+                text,
+                negative_prompt=arguments.negative,
+                width=arguments.width,
+                height=arguments.height,
+                steps=arguments.steps,
+                guidance=arguments.guidance,
+                true_cfg=arguments.true_cfg,
+                seed=arguments.seed,
+                deadline=arguments.deadline,
+                previews=arguments.previews,
+                on_preview=previews,
+                on_progress=_show if sys.stderr.isatty() else None,
+            )
+        except InputError as problem:
+            if type(problem) is not InputError:  # such as a model that draws no pictures
+                raise
+            raise ConfigError(str(problem)) from None
     _write(arguments.output, picture)
     if arguments.output != "-":
         size, took = f"{picture.width} x {picture.height}", time.monotonic() - began

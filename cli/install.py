@@ -18,7 +18,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "install", help="install a wheel of Baton on every node of a Ray cluster", epilog=_EPILOG
     )
-    parser.add_argument("wheel", metavar="WHEEL", type=Path)
+    parser.add_argument("wheel", metavar="WHEEL", type=Path, help="file of the wheel")
     parser.add_argument(
         "--ray-address", metavar="HOST:PORT", default="auto", help="Ray's head [this machine's]"
     )

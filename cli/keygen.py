@@ -30,7 +30,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "keygen", help="make the keys of a cluster of several hosts", epilog=_EPILOG
     )
-    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the key folder")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--add", type=one_of(ROLES), metavar=shown(ROLES), help="make another key for a role"

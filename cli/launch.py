@@ -47,7 +47,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=one_of(BACKENDS),
         metavar=shown(BACKENDS),
         default="local",
-        help="process manager: this machine, or the Ray cluster whose head is this machine",
+        help="process manager: this machine, or the Ray cluster whose head is this machine [local]",
     )
     parser.add_argument(
         "--ray-address",

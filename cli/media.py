@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..proto.errors import ConfigError
 from .cluster import add_address
+
+_KNOWN_ENDS = frozenset(
+    {
+        ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".avif",
+        ".wav", ".flac", ".mp3", ".ogg", ".opus", ".aac", ".m4a",
+    }
+)  # fmt: skip
+"""Ends of names that promise a format; other names may end as they like."""
 
 
 def add_text_and_output(parser: argparse.ArgumentParser, output_help: str) -> None:
@@ -25,9 +34,17 @@ def text_of(arguments: argparse.Namespace) -> str:
     return text
 
 
-def check_output(output: str) -> None:
-    """Raise ConfigError, before anything is computed, for a file that cannot be written."""
+def check_output(output: str, formats: Mapping[str, str]) -> None:
+    """Raise ConfigError, before anything is computed, for a file that cannot be written.
+
+    ``formats``: names of the formats that are written, by the ends of files' names in lower case.
+    A name without such an end is allowed.
+    """
     path = Path(output)
+    end = path.suffix.lower()
+    if end in _KNOWN_ENDS - formats.keys():
+        known = " or ".join(f"{name} ({ending})" for ending, name in formats.items())
+        raise ConfigError(f"cannot write {output} as {end}: only {known} is written")
     if output != "-" and (path.is_dir() or not path.parent.is_dir()):
         reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ConfigError(f"cannot write {output}: {reason}")

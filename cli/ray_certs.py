@@ -20,7 +20,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = verbs.add_parser(
         "ray-certs", help="make certificates that encrypt Ray's own connections", epilog=_EPILOG
     )
-    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="folder of the authority and the certificate"
+    )
     parser.add_argument("hosts", metavar="IP", nargs="+", help="address of a host of the cluster")
     parser.set_defaults(run=run)
 

@@ -52,7 +52,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Write the chunks as they arrive."""
     text = text_of(arguments)
-    check_output(arguments.output)
+    check_output(arguments.output, {".wav": "WAV", ".flac": "FLAC"})
     with connect(arguments) as client:
         model = client.model()
         rate = audio_card(model).sample_rate

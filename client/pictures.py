@@ -217,7 +217,7 @@ def _checked(settings: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any
 def _check_pair(model: ServedModel, own: Mapping[str, Any]) -> None:
     """Raise InputError for a setting that would have no effect."""
     negative, true_cfg = own.get("negative_prompt"), own.get("true_cfg")
-    if negative is None and (true_cfg or 1) > 1:
+    if negative is None and true_cfg not in (None, 1):
         raise InputError("true_cfg needs a negative_prompt, which may be an empty text")
     if negative is not None and true_cfg is not None and true_cfg <= 1:
         raise InputError(f"true_cfg must be above 1 with a negative_prompt, not {true_cfg:g}")

@@ -256,6 +256,7 @@ WRONG = [
     ({"true_cfg": math.nan}, "true_cfg"),
     ({"true_cfg": -2}, "true_cfg"),
     ({"true_cfg": 3}, "true_cfg needs a negative_prompt"),
+    ({"true_cfg": 0.5}, "true_cfg needs a negative_prompt"),
     (
         {"true_cfg": 1, "negative_prompt": "a"},
         "true_cfg must be above 1 with a negative_prompt, not 1",
