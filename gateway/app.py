@@ -36,6 +36,7 @@ from .tracing import Tracing
 
 _log = get_logger()
 MAX_REQUEST_ID = 128
+_NO_KEY = "the API key is missing or unknown; send the header Authorization: Bearer KEY"
 
 ROUTES = [
     Route("/v1/chat/completions", text_routes.chat, methods=["POST"]),
@@ -186,7 +187,7 @@ class Door:
                     span = tracing.begin(scope, headers, name.decode())
                 await self._app(scope, receive, send_named)
             else:
-                refused = response_of(KeyInvalid("the API key is missing or unknown"))
+                refused = response_of(KeyInvalid(_NO_KEY))
                 if seen:  # the browser asks for it and sends it with the page's events too
                     refused.headers["www-authenticate"] = 'Basic realm="the API key as password"'
                 await refused(scope, receive, send_named)
