@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ..engine.audio.chunks import AudioDecoder, load_audio
+from ..engine.audio.codec_kernels import codec_kernels
 from ..engine.loading.embedding_config import DRAW
 from ..engine.loading.loader import StepRunner, folder_task, load_runner
 from ..engine.pictures.loading import load_denoiser
@@ -41,7 +42,9 @@ def serve(config: DecodeWorkerConfig) -> int:
     draws = folder_task(config.runner.model, config.runner.task) == DRAW
     load = load_denoiser if draws else load_runner
     runner: StepRunner = load(config.runner, LoadProgress())
-    audio = None if runner.card.audio is None else load_audio(config.runner.model)[1]
+    audio = None
+    if runner.card.audio is not None:
+        audio = load_audio(config.runner.model, codec_kernels(runner.backend))[1]
 
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> DecodeShell:
         return _shell(config, runner, audio, loop, context, doors)

@@ -2,8 +2,8 @@
 
 The I/O thread owns all sockets, the core and, for blocks under a grant, the KV pool. The
 compute thread owns the model and the blocks of the step it runs. Of a speech model, one more
-thread decodes samples while steps run, one chunk after the other. Each request has at most one
-chunk in its queue, so requests take turns.
+thread decodes samples while steps run, one chunk after the other; on a GPU it has a separate stream
+of lower priority. Each request has at most one chunk in its queue, so requests take turns.
 """
 
 from __future__ import annotations
@@ -106,6 +106,10 @@ class DecodeShell(TextHost):
                 super()._perform(action)
 
     def _on_chunk(self, chunk: events.DecodeChunk, samples: bytes | Exception) -> None:
+        if self._backend.lost:
+            # Not reported as a failed chunk: the routers then continue the requests elsewhere.
+            self._leave_device()
+            return
         self.feed(events.ChunkDecoded(chunk.key, chunk.window.first, samples))
 
     def _on_gone(self, peer: bytes) -> None:

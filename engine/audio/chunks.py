@@ -22,6 +22,7 @@ from ...proto.errors import CheckpointError
 from ...text.model_files import SPEECH_FILE
 from ...text.speech_format import SpeechFormat, parse_speech_format
 from ..kernels import load_backend
+from ..kernels.audio import AudioBackend
 from ..loading.checkpoint import digest_tensors
 from ..loading.safetensors import TensorStore
 from .pcm import pcm16
@@ -177,6 +178,13 @@ class AudioDecoder:
             *_, samples = self.stages(window, entries)
         return samples
 
+    def reserve(self) -> None:
+        """Decode a window of the longest chunk, so that no later chunk allocates or compiles."""
+        reach = self.codec.context_frames
+        frames = LONGEST_CHUNK + 2 * reach
+        window = Window(reach, reach + LONGEST_CHUNK, 0, frames)
+        self.decode(window, np.zeros(frames * self.layout.frame_tokens, np.int32))
+
     def decode_pcm(self, window: Window, entries: Integers) -> bytes:
         """Return the samples of a chunk as little-endian 16-bit integers."""
         return pcm16(self.decode(window, entries))
@@ -259,11 +267,17 @@ def _read_speech(folder: Path) -> SpeechFormat:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def load_audio(folder: str | Path, backend: str = "auto") -> tuple[SpeechFormat, AudioDecoder]:
+def load_audio(
+    folder: str | Path, backend: str | AudioBackend = "auto"
+) -> tuple[SpeechFormat, AudioDecoder]:
     """Load ``speech.json`` and the codec of a model's folder.
 
-    ``backend``: "auto", "cpu" or "numpy". Raises CheckpointError if a file is missing or invalid.
+    ``backend``: "auto", "cpu" or "numpy", or the kernels themselves. Raises CheckpointError if a
+    file is missing or invalid, ConfigError for a codec that the kernels do not support.
     """
     speech = _read_speech(Path(folder))
-    codec = SnacDecoder(Path(folder) / speech.codec, load_backend(backend))
-    return speech, AudioDecoder(codec, speech.first_token)
+    kernels = load_backend(backend) if isinstance(backend, str) else backend
+    audio = AudioDecoder(SnacDecoder(Path(folder) / speech.codec, kernels), speech.first_token)
+    if not kernels.on_host:
+        audio.reserve()
+    return speech, audio

@@ -3,9 +3,10 @@
 Invariant: a sample depends on the entries of its frame and of ``context_frames`` frames on each
 side. With compiled kernels its bits are the same in every window that has these frames.
 
-The codec was trained with random noise inside its decoder; here this noise is zero. Rows are
-instants and columns channels, so every dense convolution is one product of overlapping rows
-with a packed matrix. Rows that the wanted samples do not need are left out block by block.
+The codec was trained with random noise inside its decoder; here this noise is zero. The decoder
+runs on the kernels of any device, the encoder in NumPy. Rows are instants and columns channels, so
+every dense convolution is one product of overlapping rows with a packed matrix. Rows that the
+wanted samples do not need are left out block by block.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import CheckpointError, InputError
+from ...proto.errors import CheckpointError, ConfigError, InputError
 from ..kernels.audio import AudioBackend
 from ..kernels.backend import PackedLinear
 from ..models.workspace import Workspace
@@ -98,14 +99,16 @@ class SnacDecoder:
     def __init__(self, folder: Path, backend: AudioBackend) -> None:
         self.config = config = load_snac_config(folder)
         self.backend = backend
-        self._space = Workspace(backend)
+        _check_widths(folder, config, backend)
+        # On a GPU a worker allocates once, for its longest window.
+        self._space = Workspace(backend, exact=not backend.on_host)
         weights = SnacWeights(folder)
         self._codebooks = [
             _codebook(weights, backend, config, index) for index in range(len(config.vq_strides))
         ]
         wide, channels = config.latent_width, config.decoder_dim
         base = "decoder.model"
-        self._first = _depthwise(weights, f"{base}.0", wide)
+        self._first = _mixing(weights, backend, f"{base}.0", wide)
         self._widened = _dense(weights, backend, f"{base}.1", channels, wide, 1)
         self._blocks = []
         for index, rate in enumerate(config.decoder_rates):
@@ -116,7 +119,7 @@ class SnacDecoder:
             )
             channels = half
         last = len(config.decoder_rates) + 2
-        self._last_snake = _scales(weights, f"{base}.{last}", channels)
+        self._last_snake = backend.upload(_scales(weights, f"{base}.{last}", channels))
         self._last = _dense(weights, backend, f"{base}.{last + 1}", 1, channels, TAPS)
         weights.finish()
         self.context_frames = self._reach()
@@ -195,15 +198,12 @@ class SnacDecoder:
         steps = len(entries[-1])
         if any(len(e) * s != steps for e, s in zip(entries, config.vq_strides, strict=True)):
             raise ValueError(f"the codebooks' entries do not cover {steps} steps each")
-        total = np.zeros((steps, config.latent_width), np.float32)
-        for ids, stride, (table, out) in zip(
-            entries, config.vq_strides, self._codebooks, strict=True
+        total = self._space.rows("latents", steps, config.latent_width)
+        for index, (ids, stride, (table, out)) in enumerate(
+            zip(entries, config.vq_strides, self._codebooks, strict=True)
         ):
-            rows = np.empty((len(ids), config.codebook_dim), np.float32)
-            vectors = np.empty((len(ids), config.latent_width), np.float32)
-            self.backend.embed(np.ascontiguousarray(ids, np.int32), table, rows)
-            self.backend.linear(rows, out, vectors)
-            total += np.repeat(vectors, stride, axis=0)
+            ids = np.ascontiguousarray(ids, np.int32)
+            self.backend.look_up(ids, table, out, stride, total, add=index > 0)
         return total
 
     def _head(self, latents: F32) -> F32:
@@ -222,8 +222,7 @@ class SnacDecoder:
         """
         rows, channels = states.shape
         padded = self._space.rows(f"padded {index}", rows + 2, channels)
-        padded[0] = padded[-1] = 0
-        self._activate(states, delta, block.before, padded[1:-1])
+        self._activate(states, delta, block.before, padded, 1)
         raised = self._space.rows(f"raised {index}", rows + 1, block.rate * (channels // 2))
         self.backend.convolve(padded, block.raised, raised)
         start = span.made.first - span.taken.first * block.rate + _cut(block.rate)
@@ -234,7 +233,7 @@ class SnacDecoder:
         rows, channels = states.shape
         active = self._space.rows(f"active {index}", rows, channels)
         mixed = self._space.rows(f"mixed {index}", rows, channels)
-        self._activate(states, delta, unit.before, active)
+        self._activate(states, delta, unit.before, active, 0)
         self.backend.depthwise(active, unit.weight, unit.bias, unit.dilation, unit.between, mixed)
         self.backend.linear(mixed, unit.dense, active)
         return active
@@ -245,22 +244,27 @@ class SnacDecoder:
         kept = Rows(max(held.first, wanted.first - margin), min(held.end, wanted.end + margin))
         inside = kept.within(Rows(wanted.first - margin, wanted.end + margin))
         padded = self._space.rows("padded tail", count + 2 * margin, channels)
-        padded[: inside.start] = 0
-        padded[inside.stop :] = 0
         rows = kept.within(held)
         self._activate(
-            states[rows], delta if delta is None else delta[rows], self._last_snake, padded[inside]
+            states[rows],
+            delta if delta is None else delta[rows],
+            self._last_snake,
+            padded,
+            inside.start,
         )
-        sums, samples = np.empty((count, 1), np.float32), np.empty(count, np.float32)
+        sums = self._space.rows("sums", count, 1)
+        samples = self._space.rows("samples", count, 1).reshape(-1)
         self.backend.convolve(padded, self._last, sums)
-        self.backend.soft_clip(sums[:, 0].copy(), samples)
-        return samples
+        self.backend.soft_clip(sums.reshape(-1), samples)
+        found = self.backend.download(samples)
+        return found.copy() if self.backend.on_host else found
 
-    def _activate(self, states: F32, delta: F32 | None, scales: F32, out: F32) -> None:
+    def _activate(self, states: F32, delta: F32 | None, scales: F32, out: F32, first: int) -> None:
+        """Apply snake into the rows of ``out`` from ``first`` on, with zeros around them."""
         if delta is None:
-            self.backend.snake(states, scales, out)
+            self.backend.snake(states, scales, out, first)
         else:
-            self.backend.add_snake(delta, states, scales, out)
+            self.backend.add_snake(delta, states, scales, out, first)
 
 
 class SnacEncoder:
@@ -371,7 +375,19 @@ def _codebook(
     base, dim, wide = f"quantizer.quantizers.{index}", config.codebook_dim, config.latent_width
     weights.leave(f"{base}.in_proj.")  # of the encoder
     table = weights.take(f"{base}.codebook.weight", (config.codebook_size, dim))
-    return table, _dense(weights, backend, f"{base}.out_proj", wide, dim, 1)
+    out = _dense(weights, backend, f"{base}.out_proj", wide, dim, 1)
+    return backend.upload(table), out
+
+
+def _check_widths(folder: Path, config: SnacConfig, backend: AudioBackend) -> None:
+    """Raise ConfigError for a codec whose channels the kernels cannot address."""
+    blocks = [config.decoder_dim >> index for index in range(len(config.decoder_rates) + 1)]
+    for width in (config.latent_width, config.codebook_dim, *blocks):
+        if width % backend.column_multiple:
+            raise ConfigError(
+                f"{folder}: on {backend.name} the codec's channels must be multiples of "
+                f"{backend.column_multiple}, not {width}"
+            )
 
 
 def _dense(
@@ -389,6 +405,14 @@ def _depthwise(weights: SnacWeights, module: str, channels: int) -> tuple[F32, F
     return np.ascontiguousarray(matrix), weights.take(f"{module}.bias", (channels,))
 
 
+def _mixing(
+    weights: SnacWeights, backend: AudioBackend, module: str, channels: int
+) -> tuple[F32, F32]:
+    """Upload the weights and the bias of a convolution of single channels."""
+    weight, bias = _depthwise(weights, module, channels)
+    return backend.upload(weight), backend.upload(bias)
+
+
 def _scales(weights: SnacWeights, module: str, channels: int) -> F32:
     """Return the two factors of a snake activation, ``[2, channels]``."""
     alpha = weights.take(f"{module}.alpha", (1, channels, 1))[0, :, 0]
@@ -404,7 +428,7 @@ def _block(
     noise: bool,
 ) -> Block:
     channels, out, rate = sizes
-    before = _scales(weights, f"{module}.0", channels)
+    before = backend.upload(_scales(weights, f"{module}.0", channels))
     kernel = weights.folded(f"{module}.1", (channels, out, 2 * rate))
     # Output row r of a group sees the row before through tap r + rate, its own through tap r.
     pair = np.concatenate([kernel[:, :, rate:], kernel[:, :, :rate]])
@@ -424,12 +448,12 @@ def _block(
 def _unit(
     weights: SnacWeights, backend: AudioBackend, module: str, channels: int, dilation: int
 ) -> Unit:
-    weight, bias = _depthwise(weights, f"{module}.1", channels)
+    weight, bias = _mixing(weights, backend, f"{module}.1", channels)
     return Unit(
-        before=_scales(weights, f"{module}.0", channels),
+        before=backend.upload(_scales(weights, f"{module}.0", channels)),
         weight=weight,
         bias=bias,
         dilation=dilation,
-        between=_scales(weights, f"{module}.2", channels),
+        between=backend.upload(_scales(weights, f"{module}.2", channels)),
         dense=_dense(weights, backend, f"{module}.3", channels, channels, 1),
     )

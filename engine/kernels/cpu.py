@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from . import _cpu
+from .audio import HostAudio, with_margins
 from .backend import ACTIVATIONS, F32, I32, I64, U8, Activation, PackedLinear, Weights
 from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
@@ -47,7 +48,7 @@ class CpuLinear:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class CpuBackend(HostArrays, HostPictures):
+class CpuBackend(HostArrays, HostAudio, HostPictures):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
     ``isa`` selects an instruction set by name (``amx``, ``avx512``, ``avx2``, ``plain``); None
@@ -206,13 +207,13 @@ class CpuBackend(HostArrays, HostPictures):
             raise ValueError(f"out has {out.shape[-1]} columns, not {weight.out_features}")
         _cpu.convolve(self._isa, x, weight.panels, weight.bf16, weight.bias, out)
 
-    def snake(self, x: F32, scales: F32, out: F32) -> None:
-        """``out = x + sin(scales[0] * x)^2 * scales[1]`` per row ``[T, C]``."""
-        _cpu.snake(self._isa, x, None, scales, out)
+    def snake(self, x: F32, scales: F32, out: F32, first: int = 0) -> None:
+        """``out[first + t] = x[t] + sin(scales[0] * x[t])^2 * scales[1]``, else zeros."""
+        _cpu.snake(self._isa, x, None, scales, with_margins(out, len(x), first))
 
-    def add_snake(self, x: F32, residual: F32, scales: F32, out: F32) -> None:
-        """``residual += x`` in place, then ``out = snake(residual)``."""
-        _cpu.snake(self._isa, x, residual, scales, out)
+    def add_snake(self, x: F32, residual: F32, scales: F32, out: F32, first: int = 0) -> None:
+        """``residual += x`` in place, then ``snake(residual)``."""
+        _cpu.snake(self._isa, x, residual, scales, with_margins(out, len(x), first))
 
     def depthwise(
         self, x: F32, weight: F32, bias: F32, dilation: int, scales: F32 | None, out: F32

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from .audio import HostAudio, with_margins
 from .backend import F32, I32, I64, U8, Activation, PackedLinear, Weights
 from .digest import payload_digest
 from .host_arrays import HostArrays
@@ -58,7 +59,7 @@ class NumpyLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class NumpyBackend(HostArrays, HostPictures):
+class NumpyBackend(HostArrays, HostAudio, HostPictures):
     """Kernels on NumPy arrays; see :class:`~baton.engine.kernels.backend.Backend`."""
 
     name = "numpy"
@@ -213,19 +214,20 @@ class NumpyBackend(HostArrays, HostPictures):
         shape, strides = (len(out), taps * columns), (x.strides[0], x.itemsize)
         self.linear(np.lib.stride_tricks.as_strided(x, shape, strides), weight, out)
 
-    def snake(self, x: F32, scales: F32, out: F32) -> None:
-        """``out = x + sin(scales[0] * x)^2 * scales[1]`` per row ``[T, C]``."""
+    def snake(self, x: F32, scales: F32, out: F32, first: int = 0) -> None:
+        """``out[first + t] = x[t] + sin(scales[0] * x[t])^2 * scales[1]``, else zeros."""
         _shape("scales", scales, (2, x.shape[1]))
-        _shape("out", out, x.shape)
-        out[:] = x + np.sin(scales[0] * x) ** 2 * scales[1]
+        _shape("out", out, (None, x.shape[1]))
+        active = with_margins(out, len(x), first)
+        active[:] = x + np.sin(scales[0] * x) ** 2 * scales[1]
 
-    def add_snake(self, x: F32, residual: F32, scales: F32, out: F32) -> None:
-        """``residual += x`` in place, then ``out = snake(residual)``."""
+    def add_snake(self, x: F32, residual: F32, scales: F32, out: F32, first: int = 0) -> None:
+        """``residual += x`` in place, then ``snake(residual)``."""
         _shape("residual", residual, x.shape)
         _shape("scales", scales, (2, x.shape[1]))
-        _shape("out", out, x.shape)
+        _shape("out", out, (None, x.shape[1]))
         residual += x
-        self.snake(residual, scales, out)
+        self.snake(residual, scales, out, first)
 
     def depthwise(
         self, x: F32, weight: F32, bias: F32, dilation: int, scales: F32 | None, out: F32

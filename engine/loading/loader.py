@@ -16,6 +16,7 @@ from ...proto.errors import CheckpointError, ConfigError
 from ...proto.layout import FEATURES, AudioCard, KVLayout, ModelCard, model_name
 from ...proto.sampling import SamplingParamsGenerationConfigDefaults
 from ..audio.chunks import codec_fingerprint, read_layout
+from ..audio.codec_kernels import codec_numerics
 from ..kernels import load_backend
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros
@@ -404,4 +405,6 @@ def _numerics(checkpoint: Checkpoint, backend: Backend, length: int) -> str:
     parts = [backend.numerics, "+".join(checkpoint.weight_dtypes())]
     if length > checkpoint.config.rope.default_length():
         parts.append(f"rope-{length}")  # here the served length decides the rope frequencies
-    return "/".join(parts)
+    if _speech(checkpoint) is not None:
+        parts.append(codec_numerics(backend))
+    return "/".join(part for part in parts if part)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.backend import Backend
-
 F32 = npt.NDArray[np.float32]
+
+
+class Allocator(Protocol):
+    """Allocates activations; every backend is one."""
+
+    def empty(self, rows: int, columns: int, *, logits: bool = False) -> F32:
+        """Return activations ``[rows, columns]``, content undefined; float32 for ``logits``."""
+        ...
 
 
 class Workspace:
@@ -16,7 +24,7 @@ class Workspace:
     ``exact``: they grow to the rows asked for, for a caller with a limit of memory.
     """
 
-    def __init__(self, backend: Backend, *, exact: bool = False) -> None:
+    def __init__(self, backend: Allocator, *, exact: bool = False) -> None:
         self._backend, self._exact = backend, exact
         self._arrays: dict[str, F32] = {}
 

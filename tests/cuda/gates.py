@@ -24,6 +24,7 @@ PACK_BF16 = r"F2FP\.BF16(\.F32)?\.PACK_AB"
 TENSOR = r"HMMA\.16816\.F32\.BF16"
 FRAGMENTS = r"LDSM\.16\..*"
 TRANSPOSE = r"MOVM\.16\.MT88"
+FMA = r"FFMA2?(\..*)?"
 CALL = r"CALL.*"
 """A subroutine: division of 64 bits, exact division of floats."""
 
@@ -44,6 +45,13 @@ class Gate:
 
 
 GATES: dict[str, dict[str, Gate]] = {
+    "audio.cu": {
+        "look_up|snake|depthwise": Gate(48, needs=(LOAD_16, STORE_16), forbids=ATOMICS),
+        # 80 registers let three blocks of 256 threads fit.
+        "product": Gate(80, needs=(LOAD_16, READ_16, STORE_16, FMA), forbids=(TENSOR, *ATOMICS)),
+        "narrow_product": Gate(48, needs=(LOAD_16, FMA), forbids=ATOMICS),
+        "soft_clip": Gate(32, forbids=(CALL,)),
+    },
     "blocks.cu": {
         "(gather|scatter|copy|reslice)_(bf16|fp16)": Gate(64, needs=(LOAD_16, STORE_16)),
         "sum_bf16": Gate(64, needs=(LOAD_16,), forbids=(STORE_16,)),

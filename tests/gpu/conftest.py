@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ..cuda.host.builder import COMPILER, why_not
+from ..cuda.host_device import HostDevice
 
 HERE = Path(__file__).parent
 
@@ -37,3 +38,9 @@ def with_cupy(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     for name, before in ((name, environment.get(name)) for name in list(found)):
         found[name] += f"{os.pathsep}{before}" if before else ""
     return {**environment, **found}
+
+
+@pytest.fixture
+def host_device(environment: dict[str, str]) -> HostDevice:
+    """The kernels on the CPU, in this process."""
+    return HostDevice(Path(environment["BATON_HOST_BUILDS"]))

@@ -11,6 +11,10 @@ import pytest
 
 from baton.engine.audio.snac import Rows, SnacDecoder, SnacEncoder
 from baton.engine.kernels import load_backend
+from baton.engine.kernels.cuda.audio import CudaAudio
+
+from ..cuda.host.builder import why_not
+from ..cuda.host_device import HostDevice
 
 pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
@@ -48,9 +52,18 @@ def folder(codec, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("backend", ["numpy", "cpu"])
+@pytest.fixture(params=["numpy", "cpu", "cuda"])
+def backend(request, tmp_path):
+    """All kernels; those of CUDA are executed on the CPU."""
+    if request.param != "cuda":
+        return load_backend(request.param)
+    if reason := why_not():
+        pytest.skip(reason)
+    return CudaAudio(HostDevice(tmp_path))
+
+
 def test_the_audio_is_the_packages(codec, folder, backend):
-    decoder = SnacDecoder(folder, load_backend(backend))
+    decoder = SnacDecoder(folder, backend)
     entries = maker.entries_of(SEED)
     np.testing.assert_allclose(
         decoder.decode(entries), maker.audio_of(codec, entries), atol=1e-5, err_msg=f"seed {SEED}"
@@ -65,10 +78,9 @@ def test_the_entries_are_the_packages(codec, folder):
     assert min(equal) > 0.9, f"seed {SEED}"  # rounding may choose between two near entries
 
 
-@pytest.mark.parametrize("backend", ["numpy", "cpu"])
 def test_a_windowed_stream_is_the_packages(codec, folder, backend):
     """Both decode the same windows; with full context they are also parts of the whole."""
-    decoder = SnacDecoder(folder, load_backend(backend))
+    decoder = SnacDecoder(folder, backend)
     entries = maker.entries_of(SEED)
     samples, reach = decoder.config.frame_samples, decoder.context_frames
     whole = maker.audio_of(codec, entries)

@@ -48,6 +48,30 @@ def test_add_snake_updates_the_residual(backend, oracle, rng, poisoned, width):
     np.testing.assert_allclose(y, exact, rtol=1e-6, atol=3e-6)
 
 
+@pytest.mark.parametrize(("first", "after"), [(0, 2), (1, 1), (3, 0)])
+def test_snake_leaves_zeros_around_its_rows(backend, rng, poisoned, first, after):
+    x, residual, scales = floats(rng, 4, 20), floats(rng, 4, 20), scales_of(rng, 20)
+    alone, y = poisoned(4, 20), poisoned(4 + first + after, 20)
+    backend.snake(x, scales, alone)
+    backend.snake(x, scales, y, first)
+    assert np.array_equal(y, np.pad(alone, ((first, after), (0, 0))))
+    backend.snake(x + residual, scales, alone)
+    backend.add_snake(x, residual, scales, y, first)
+    assert np.array_equal(y, np.pad(alone, ((first, after), (0, 0))))
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_look_up(backend, rng, poisoned, stride):
+    """The second call adds to the first."""
+    table, weight, bias = floats(rng, 50, 8), floats(rng, 20, 8), floats(rng, 20)
+    y, exact = poisoned(9 * stride, 20), np.zeros((9 * stride, 20))
+    for add in (False, True):
+        ids = rng.integers(0, 50, 9, np.int32)
+        backend.look_up(ids, table, backend.pack_linear([weight], bias), stride, y, add=add)
+        exact += np.repeat(table[ids].astype(float) @ weight.T + bias, stride, axis=0)
+        np.testing.assert_allclose(y, exact, rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("active", [False, True])
 @pytest.mark.parametrize("dilation", [1, 3, 9])
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (20, 67), (70, 16)])
@@ -105,6 +129,7 @@ def test_rows_have_the_same_bits_in_any_window(compiled, rng):
 def test_shapes_that_do_not_fit_are_refused(backend, rng, poisoned):
     x, y = floats(rng, 8, 4), poisoned(8, 4)
     weight, bias, scales = floats(rng, 7, 4), floats(rng, 4), scales_of(rng, 4)
+    ids, table = np.arange(4, dtype=np.int32), floats(rng, 5, 3)
     calls = [
         lambda: backend.snake(x, scales[:1].copy(), y),
         lambda: backend.snake(x, scales_of(rng, 5), y),
@@ -117,6 +142,14 @@ def test_shapes_that_do_not_fit_are_refused(backend, rng, poisoned):
         lambda: backend.convolve(x, backend.pack_linear([floats(rng, 4, 8)]), y),
         lambda: backend.convolve(x[:4].copy(), backend.pack_linear([floats(rng, 4, 4)]), y),
         lambda: backend.soft_clip(x[0].copy(), y[0, :3]),
+        lambda: backend.snake(x, scales, y, 1),
+        lambda: backend.snake(x, scales, y, -1),
+        lambda: backend.look_up(
+            ids, table, backend.pack_linear([floats(rng, 4, 3)]), 3, y, add=False
+        ),
+        lambda: backend.look_up(
+            ids + 2, table, backend.pack_linear([floats(rng, 4, 3)]), 2, y, add=False
+        ),
     ]
     for call in calls:
         with pytest.raises(ValueError):
