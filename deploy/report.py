@@ -49,6 +49,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     compute_seconds: float = 0.0
     encode_seconds: float = 0.0  # the part of compute_seconds that encoded images
     image_tokens: int = 0
+    encoder_tokens: int = 0  # of the encoded prompts of pictures
     step_rows: int = 0  # rows of the computed steps of pictures
     step_s: float = 0.0  # seconds of the current or last step
     heard_s_ago: float = 0.0
@@ -155,8 +156,10 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     registers. ``dropped``: dropped messages by reason. ``prompt_tokens``: prompt tokens of requests
     with a first token, since the router's start. ``queued_tokens``: prompt tokens of requests
     without a first token. ``image_tokens``: tokens of all admitted prompts that stand for images;
-    ``queued_image_tokens``: of those without a first token. ``picture_rows``: work of the steps of
-    all admitted pictures; ``queued_picture_rows``: of the steps not yet computed.
+    ``queued_image_tokens``: of those without a first token. ``encoder_tokens``: tokens that the
+    second text encoder reads for all admitted pictures; ``queued_encoder_tokens``: of those without
+    a first token. ``picture_rows``: work of the steps of all admitted pictures;
+    ``queued_picture_rows``: of the steps not yet computed.
     ``cached_tokens``: prompt tokens of finished requests that came from a prefix cache.
     ``restarts``: of all workers.
     """
@@ -174,6 +177,8 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     image_tokens: int = 0
     queued_image_tokens: int = 0
+    encoder_tokens: int = 0
+    queued_encoder_tokens: int = 0
     picture_rows: int = 0
     queued_picture_rows: int = 0
     task: str = ""

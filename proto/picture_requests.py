@@ -253,9 +253,23 @@ def step_rows(request: PixelContext | WirePixelContext) -> int:
     A row is a token of a prompt, or 16 x 16 pixels. With true CFG both prompts have their rows.
     """
     squares = max(1, request.height * request.width >> 8)
+    return sum(squares + length for length in _text_lengths(request))
+
+
+def encoder_tokens(request: PixelContext | WirePixelContext) -> int:
+    """Return the tokens of all prompts that the second text encoder reads.
+
+    They measure the work of prefill: the first encoder has a fortieth of the second one's weights
+    (CLIP and T5 of Flux).
+    """
+    return sum(_text_lengths(request))
+
+
+def _text_lengths(request: PixelContext | WirePixelContext) -> list[int]:
+    """Return the length of each prompt for the second encoder; 0 for one that is missing."""
     names = ("tokens_2", "negative_tokens_2") if uses_negative(request) else ("tokens_2",)
     texts = (getattr(request, name) for name in names)
-    return sum(squares + (0 if text is None else len(text)) for text in texts)
+    return [0 if text is None else len(text) for text in texts]
 
 
 def state_parts(request: PixelContext | WirePixelContext, block_size: int) -> tuple[StatePart, ...]:

@@ -16,7 +16,14 @@ from .contexts.text import TextContext
 from .contexts.tokens import TokenBuffer
 from .errors import InputError
 from .ids import RequestID
-from .picture_requests import StatePart, state_length, state_parts, state_tokens, step_rows
+from .picture_requests import (
+    StatePart,
+    encoder_tokens,
+    state_length,
+    state_parts,
+    state_tokens,
+    step_rows,
+)
 from .wire.context_maps import from_map, to_map, token_buffer
 from .wire.wire_context import WirePixelContext, WireTokens
 
@@ -35,6 +42,11 @@ class Picture:
     def length(self) -> int:
         """Positions of the row."""
         return state_length(self.parts)
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Tokens of all prompts that the second text encoder reads."""
+        return encoder_tokens(self.request)
 
     @property
     def step_rows(self) -> int:

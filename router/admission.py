@@ -103,6 +103,8 @@ class Admission:
         self.queued_tokens = 0  # prompt tokens of requests without a first token
         self.queued_image_tokens = 0  # the part of queued_tokens that stands for images
         self.image_tokens = 0  # of the prompts of all requests admitted here
+        self.queued_encoder_tokens = 0  # of pictures without a first token
+        self.encoder_tokens = 0  # of the prompts of all pictures admitted here
         self.picture_rows = 0  # rows of the steps of all pictures admitted here
         self.context_bytes = 0  # of all records, also of ended requests
         self.ended = Meter(now)
@@ -132,6 +134,7 @@ class Admission:
         self._charge(request, size, workers, now)
         self.picture_rows += request.rows_left
         self.image_tokens += request.image_tokens
+        self.encoder_tokens += request.encoder_tokens
 
     def admit_resumed(self, request: Request, workers: int, now: float) -> None:
         """Charge a resumed request. It was admitted once, so only the memory limit applies."""
@@ -143,6 +146,7 @@ class Admission:
         request.queued_tokens = tokens = request.base
         self.queued_tokens += tokens
         self.queued_image_tokens += request.image_tokens
+        self.queued_encoder_tokens += request.encoder_tokens
         self.requests += 1
         if self.prefill.since is None and self.queued_tokens >= PrefillRate.ENOUGH_TOKENS:
             self.prefill.queued(self.queued_tokens, workers, now)
@@ -152,6 +156,7 @@ class Admission:
         tokens, request.queued_tokens = request.queued_tokens, 0
         if tokens:
             self.queued_image_tokens -= request.image_tokens
+            self.queued_encoder_tokens -= request.encoder_tokens
         self.queued_tokens -= tokens
         self.prompt_tokens.new += tokens
         if self.prefill.since is not None or self.queued_tokens >= PrefillRate.ENOUGH_TOKENS:
@@ -164,6 +169,7 @@ class Admission:
             self.prefill.interrupted()
             self.queued_tokens -= request.queued_tokens
             self.queued_image_tokens -= request.image_tokens
+            self.queued_encoder_tokens -= request.encoder_tokens
             request.queued_tokens = 0
         self.ended.new += 1
 

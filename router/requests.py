@@ -38,7 +38,7 @@ from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.contexts.pixels import png_bytes
 from ..proto.errors import InternalError
 from ..proto.limits import MAX_EMBEDDING_SIZE, MAX_PICTURE_SIDE, MAX_PREVIEW_PIXELS
-from ..proto.picture_requests import preview_steps, step_rows
+from ..proto.picture_requests import encoder_tokens, preview_steps, step_rows
 from ..proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
 from ..proto.wire.wire_context import WireContext, WirePixelContext, WireVisionContext
 from .workers import roles_for
@@ -262,6 +262,7 @@ class Request:
     embeds: bool = field(init=False)  # its result is an embedding, without tokens
     draws: bool = field(init=False)  # its result is a picture; its tokens count the steps
     image_tokens: int = field(init=False)  # of the prompt
+    encoder_tokens: int = field(init=False)  # of the prompts of its picture
     token_rows: int = field(init=False)  # work of a generated token: a step of a picture has many
     emitted: array[int] = field(init=False)
     logprobs: list[TokenLogProbs | None] | None = field(init=False)
@@ -317,7 +318,9 @@ class Request:
         self.draws = context.task == "draw"
         images = context.images if isinstance(context, WireVisionContext) else ()
         self.image_tokens = sum(image.end_idx - image.start_idx for image in images)
-        self.token_rows = step_rows(context) if isinstance(context, WirePixelContext) else 1
+        pixels = context if isinstance(context, WirePixelContext) else None
+        self.encoder_tokens = 0 if pixels is None else encoder_tokens(pixels)
+        self.token_rows = 1 if pixels is None else step_rows(pixels)
         self.emitted = array("i")
         self.logprobs = [] if context.log_probabilities else None
 

@@ -9,10 +9,14 @@ Tokens of images cost more than other tokens, because a worker encodes the image
 report the seconds for that, so the cost of these tokens is measured by itself, and a change of the
 mix of prompts counts at once.
 
-**Pictures.** Decode workers compute the steps of pictures. The decode pool of a picture model is
-sized like the prefill pool, by rows of steps instead of tokens: the work of a picture is the rows
-of a step times the number of steps. KV blocks do not show this work, because they hold the prompt
-alone. A picture may take the time of its steps and the TTFT target.
+**Pictures.** Prefill workers encode the prompts of pictures. Their work is the tokens that the
+second text encoder reads, with those of a negative prompt. The tokens of the request are those of
+the first encoder, which are no measure of it.
+
+Decode workers compute the steps of pictures. The decode pool of a picture model is sized like the
+prefill pool, by rows of steps instead of tokens: the work of a picture is the rows of a step times
+the number of steps. KV blocks do not show this work, because they hold the prompt alone. A picture
+may take the time of its steps and the TTFT target.
 
 **Decode.** Two limits bound a decode worker's capacity: its KV blocks, and the target inter-token
 latency (ITL), which a step must not exceed. A line fitted to measurements gives the step time for
@@ -363,6 +367,19 @@ class PrefillDemand(QueueDemand):
         return sum(worker.tokens_waiting for worker in workers)
 
 
+class EncoderDemand(QueueDemand):
+    """Prompts of pictures: their work is the tokens that the second text encoder reads."""
+
+    def _received(self, router: RouterSample) -> int:
+        return router.encoder_tokens
+
+    def _computed(self, worker: WorkerSample) -> tuple[int, ...]:
+        return (worker.encoder_tokens,)
+
+    def _left(self, routers: Sequence[RouterSample], workers: Sequence[WorkerSample]) -> int:
+        return sum(router.queued_encoder_tokens for router in routers)
+
+
 class PictureDemand(QueueDemand):
     """Pictures: their work is the rows of a step, times the steps.
 
@@ -372,15 +389,6 @@ class PictureDemand(QueueDemand):
 
     late_last = False
     _most = MOST_ROWS
-    drawn = False
-    """Whether a picture was ever received."""
-
-    def see(
-        self, routers: Sequence[RouterSample], workers: Sequence[WorkerSample], now: float
-    ) -> None:
-        """Record one observation. All samples are usable."""
-        super().see(routers, workers, now)
-        self.drawn = self.drawn or any(router.picture_rows for router in routers)
 
     def limit(self, margin: float = 1.0) -> float:
         """Longest acceptable result of :meth:`wait`, in seconds."""

@@ -25,8 +25,9 @@ class WorkerSample:
     from the prefix cache since start. ``compute_seconds``: time in steps since start. ``step_s``:
     seconds of the current or last step. ``kv_used``, ``kv_total``: blocks. ``tokens_waiting``:
     prompt tokens not yet computed. ``encode_seconds``: the part of ``compute_seconds`` that encoded
-    images; ``image_tokens``: of computed prompts, since start. ``step_rows``: rows of pictures'
-    steps computed since start. ``heard_s_ago``: age of the heartbeat in seconds.
+    images; ``image_tokens``: of computed prompts, since start. ``encoder_tokens``: of the encoded
+    prompts of pictures since start. ``step_rows``: rows of pictures' steps computed since start.
+    ``heard_s_ago``: age of the heartbeat in seconds.
     """
 
     name: str
@@ -44,6 +45,7 @@ class WorkerSample:
     compute_seconds: float = 0.0
     encode_seconds: float = 0.0
     image_tokens: int = 0
+    encoder_tokens: int = 0
     step_rows: int = 0
     step_s: float = 0.0
 
@@ -55,7 +57,7 @@ class WorkerSample:
         counts = (
             self.kv_used, self.kv_total, self.running, self.waiting, self.tokens_waiting,
             self.prompt_tokens, self.cached_tokens, self.compute_seconds, self.step_rows,
-            self.encode_seconds, self.image_tokens,
+            self.encode_seconds, self.image_tokens, self.encoder_tokens,
         )  # fmt: skip
         if not all(0 <= count <= MOST for count in counts) or self.kv_used > self.kv_total:
             return False
@@ -69,8 +71,9 @@ class RouterSample:
     ``life``: differs between restarts of a router. ``submitted``: requests received.
     ``started_tokens``: prompt tokens of requests with a first token. ``queued_tokens``: prompt
     tokens of requests that have no first token yet. ``image_tokens``: of the images of all prompts
-    received; ``queued_image_tokens``: of the queued ones. ``picture_rows``: rows of the steps of
-    all pictures received; ``queued_rows``: of the steps not yet computed.
+    received; ``queued_image_tokens``: of the queued ones. ``encoder_tokens``: of the prompts of all
+    pictures received; ``queued_encoder_tokens``: of those without a first token. ``picture_rows``:
+    rows of the steps of all pictures received; ``queued_rows``: of the steps not yet computed.
     """
 
     name: str
@@ -80,6 +83,8 @@ class RouterSample:
     queued_tokens: int = 0
     image_tokens: int = 0
     queued_image_tokens: int = 0
+    encoder_tokens: int = 0
+    queued_encoder_tokens: int = 0
     picture_rows: int = 0
     queued_rows: int = 0
 
@@ -89,6 +94,7 @@ class RouterSample:
         counts = (
             self.submitted, self.started_tokens, self.queued_tokens,
             self.picture_rows, self.queued_rows, self.image_tokens, self.queued_image_tokens,
+            self.encoder_tokens, self.queued_encoder_tokens,
         )  # fmt: skip
         return all(0 <= count <= MOST for count in counts)
 

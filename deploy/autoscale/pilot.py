@@ -102,6 +102,8 @@ def _router(name: str, report: ClusterReport) -> RouterSample:
         queued_tokens=router.queued_tokens,
         image_tokens=router.image_tokens,
         queued_image_tokens=router.queued_image_tokens,
+        encoder_tokens=router.encoder_tokens,
+        queued_encoder_tokens=router.queued_encoder_tokens,
         picture_rows=router.picture_rows,
         queued_rows=router.queued_picture_rows,
     )
@@ -124,6 +126,7 @@ def _worker(worker: WorkerReport) -> WorkerSample:
         compute_seconds=worker.compute_seconds,
         encode_seconds=worker.encode_seconds,
         image_tokens=worker.image_tokens,
+        encoder_tokens=worker.encoder_tokens,
         step_rows=worker.step_rows,
         step_s=worker.step_s,
     )

@@ -1,10 +1,10 @@
 """The autoscaler: ``observe(metrics, now) -> targets``.
 
 Pure, without clock or socket: equal observations give equal targets. The prefill pool is sized by
-the arrived work and the TTFT that it would have had, the decode pool by KV blocks and step times,
-or by the steps of the pictures that arrived (:mod:`.demand`). A target rises at once and falls
-after the stabilization window (:class:`Governor`). A target is a total number of workers, not a
-number to add, so starting workers are never ordered twice.
+the arrived work and the TTFT that it would have had, the decode pool by KV blocks and step times;
+of a picture model, by the prompts and the steps of the pictures that arrived (:mod:`.demand`). A
+target rises at once and falls after the stabilization window (:class:`Governor`). A target is a
+total number of workers, not a number to add, so starting workers are never ordered twice.
 
 Implausible, old or missing data changes no target. If the data of any ready worker of a pool is
 unusable, the pool keeps its target, and its stabilization window restarts.
@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-from .demand import DecodeDemand, PictureDemand, PrefillDemand, QueueDemand
+from .demand import DecodeDemand, EncoderDemand, PictureDemand, PrefillDemand, QueueDemand
 from .metrics import ROLES, Metrics, WorkerSample
 from .settings import ScaleSettings
 
@@ -39,7 +39,9 @@ class Autoscaler:
         }
         self._prefill = PrefillDemand(settings)
         self._decode = DecodeDemand(settings)
+        self._encoders = EncoderDemand(settings)
         self._pictures = PictureDemand(settings)
+        self._draws = False  # a picture was received, so the model is one of pictures
         self._cold = {role: ColdStart(settings.cold_start) for role in ROLES}
         self._late: dict[str, tuple[float, float] | None] = dict.fromkeys(ROLES)
         self._now = -math.inf
@@ -63,6 +65,8 @@ class Autoscaler:
         routers = metrics.routers
         if not routers or not all(router.usable for router in routers):
             seen = dict.fromkeys(ROLES)
+        elif any(router.picture_rows for router in routers):
+            self._draws = True
         for role, workers in seen.items():
             if workers:
                 self._see(role, metrics, workers, now)
@@ -77,6 +81,7 @@ class Autoscaler:
         cold.see(len(workers), pool.target, now)
         if role == "prefill":
             self._prefill.see(metrics.routers, workers, now)
+            self._encoders.see(metrics.routers, workers, now)
         else:
             self._decode.see(workers, now)
             self._pictures.see(metrics.routers, workers, now)
@@ -103,8 +108,8 @@ class Autoscaler:
 
     def _demand(self, role: str) -> QueueDemand | DecodeDemand:
         if role == "prefill":
-            return self._prefill
-        return self._pictures if self._pictures.drawn else self._decode
+            return self._encoders if self._draws else self._prefill
+        return self._pictures if self._draws else self._decode
 
     def _misses(self, role: str, ready: int, target: int, now: float) -> bool:
         """Whether the pool has missed its limit for ``LATE_S`` while no worker was starting."""

@@ -76,6 +76,7 @@ class Scheduler:
         self._compute_seconds = 0.0
         self._encode_seconds = 0.0
         self._image_tokens = 0  # of computed prompts
+        self._encoder_tokens = 0  # of the prompts of pictures
         self._step_rows = 0  # of pictures
         self._step_seconds = Histogram(GAP_S)
         self._step_tokens = Histogram(TOKENS)
@@ -293,8 +294,11 @@ class Scheduler:
         computed = sequence.num_computed_tokens
         if computed < sequence.prompt_length:
             self._prompt_tokens += count
-            if sequence.images is not None and computed + count >= sequence.prompt_length:
-                self._image_tokens += sequence.images.num_tokens
+            if computed + count >= sequence.prompt_length:
+                if sequence.images is not None:
+                    self._image_tokens += sequence.images.num_tokens
+                if sequence.picture is not None:
+                    self._encoder_tokens += sequence.picture.encoder_tokens
         elif sequence.picture is not None:
             self._step_rows += sequence.picture.step_rows
         computed += count
@@ -369,6 +373,7 @@ class Scheduler:
             step_rows=self._step_rows,
             encode_seconds=self._encode_seconds,
             image_tokens=self._image_tokens,
+            encoder_tokens=self._encoder_tokens,
             histograms={
                 STEP_SECONDS: _buckets(self._step_seconds),
                 STEP_TOKENS: _buckets(self._step_tokens),

@@ -78,6 +78,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     step_rows: Count = 0  # of pictures: rows of all computed steps
     encode_seconds: Total = 0.0  # the part of compute_seconds that encoded images
     image_tokens: Count = 0  # of computed prompts; cached ones too
+    encoder_tokens: Count = 0  # of pictures: tokens of all encoded prompts; cached ones too
     # By router, if there are several: shows each router the work that the others have assigned.
     shares: Annotated[dict[Name, Share], Meta(max_length=MAX_ROUTERS)] = {}
     histograms: Annotated[dict[Name, Buckets], Meta(max_length=MAX_HISTOGRAMS)] = {}

@@ -250,10 +250,14 @@ def test_a_known_prompt_is_not_encoded_again(pair, ask):
 
 
 def test_only_the_unknown_part_is_encoded(pair, ask):
+    before = pair.prefill.scheduler.load().encoder_tokens
     pair.encode("a", ask("shared"))
     for negative in ("hats", "boats"):
         pair.encode("b", ask("shared", negative_prompt=negative, true_cfg_scale=2.0))
     assert pair.encoded == ["", "negative_", "negative_"]
+    # Of five prompts; like the router, it counts those in the cache too.
+    assert pair.prefill.scheduler.load().encoder_tokens - before == 5 * 40
+    assert pair.decode.scheduler.load().encoder_tokens == 0
 
 
 def test_found_blocks_of_a_part_are_not_written(pair, ask):

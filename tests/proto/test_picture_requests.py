@@ -11,6 +11,7 @@ from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_RESULT_BYTES
 from baton.proto.picture_requests import (
     STATE_VOCABULARY,
     check_picture,
+    encoder_tokens,
     picture_seed,
     preview_steps,
     state_length,
@@ -129,6 +130,13 @@ def test_the_work_of_a_step_follows_the_size_and_the_prompts(make):
     assert step_rows(make(height=64, width=64, **GUIDED)) == 2 * 16 + 5 + 4
     assert step_rows(make(height=64, width=64, **{**GUIDED, "true_cfg_scale": 1.0})) == 16 + 5
     assert step_rows(msgspec.structs.replace(wire(), tokens_2=None)) == 4096
+
+
+def test_the_work_of_encoding_follows_the_prompts_that_take_effect(make):
+    assert encoder_tokens(make(height=1024, width=1024)) == 5
+    assert encoder_tokens(make(**GUIDED)) == 5 + 4
+    assert encoder_tokens(make(**{**GUIDED, "true_cfg_scale": 1.0})) == 5
+    assert encoder_tokens(msgspec.structs.replace(wire(), tokens_2=None)) == 0
 
 
 def test_a_row_has_whole_blocks_and_one_position(make):

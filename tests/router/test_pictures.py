@@ -19,6 +19,7 @@ from baton.proto.requests import check_continued, check_wire_context, check_wire
 from baton.proto.wire.context_maps import to_map
 from baton.proto.wire.messages import (
     Assign,
+    Cancel,
     Status,
     StatusReport,
     Submit,
@@ -82,6 +83,23 @@ def test_a_whole_life(bench, draws):
     bench.client(Status(requests=1), b"operator")
     (story,) = msgspec.json.decode(bench.one(b"operator", StatusReport).report)["requests"]
     assert (story["task"], story["new_tokens"], story["state"]) == ("draw", 4, "finished")
+
+
+def test_tokens_for_the_encoders_are_queued_until_the_first_token(bench, draws):
+    """Also those of a negative prompt, if it takes effect."""
+    negative = TokenBuffer(np.arange(4, dtype=np.int64))
+    guided = {"negative_tokens": negative, "negative_tokens_2": negative}
+    prefill, _ = join(bench, draws)
+    first = bench.submit("a", context=picture(texts=8, true_cfg_scale=2.0, **guided))
+    bench.submit("b", context=picture(texts=8, true_cfg_scale=1.0, **guided))
+    admission = bench.core.admission
+    counts = lambda: (admission.encoder_tokens, admission.queued_encoder_tokens)  # noqa: E731
+    assert counts() == (20, 20)
+    prefill.accept(bench.take(prefill, Assign)[0])
+    prefill.tokens(first, 5, 0)
+    assert counts() == (20, 8)
+    bench.client(Cancel(request_id="b"))
+    assert counts() == (20, 0)
 
 
 def test_a_picture_waits_for_the_client(bench, draws):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from baton.deploy.autoscale.metrics import Metrics, RouterSample, WorkerSample
@@ -16,6 +16,7 @@ HELD = 20  # blocks of a running request
 BASE_S, PER_BLOCK_S = 0.01, 5e-5
 
 
+CLIP_TOKENS = 77
 DRAWN_ROWS = 10_000.0  # rows of picture steps per second of a decode worker
 
 
@@ -188,3 +189,34 @@ class Fluid:
         """Count the changes of direction of the target."""
         signs = [delta > 0 for _, delta in self.changes(role)]
         return sum(a != b for a, b in pairwise(signs))
+
+
+@dataclass
+class EncoderFluid(Fluid):
+    """Prefill workers that encode the prompts of pictures: tokens are those of the second encoder.
+
+    A request's own tokens are those of the first one, the same number for every prompt.
+    """
+
+    prompt: int = 512
+
+    def metrics(self, running: float = 0.0) -> Metrics:
+        found = super().metrics(running)
+        workers = [
+            replace(
+                one,
+                prompt_tokens=one.prompt_tokens * 545 // 512,  # positions of the row
+                encoder_tokens=one.prompt_tokens,
+            )
+            for one in found.workers
+        ]
+        (router,) = found.routers
+        router = replace(
+            router,
+            started_tokens=router.started_tokens * CLIP_TOKENS // self.prompt,
+            queued_tokens=router.queued_tokens * CLIP_TOKENS // self.prompt,
+            encoder_tokens=int(self.came),
+            queued_encoder_tokens=int(self.queue),
+            picture_rows=1,
+        )
+        return Metrics(workers=tuple(workers), routers=(router,))

@@ -53,14 +53,18 @@ def test_reports_become_targets():
 
 def test_the_work_of_images_and_pictures_is_read_from_reports():
     images = {"image_tokens": 8, "queued_image_tokens": 5}
-    router = RouterReport(picture_rows=70, queued_picture_rows=30, **images)
+    texts = {"encoder_tokens": 90, "queued_encoder_tokens": 20}
+    router = RouterReport(picture_rows=70, queued_picture_rows=30, **images, **texts)
     worker = WorkerReport(
-        id="decode-0", role="decode", step_rows=40, image_tokens=3, encode_seconds=0.5
-    )
+        id="decode-0", role="decode", step_rows=40, image_tokens=3, encode_seconds=0.5,
+        encoder_tokens=60,
+    )  # fmt: skip
     found = metrics_of({"router": ClusterReport(workers=[worker], router=router)})
     assert (found.routers[0].picture_rows, found.routers[0].queued_rows) == (70, 30)
     assert (found.routers[0].image_tokens, found.routers[0].queued_image_tokens) == (8, 5)
+    assert (found.routers[0].encoder_tokens, found.routers[0].queued_encoder_tokens) == (90, 20)
     (worker,) = found.workers
+    assert worker.encoder_tokens == 60
     assert (worker.step_rows, worker.image_tokens, worker.encode_seconds) == (40, 3, 0.5)
 
 

@@ -12,7 +12,7 @@ from baton.deploy.plan.bounds import Bounds
 from baton.proto.errors import ConfigError
 
 from ...suite.short import some_long
-from .fluid import BLOCKS, DRAWN_ROWS, HELD, SPEED, Fluid, PictureFluid
+from .fluid import BLOCKS, DRAWN_ROWS, HELD, SPEED, EncoderFluid, Fluid, PictureFluid
 
 BOUNDS = Bounds(prefill_min=1, prefill_max=10, decode_min=1, decode_max=6)
 
@@ -55,6 +55,18 @@ def test_prefill_grows_with_the_images_of_its_prompts():
     for _ in range(1000):
         targets = cluster.second(1000, images=30)
     assert targets["prefill"] == 2
+
+
+def test_prefill_grows_with_the_encoding_of_pictures_prompts():
+    """As many pictures get negative prompts of three times the length; their own tokens stay."""
+    wanted = ScaleSettings(bounds=BOUNDS, cold_start=30.0, window=60.0, calm=60.0)
+    cluster = EncoderFluid(Autoscaler(wanted, {"prefill": 2, "decode": 1}))
+    targets = run(cluster, 70, 1100)
+    assert targets == {"prefill": 2, "decode": 1}
+    cluster.prompt *= 4
+    targets = run(cluster, 70, 4400)
+    assert 5 <= targets["prefill"] <= 7
+    assert run(cluster, 150, 1100)["prefill"] == 2
 
 
 def test_prefill_shrinks_to_what_suffices_after_its_load():
