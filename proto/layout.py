@@ -86,6 +86,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     parameters of requests that the process reads, but not every process of its protocol version;
     they never prevent a handoff. ``audio``: of a speech model, whose decode workers have its codec.
     ``max_pixels``: of a picture, by the memory of the process; 0: as many as the protocol allows.
+    ``image_positions``: positions whose KV memory holds an image that cross-attention reads, before
+    the text; 0: images are in the place of their tokens.
     """
 
     name: str
@@ -105,6 +107,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     features: Annotated[list[Name], Meta(max_length=MAX_FEATURES)] = []
     audio: AudioCard | None = None
     max_pixels: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
+    image_positions: Annotated[int, Meta(ge=0, le=MAX_SIZE)] = 0
 
     def mismatch(self, other: ModelCard) -> tuple[str, str, str] | None:
         """Return the first field that prevents a handoff, ``(field, mine, theirs)``, or None."""

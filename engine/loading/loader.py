@@ -20,6 +20,7 @@ from ..audio.codec_kernels import codec_numerics
 from ..kernels import load_backend
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros
+from ..models.cross_decoder import CrossDecoder
 from ..models.registry import architecture_of
 from ..models.vision_decoder import VisionDecoder
 from ..models.weights import Progress
@@ -37,6 +38,7 @@ from .embedding_config import (
     EmbeddingSettings,
     load_embedding_settings,
 )  # fmt: skip
+from .model_config import CrossConfig
 
 F32 = npt.NDArray[np.float32]
 
@@ -230,7 +232,8 @@ def load_runner(
         check_device(checkpoint.folder, checkpoint.config, layout, tower=config.vision)
     if config.num_blocks or config.kv_bytes or backend.on_host:
         _num_blocks(config.num_blocks, config.kv_bytes, layout)  # fail before reading the weights
-    extra = {"vision": False} if issubclass(make, VisionDecoder) and not config.vision else {}
+    sees = issubclass(make, VisionDecoder | CrossDecoder)
+    extra = {"vision": False} if sees and not config.vision else {}
     model = make(checkpoint, backend, length, on_progress, block_size=config.block_size, **extra)
     kv_bytes = config.kv_bytes
     if not backend.on_host and not kv_bytes:
@@ -355,6 +358,7 @@ def _card(
         max_length=length,
         eos_token_ids=sorted(checkpoint.generation.eos_token_ids),
         layout=layout,
+        image_positions=_image_positions(checkpoint),
         weights_bytes=weights_bytes,
         kinds=_kinds(checkpoint, speech),
         features=list(FEATURES),
@@ -378,6 +382,11 @@ def _kinds(checkpoint: Checkpoint, speech: AudioCard | None) -> list[str]:
     """Return the kinds of contexts that the folder's model takes."""
     kinds = architecture_of(checkpoint.config, checkpoint.folder).kinds
     return [*kinds, TTSContext.__name__] if speech is not None else list(kinds)
+
+
+def _image_positions(checkpoint: Checkpoint) -> int:
+    config = checkpoint.config
+    return config.image_positions if isinstance(config, CrossConfig) else 0
 
 
 def _speech(checkpoint: Checkpoint) -> AudioCard | None:

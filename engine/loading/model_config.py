@@ -22,6 +22,13 @@ from ...proto.sampling import (
 )
 from ..models.rope import RopeConfig, parse_rope
 from .safetensors import read_json
+from .tiled_config import (
+    EXTRA_TOKENS,
+    MLLAMA,
+    TiledVisionConfig,
+    cross_layers,
+    parse_tiled_vision,
+)
 from .vision_config import QWEN2_5_VL, QWEN3_VL, VisionConfig, parse_vision, rope_axes
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -48,6 +55,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
         "head_dim": 128,
         "rope_theta": 500000.0,
+    },
+    MLLAMA: {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
     },
     "BertModel": {},  # its defaults are in _RawBert
 }
@@ -101,6 +119,35 @@ class VisionLanguageConfig(ModelConfig, frozen=True, kw_only=True):
     vision: VisionConfig
     image_token_id: int
     rope_axes: tuple[int, ...]
+
+
+class CrossConfig(ModelConfig, frozen=True, kw_only=True):
+    """Shape of a decoder that reads images in cross-attention layers.
+
+    ``num_layers``, ``windows``: of the layers with self-attention only. ``cross_layers``: indices
+    of the others among all layers. ``vocab_size``: with the rows for special tokens such as
+    ``image_token_id``, which have no logits.
+    """
+
+    vision: TiledVisionConfig
+    image_token_id: int
+    cross_layers: tuple[int, ...]
+
+    @property
+    def self_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with self-attention among all layers."""
+        every = range(self.num_layers + len(self.cross_layers))
+        return tuple(layer for layer in every if layer not in self.cross_layers)
+
+    @property
+    def tokens_per_position(self) -> int:
+        """Vision tokens whose cross-attention keys and values fit into one position's KV memory."""
+        return self.num_layers // len(self.cross_layers)
+
+    @property
+    def image_positions(self) -> int:
+        """Positions whose KV memory holds the cross-attention keys and values of an image."""
+        return -(-self.vision.image_tokens // self.tokens_per_position)
 
 
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +209,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     try:
         if architecture in (QWEN2_5_VL, QWEN3_VL):
             return parse_vision_language_config(raw, architecture, folder)
+        if architecture == MLLAMA:
+            return parse_cross_config(raw, architecture, folder)
         parse = parse_bert_config if architecture == "BertModel" else parse_model_config
         return parse(raw, architecture)
     except msgspec.ValidationError as error:
@@ -239,6 +288,32 @@ def parse_vision_language_config(
         image_token_id=image_token,
         rope_axes=rope_axes(text, architecture, fields["head_dim"]),
     )
+
+
+def parse_cross_config(
+    raw: dict[str, Any], architecture: str, folder: Path | None = None
+) -> CrossConfig:
+    """Build the config of a decoder with cross-attention. Raises as :func:`load_model_config`.
+
+    ``folder``: has the image processor's settings.
+    """
+    text = msgspec.convert(raw.get("text_config") or {}, dict[str, Any])
+    fields = _decoder_fields(text, architecture)
+    if fields["tie_word_embeddings"]:
+        raise CheckpointError("config.json: tied embeddings are not supported")
+    cross = cross_layers(text, fields["num_layers"])
+    layers = fields["num_layers"] - len(cross)
+    fields |= {"num_layers": layers, "windows": (0,) * layers}
+    image_token = msgspec.convert(raw.get("image_token_index", 128256), int)
+    vocabulary = fields["vocab_size"]
+    fields["vocab_size"] = vocabulary + EXTRA_TOKENS
+    if not vocabulary <= image_token < fields["vocab_size"]:
+        raise CheckpointError(
+            f"config.json: image_token_index {image_token} is not one of the {EXTRA_TOKENS} tokens "
+            f"after the vocabulary of {vocabulary}"
+        )
+    vision = parse_tiled_vision(raw, folder)
+    return CrossConfig(**fields, vision=vision, image_token_id=image_token, cross_layers=cross)
 
 
 def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:

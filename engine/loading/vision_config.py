@@ -22,6 +22,8 @@ QWEN3_VL = "Qwen3VLForConditionalGeneration"
 
 _CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN: Triple = (0.5, 0.5, 0.5)
+IMAGENET_STD: Triple = (0.5, 0.5, 0.5)
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,11 +101,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 """The defaults of transformers for missing keys, by architecture."""
 
 
-class _RawImages(msgspec.Struct, kw_only=True):
-    """The keys read from the image processor's config."""
+class ImageScale(msgspec.Struct, kw_only=True):
+    """How pixels become numbers, as the image processor's config has it."""
 
-    image_mean: Triple = _CLIP_MEAN
-    image_std: Triple = _CLIP_STD
+    image_mean: Triple
+    image_std: Triple
     rescale_factor: float = 1 / 255
     do_rescale: bool = True
     do_normalize: bool = True
@@ -116,11 +118,9 @@ def parse_vision(raw: dict[str, Any], architecture: str, folder: Path | None) ->
     """
     given = msgspec.convert(raw.get("vision_config") or {}, dict[str, Any])
     fields = msgspec.convert({**_DEFAULTS[architecture], **given}, _RawVision)
-    images = _images(folder)
+    images, _ = read_image_scale(folder, _CLIP_MEAN, _CLIP_STD)
     rope = fields.rope_parameters or {}
     _refuse(fields, architecture, rope)
-    if not images.do_rescale or not images.do_normalize or min(images.image_std) <= 0:
-        raise CheckpointError("preprocessor_config.json: pixels must be rescaled and normalized")
     deep = architecture == QWEN3_VL
     return VisionConfig(
         depth=fields.depth,
@@ -193,12 +193,23 @@ def rope_axes(raw: dict[str, Any], architecture: str, head_dim: int) -> tuple[in
     return tuple(axes)
 
 
-def _images(folder: Path | None) -> _RawImages:
-    """Read the image processor's settings, in the file of the hub or of transformers 5."""
+def read_image_scale(
+    folder: Path | None, mean: Triple, std: Triple
+) -> tuple[ImageScale, dict[str, Any]]:
+    """Read the image processor's settings, in the file of the hub or of transformers 5.
+
+    ``mean``, ``std``: defaults. Returns the scale and all settings, which are empty without a file.
+    Raises CheckpointError if the processor neither rescales nor normalizes.
+    """
+    settings: dict[str, Any] = {}
     for name in ("preprocessor_config.json", "processor_config.json"):
         path = None if folder is None else folder / name
         if path is not None and path.is_file():
             raw = read_json(path)
             nested = raw.get("image_processor")
-            return msgspec.convert(nested if isinstance(nested, dict) else raw, _RawImages)
-    return _RawImages()
+            settings = nested if isinstance(nested, dict) else raw
+            break
+    scale = msgspec.convert({"image_mean": mean, "image_std": std, **settings}, ImageScale)
+    if not scale.do_rescale or not scale.do_normalize or min(scale.image_std) <= 0:
+        raise CheckpointError("preprocessor_config.json: pixels must be rescaled and normalized")
+    return scale, settings

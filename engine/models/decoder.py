@@ -96,12 +96,12 @@ class Decoder(PipelineModel, KVCacheMixin):
         base = self._prefix(checkpoint, head=head)
         table = loader.take(f"{base}embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._table = backend.parameters(table)
-        self._layers = [_load_layer(loader, config, base, i) for i in range(config.num_layers)]
+        self._layers = [
+            _load_layer(loader, config, f"{base}layers.{place}", index)
+            for index, place in enumerate(self._places())
+        ]
         self._final_norm = loader.norm(f"{base}norm.weight", config.hidden_size)
-        self._head: PackedLinear | None = None
-        if head:
-            name = f"{base}embed_tokens" if config.tie_word_embeddings else "lm_head"
-            self._head = loader.linear([(name, config.vocab_size)], config.hidden_size, bias=False)
+        self._head = self._load_head(loader, base) if head else None
         self._load_more(loader, checkpoint)
         self.weights_bytes = loader.packed_bytes + self._table.nbytes
         headless = config.tie_word_embeddings or not head
@@ -112,6 +112,16 @@ class Decoder(PipelineModel, KVCacheMixin):
         """Return the prefix of the decoder's tensors."""
         # Embedding checkpoints are often saved without the wrapper class that adds the head.
         return "" if not head and "embed_tokens.weight" in checkpoint.tensors else "model."
+
+    def _places(self) -> Sequence[int]:
+        """Return the number that each layer has in the tensors' names."""
+        return range(self.config.num_layers)
+
+    def _load_head(self, loader: WeightLoader, prefix: str) -> PackedLinear:
+        """Load the matrix that gives the logits; ``prefix``: of the decoder's tensors."""
+        config = self.config
+        name = f"{prefix}embed_tokens" if config.tie_word_embeddings else "lm_head"
+        return loader.linear([(name, config.vocab_size)], config.hidden_size, bias=False)
 
     def _load_more(self, loader: WeightLoader, checkpoint: Checkpoint) -> None:
         """Load what a subclass has beside the decoder."""
@@ -204,12 +214,21 @@ class Decoder(PipelineModel, KVCacheMixin):
                 if not len(normed):
                     return normed
             self._attend(layer, inputs, q, pool[index], residual, normed)
-            following = self._final_norm if index == last else self._layers[index + 1].input_norm
+            following = self._norm_after(index)
             deep: tuple[tuple[I32, F32], ...] = ()
             if features:
                 deep = tuple((f.rows, f.deep[index]) for f in features if index < len(f.deep))
             self._mlp(layer, residual, normed, following, deep)
+            self._add_layers(index, inputs, residual, normed)
         return normed
+
+    def _norm_after(self, index: int) -> F32:
+        """Return the norm of what follows the layer ``index``."""
+        last = index == len(self._layers) - 1
+        return self._final_norm if last else self._layers[index + 1].input_norm
+
+    def _add_layers(self, index: int, inputs: ModelInputs, residual: F32, normed: F32) -> None:
+        """Compute the layers of a subclass that follow the layer ``index``."""
 
     def _append(self, layer: Layer, batch: ModelInputs, normed: F32, kv_layer: F32) -> F32:
         """Project to q, k, v and store k and v; return the rotated q ``[T, Hq, D]``."""
@@ -284,8 +303,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         return some_q, some
 
 
-def _load_layer(loader: WeightLoader, config: ModelConfig, prefix: str, index: int) -> Layer:
-    base = f"{prefix}layers.{index}"
+def _load_layer(loader: WeightLoader, config: ModelConfig, base: str, index: int) -> Layer:
     hidden, dim, wide = config.hidden_size, config.head_dim, config.intermediate_size
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     attention, mlp = f"{base}.self_attn", f"{base}.mlp"

@@ -8,7 +8,10 @@ from typing import Protocol
 
 from ...proto.contexts.speech import TTSContext
 from ...proto.contexts.text import TextContext
-from ...proto.contexts.validators import validate_image_grid_thw_args
+from ...proto.contexts.validators import (
+    validate_aspect_ratio_args,
+    validate_image_grid_thw_args,
+)
 from ...proto.contexts.vision import TextAndVisionContext
 from ...proto.errors import CheckpointError, InputError
 from ...proto.ids import RequestID
@@ -18,8 +21,10 @@ from ..kernels.backend import Backend
 from ..loading.checkpoint import Checkpoint
 from ..loading.embedding_config import EMBED, GENERATE, EmbeddingSettings
 from ..loading.model_config import ModelConfig
+from ..loading.tiled_config import MLLAMA
 from ..loading.vision_config import QWEN2_5_VL, QWEN3_VL
 from .bert import BertModel
+from .cross_decoder import CrossDecoder
 from .decoder import Decoder
 from .vision_decoder import VisionDecoder
 from .weights import Progress
@@ -110,6 +115,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3ForCausalLM": _CAUSAL,
     QWEN2_5_VL: _WITH_IMAGES,
     QWEN3_VL: _WITH_IMAGES,
+    MLLAMA: Architecture(
+        generator=CrossDecoder,
+        context=TextAndVisionContext,
+        validators=(validate_aspect_ratio_args,),
+    ),
     "BertModel": Architecture(embedder=BertModel),
 }
 

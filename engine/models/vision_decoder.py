@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.rope_positions import context_grids, merged_grids, spans_of
+from ...proto.contexts.rope_positions import GRIDS, context_grids, merged_grids, spans_of
 from ...proto.contexts.text import TextContext
+from ...proto.contexts.tiled_images import is_tiled
 from ...proto.contexts.vision import TextAndVisionContext
 from ...proto.errors import BatonError, CheckpointError, HandoffFailed, InputError
 from ..kernels.backend import Backend
@@ -86,6 +87,8 @@ class VisionDecoder(Decoder):
             return
         if context.pixel_values:
             raise InputError("images need a range of tokens; pixel_values has none")
+        if is_tiled(context):
+            raise InputError(f"this model reads {GRIDS}, not aspect ratios")
         prompt = context.tokens.all[: context.prompt_length]
         holders = int(np.count_nonzero(prompt == self.config.image_token_id))
         spans = spans_of(context)

@@ -23,7 +23,7 @@ from ..kernels.cuda import attention, elementwise, sampling
 from ..kernels.cuda.backend import CudaBackend
 from ..kernels.cuda.cupy_device import CupyDevice
 from ..kernels.cuda.device import CaptureFailed
-from ..loading.model_config import ModelConfig, VisionLanguageConfig
+from ..loading.model_config import CrossConfig, ModelConfig, VisionLanguageConfig
 from ..models.decoder import Decoder
 from ..scheduling.plan import Chunk, Sampled
 from .decode_graph import DecodeGraph, GraphModel, QueuedStep
@@ -53,6 +53,10 @@ def check_device(
 
     ``tower``: the vision tower is used, if the model has one.
     """
+    if isinstance(config, CrossConfig):
+        raise ConfigError(
+            f"{folder}: {config.architecture} runs on the CPU only: leave --device cuda out"
+        )
     group = config.num_heads // layout.num_kv_heads
     why = (
         attention.refusal(layout.head_dim, layout.block_size, group)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ...proto.contexts.outputs import TokenLogProbs
 from ...proto.contexts.text import TextContext
+from ...proto.contexts.tiled_images import SeenImages
 from ...proto.contexts.validators import validate_text_only
 from ...proto.errors import BatonError, InputError
 from ...proto.layout import KVLayout
@@ -58,6 +59,8 @@ class ModelInputs:
     ``rope_deltas``: int32 ``[S]``, rope position minus position of the next token of each sequence.
     ``cos_sin``: angles ``[N, D]`` that ``rope_positions`` index instead of the model's own table.
     ``images``: parts of images, with rows of the step. ``features``: their features.
+    ``seen``: of each sequence, the images that cross-attention reads, or empty. ``cross``: the
+    model's plan for them, for uploaded rows.
     """
 
     tokens: I32
@@ -74,6 +77,8 @@ class ModelInputs:
     cos_sin: F32 | None = None
     images: tuple[ChunkImage, ...] = ()
     features: tuple[FeatureRows, ...] = ()
+    seen: tuple[SeenImages | None, ...] = ()
+    cross: object = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -207,6 +212,7 @@ def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
     sequence = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(offsets[-1], dtype=np.int32) + (starts - offsets[:-1])[sequence]
     blocks = tables[sequence, positions // block_size].astype(np.int64)
+    seen = tuple(chunk.seen for chunk in chunks)
     sampling = [i for i, c in enumerate(chunks) if c.sample is not None]
     rope, deltas = _rope(chunks, positions, sequence)
     return ModelInputs(
@@ -224,6 +230,7 @@ def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
             for chunk, offset in zip(chunks, offsets[:-1], strict=True)
             for image in chunk.images
         ),
+        seen=seen if any(seen) else (),
     )
 
 
@@ -296,4 +303,5 @@ def lay_out_next(next_tokens: I32, before: ModelInputs) -> ModelInputs:
         pool=before.pool,
         rope_positions=None if before.rope_deltas is None else positions + before.rope_deltas,
         rope_deltas=before.rope_deltas,
+        seen=before.seen,
     )

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.contexts.outputs import TokenLogProbs
+from ...proto.contexts.tiled_images import SeenImages
 from ...proto.errors import BatonError, InternalError
 from ...proto.picture_runs import Picture
 from ...proto.sampling import SamplingParams
@@ -67,7 +68,8 @@ class ChunkImage:
     ``row``: first of these rows in the chunk (in :class:`ModelInputs`: in the step). ``first``,
     ``count``: the features that they get; ``first`` is above 0 if a prefix hit ends inside the
     image. ``key``: 16 bytes, identifies tenant and image. ``pixels``: uint8 ``[H, W, 3]``, or
-    empty in a context whose pixels were dropped. ``grid``: rows and columns in patches.
+    empty in a context whose pixels were dropped. ``grid``: rows and columns in patches, or in tiles
+    if cross-attention reads the image.
     """
 
     row: int
@@ -88,7 +90,7 @@ class Chunk:
     ``stream_layers``: report finished layers during the step, so that handoff overlaps compute.
     ``images``: parts of images in the chunk. ``rope_positions``: int32 ``[3, n]``, or None if they
     are the positions plus ``rope_delta``, which holds for all tokens after the last image.
-    ``picture``: of a request for a picture.
+    ``picture``: of a request for a picture. ``seen``: the images that cross-attention reads.
     """
 
     request: bytes
@@ -101,6 +103,7 @@ class Chunk:
     rope_positions: Int32 | None = None
     rope_delta: int = 0
     picture: Picture | None = None
+    seen: SeenImages | None = None
 
     @property
     def rows(self) -> int:

@@ -270,7 +270,8 @@ class Scheduler:
         self._step_tokens.observe(sum(counts))
         if max(counts) > 1 and not result.abandoned:
             # Encoding depends on the images, so it gives no cost of tokens.
-            self._budget.learn(sum(counts), result.seconds - result.encode_seconds)
+            tokens = sum(_computed(sequence, count) for sequence, count in rows.values())
+            self._budget.learn(tokens, result.seconds - result.encode_seconds)
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
         for request, (sequence, count) in rows.items():
@@ -397,6 +398,12 @@ class Scheduler:
 
 def _buckets(histogram: Histogram) -> Buckets:
     return Buckets(list(histogram.counts), histogram.total)
+
+
+def _computed(sequence: Sequence, count: int) -> int:
+    """Return how many of the next ``count`` tokens the model's layers compute."""
+    start, images = sequence.num_computed_tokens, sequence.images
+    return count if images is None else count - images.unread(start, start + count)
 
 
 def _draws(sequence: Sequence, rows: _Rows) -> bool:

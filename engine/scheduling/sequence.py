@@ -23,6 +23,7 @@ from ...proto.contexts.rope_positions import (
 )
 from ...proto.contexts.status import GenerationStatus
 from ...proto.contexts.text import TextContext
+from ...proto.contexts.tiled_images import is_tiled, seen_images
 from ...proto.contexts.tokens import FUTURE_TOKEN
 from ...proto.contexts.vision import TextAndVisionContext
 from ...proto.hashing import ImageSpan, block_hashes
@@ -139,10 +140,17 @@ class Sequence:
         if images is None:
             picture = self.picture
             return Chunk(self.request, start, tokens, table, sample, stream_layers, picture=picture)
-        rope = images.rope_positions(start, end)
-        parts = images.parts(start, end)
         return Chunk(
-            self.request, start, tokens, table, sample, stream_layers, parts, rope, images.delta
+            self.request,
+            start,
+            tokens,
+            table,
+            sample,
+            stream_layers,
+            images.parts(start, end),
+            images.rope_positions(start, end),
+            images.delta,
+            seen=images.seen,
         )
 
     def next_count(self, budget: int, *, alone: bool) -> int:
@@ -176,8 +184,8 @@ class Sequence:
         sample = self._sample_spec(start + 1)
         if self.images is None:
             return Chunk(self.request, start, _UNKNOWN, table, sample)
-        delta = self.images.delta
-        return Chunk(self.request, start, _UNKNOWN, table, sample, rope_delta=delta)
+        delta, seen = self.images.delta, self.images.seen
+        return Chunk(self.request, start, _UNKNOWN, table, sample, rope_delta=delta, seen=seen)
 
     def accept(self, token: int, logprobs: TokenLogProbs | None) -> None:
         """Append a sampled token; the context's status then shows if the request ended.
@@ -218,14 +226,21 @@ class SequenceImages:
 
     ``delta``: rope position minus position of the tokens after the last image. ``salt``: of the
     tenant and model; the hash of an image comes from the client, so features are not shared between
-    tenants. Raises InputError if images and grids contradict each other.
+    tenants. ``seen``: the images if cross-attention reads them, else None. Raises InputError if
+    images and grids contradict each other.
     """
 
     def __init__(self, context: TextAndVisionContext, salt: bytes) -> None:
         self._spans = context.image_spans()
         self._places = spans_of(context)
-        grids = context_grids(context)
-        self._merged = merged_grids(self._places, grids)
+        self.seen = seen_images(context) if is_tiled(context) else None
+        self._merged: list[tuple[int, int]] = []
+        if self.seen is None:
+            grids = np.asarray(context_grids(context))
+            self._merged = merged_grids(self._places, grids)
+            shapes = [(int(rows), int(columns)) for _, rows, columns in grids]
+        else:
+            shapes = list(self.seen.canvases)
         self.delta = context_rope_delta(context)
         self._end = self._places[-1][1]
         self.num_tokens = sum(end - start for start, end, _ in self._spans)
@@ -236,10 +251,10 @@ class SequenceImages:
                 count=end - start,
                 key=blake2b(key, key=salt[:64], digest_size=IMAGE_KEY_BYTES).digest(),
                 pixels=image.pixel_values,
-                grid=(int(rows), int(columns)),
+                grid=shape,
             )
-            for (start, end, key), image, (_, rows, columns) in zip(
-                self._spans, context.images, np.asarray(grids), strict=True
+            for (start, end, key), image, shape in zip(
+                self._spans, context.images, shapes, strict=True
             )
         ]
 
@@ -261,10 +276,17 @@ class SequenceImages:
         return count
 
     def rope_positions(self, start: int, end: int) -> Int32 | None:
-        """Return rope positions of the tokens, int32 ``[3, n]``; None after the last image."""
-        if start >= self._end:
+        """Return rope positions of the tokens, int32 ``[3, n]``.
+
+        None after the last image, and if cross-attention reads the images.
+        """
+        if start >= self._end or self.seen is not None:
             return None
         return rope_positions(self._places, self._merged, start, end)
+
+    def unread(self, start: int, end: int) -> int:
+        """Return how many of the tokens the layers do not compute: those before the text."""
+        return 0 if self.seen is None else max(0, min(end, self.seen.end) - start)
 
     def parts(self, start: int, end: int) -> tuple[ChunkImage, ...]:
         """Return the parts of images among the tokens ``[start, end)``."""

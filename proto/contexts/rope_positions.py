@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
+from .tiled_images import is_tiled
 from .vision import TextAndVisionContext
 
 Int32 = npt.NDArray[np.int32]
@@ -118,6 +119,8 @@ def context_rope_delta(context: TextAndVisionContext) -> int:
         return int(sent[0])
     if not context.images:
         return 0
+    if is_tiled(context):
+        return -context.images[-1].end_idx  # the text begins after the last image, at 0
     spans = spans_of(context)
     return rope_delta(spans, merged_grids(spans, context_grids(context)))
 

@@ -178,6 +178,7 @@ def test_contradictions_are_refused(name):
         case.context(image_grid_thw=swapped),
         case.context(pixels=[p.astype(np.float32) for p in case.pixels]),
         case.context(pixels=[p[:-1] for p in case.pixels]),
+        case.context(aspect_ratio_ids=np.ones((1, 2), np.int32)),
     )
     for context in bad:
         with pytest.raises(InputError):
