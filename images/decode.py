@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..proto.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from .settings import ImageSettings
+    from .settings import Settings
 
 MAX_IMAGE_PIXELS = 40_000_000
 """Width times height of a decoded image."""
@@ -56,9 +56,9 @@ def check_size(width: int, height: int) -> None:
 
 
 def resized_pixels(
-    image: Any, settings: ImageSettings, max_side: int = 0
-) -> tuple[int, int, bytes]:
-    """Return height, width, and the RGB bytes of a Pillow image, resized for the model.
+    image: Any, settings: Settings, max_side: int = 0
+) -> tuple[int, int, tuple[int, int, int], bytes]:
+    """Return height, width, grid and RGB bytes of a Pillow image, resized for the model.
 
     ``max_side``: the image is first scaled down, so that no side has more pixels; 0: it is not.
     Orientation in the file's metadata is applied, and transparency is shown on white. Raises
@@ -80,7 +80,7 @@ def resized_pixels(
             scale = max_side / max(image.size)
             size = [max(1, round(side * scale)) for side in image.size]
             image = image.resize(size, resample=settings.resample)
-        height, width = settings.resized(image.height, image.width)
+        height, width, grid = settings.fit(image.height, image.width)
         image = image.resize((width, height), resample=settings.resample)
     except (InputError, MemoryError):
         raise
@@ -88,7 +88,7 @@ def resized_pixels(
         raise InputError(
             f"the image is damaged: {str(error)[:100] or type(error).__name__}"
         ) from None
-    return height, width, image.tobytes()
+    return height, width, grid, image.tobytes()
 
 
 def _refuse_animation(image: Any) -> None:

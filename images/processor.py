@@ -25,7 +25,7 @@ from ..proto.errors import InputError
 from ..proto.value_checks import shown
 from ..runtime.process.helper import HelperProcess
 from .decode import check_size, pillow, resized_pixels
-from .settings import ImageSettings
+from .settings import Settings, read_settings
 
 Image = Any
 """An encoded image (bytes), the path of one, a Pillow image, or an array; see
@@ -60,9 +60,10 @@ class ScaledImage:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class PreparedImage:
-    """``pixels``: uint8 ``[height, width, 3]``. ``grid``: (1, rows, columns) in patches.
+    """``pixels``: uint8 ``[height, width, 3]``. ``grid``: (1, rows, columns) in patches or tiles.
 
-    ``tokens``: number of placeholder tokens. ``content_hash``: of the pixels and their shape.
+    ``tokens``: number of placeholder tokens; 0 if it depends on the model and not on the image.
+    ``content_hash``: of the pixels and their shape.
     """
 
     pixels: npt.NDArray[np.uint8]
@@ -102,7 +103,7 @@ class ImageProcessor:
 
     def __init__(
         self,
-        settings: ImageSettings,
+        settings: Settings,
         *,
         timeout: float = TIMEOUT_S,
         cpu_seconds: int = CPU_S,
@@ -120,7 +121,7 @@ class ImageProcessor:
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], origin: str = "the model") -> ImageProcessor:
         """Make the processor of a model's text files. Raises CheckpointError."""
-        return cls(ImageSettings.from_files(files, origin))
+        return cls(read_settings(files, origin))
 
     def process(self, image: Image) -> PreparedImage:
         """Return an image in the model's size.
@@ -141,16 +142,16 @@ class ImageProcessor:
         if isinstance(image, np.ndarray):
             if self._is_ready(image):  # also without Pillow
                 height, width, _ = image.shape
-                return self._prepared(height, width, image.tobytes())
-            height, width, pixels = resized_pixels(_from_array(image), self.settings)
+                return self._prepared(*self.settings.fit(height, width), image.tobytes())
+            found = resized_pixels(_from_array(image), self.settings)
         elif isinstance(image, pillow().Image):
-            height, width, pixels = resized_pixels(image, self.settings)
+            found = resized_pixels(image, self.settings)
         else:
             raise InputError(
                 "an image must be bytes, a path, a Pillow image or an array of uint8, "
                 f"not {shown(image)}"
             )
-        return self._prepared(height, width, pixels)
+        return self._prepared(*found)
 
     def close(self) -> None:
         """End the helper processes. A later call starts them again."""
@@ -182,19 +183,24 @@ class ImageProcessor:
         """Return True for RGB pixels in the model's size."""
         rgb = array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3
         size = array.shape[:2]
-        return bool(rgb and array.size) and self.settings.resized(*size) == size
+        return bool(rgb and array.size) and self.settings.fit(*size)[:2] == size
 
-    def _prepared(self, height: int, width: int, pixels: bytes) -> PreparedImage:
+    def _prepared(
+        self, height: int, width: int, grid: tuple[int, int, int], pixels: bytes
+    ) -> PreparedImage:
         array = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
-        tokens = height * width // self.settings.token_side**2
-        return PreparedImage(array, self.settings.grid(height, width), tokens, image_hash(array))
+        tokens = self.settings.tokens(height, width)
+        return PreparedImage(array, grid, tokens, image_hash(array))
 
-    def _decode(self, content: bytes, max_side: int) -> tuple[int, int, bytes]:
+    def _decode(
+        self, content: bytes, max_side: int
+    ) -> tuple[int, int, tuple[int, int, int], bytes]:
         pillow()  # an error here is clear, and one in the helper is not
         helper = self._helpers.get()
         try:
-            head = json.dumps([max_side, *astuple(self.settings)]).encode() + b"\n"
-            answer = helper.ask(head + content, 3 * self._most_pixels() + _MAX_HEAD_BYTES)
+            kind = type(self.settings).__name__
+            head = json.dumps([max_side, kind, *astuple(self.settings)]).encode() + b"\n"
+            answer = helper.ask(head + content, 3 * self.settings.most_pixels + _MAX_HEAD_BYTES)
         finally:
             self._helpers.put(helper)
         about, _, pixels = answer.partition(b"\n")
@@ -202,12 +208,8 @@ class ImageProcessor:
         if "error" in found:
             raise InputError(found["error"])
         height, width = found["size"]
-        return height, width, pixels
-
-    def _most_pixels(self) -> int:
-        """Bound of a resized image's area: a side of less than one token is rounded up."""
-        side = self.settings.token_side
-        return max(self.settings.max_pixels, self.settings.min_pixels) + 1024 * side * side
+        rows, columns = found["grid"][1:]
+        return height, width, (1, rows, columns), pixels
 
 
 class _Helper:

@@ -1,7 +1,8 @@
 """The size that a model's images are resized to, from its ``preprocessor_config.json``.
 
-The rule is that of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: both sides become multiples of a merged
-patch, the area stays between two bounds, and the aspect ratio is kept as far as that allows.
+:class:`ImageSettings` is the rule of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: both sides become multiples
+of a merged patch, the area stays between two bounds, and the aspect ratio is kept as far as that
+allows. :class:`.TileSettings` is the rule of mllama.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from ..proto.errors import CheckpointError, InputError
 from ..proto.limits import MAX_IMAGE_PIXEL_BYTES
+from .tiles import TILE_PROCESSORS, TileSettings
 
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings, the first of which counts; the second has them under a key."""
@@ -100,9 +102,37 @@ class ImageSettings:
             rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
         return rows * side, columns * side
 
-    def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return (1, rows, columns) in patches of a resized image."""
-        return 1, height // self.patch_size, width // self.patch_size
+    def fit(self, height: int, width: int) -> tuple[int, int, tuple[int, int, int]]:
+        """Return height and width after resizing, and (1, rows, columns) in patches.
+
+        Raises InputError for a too narrow image.
+        """
+        height, width = self.resized(height, width)
+        return height, width, (1, height // self.patch_size, width // self.patch_size)
+
+    def tokens(self, height: int, width: int) -> int:
+        """Return the tokens of a resized image."""
+        return height * width // self.token_side**2
+
+    @property
+    def most_pixels(self) -> int:
+        """Bound of a resized image's area: a side of less than one token is rounded up."""
+        return max(self.max_pixels, self.min_pixels) + 1024 * self.token_side**2
+
+
+Settings = ImageSettings | TileSettings
+"""How a model's images are resized."""
+
+
+def read_settings(files: Mapping[str, bytes], origin: str = "the model") -> Settings:
+    """Read the settings of a model folder's files, of the processor that they name.
+
+    Raises CheckpointError if the files have none, or settings of an unknown processor.
+    """
+    name, found = _settings(files, origin)
+    if found.get("image_processor_type") in TILE_PROCESSORS:
+        return TileSettings.from_settings(found, f"{origin}: {name}")
+    return ImageSettings.from_files(files, origin)
 
 
 def _settings(files: Mapping[str, bytes], origin: str) -> tuple[str, dict[str, Any]]:

@@ -18,6 +18,15 @@ SETTINGS = {
 }
 """Contents of preprocessor_config.json by model, with small areas."""
 
+TILES = {
+    "image_processor_type": "MllamaImageProcessor",
+    "size": {"height": 56, "width": 56},
+    "max_image_tiles": 4,
+    "image_mean": MEAN,
+    "image_std": STD,
+}
+"""The same for a model whose images have tiles."""
+
 
 def _picture(height, width, channels=3, seed=0):
     """A picture with smooth parts and edges, so that filters differ."""
@@ -81,3 +90,16 @@ def patches(pixels, patch_size, merge_size):
     ).transpose(0, 3, 1, 4, 6, 2, 5)  # fmt: skip
     twice = np.repeat(cut[:, :, :, :, :, None], 2, axis=5)
     return twice.reshape(rows * columns, -1)
+
+
+def tiles(pixels, canvas, side, count):
+    """Normalise and cut uint8 ``[H, W, 3]`` on a canvas of tiles: float32 ``[count, 3, n, n]``."""
+    rows, columns = canvas
+    whole = np.zeros((rows * side, columns * side, 3), np.uint8)
+    whole[: pixels.shape[0], : pixels.shape[1]] = pixels
+    scaled = (whole.astype(np.float64) * (1 / 255)).astype(np.float32)
+    normal = (scaled - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
+    cut = normal.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
+    found = np.zeros((count, 3, side, side), np.float32)
+    found[: rows * columns] = cut.reshape(-1, 3, side, side)
+    return found

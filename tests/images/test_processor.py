@@ -19,11 +19,12 @@ from PIL import Image
 from baton.images import processor as processors
 from baton.images.decode import MAX_IMAGE_PIXELS
 from baton.images.processor import ImageProcessor, ScaledImage
-from baton.images.settings import ImageSettings
+from baton.images.settings import ImageSettings, read_settings
+from baton.images.tiles import TileSettings
 from baton.proto.contexts.images import image_hash
 from baton.proto.errors import CheckpointError, InputError
 
-from .cases import SETTINGS, patches
+from .cases import SETTINGS, TILES, patches, tiles
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "images.json").read_text())
 
@@ -61,6 +62,62 @@ def test_pixel_values_equal_those_of_transformers(made, name):
     assert list(values.shape) == expected["shape"]
     assert digest(values) == expected["digest"]
     assert done.tokens == len(values) // settings.merge_size**2
+
+
+@pytest.fixture(scope="module")
+def tiled():
+    files = {"preprocessor_config.json": json.dumps(TILES).encode()}
+    processor = ImageProcessor(read_settings(files))
+    yield processor
+    processor.close()
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_pixel_values_of_tiles_equal_those_of_transformers(tiled, name):
+    done = tiled.process(base64.b64decode(RECORDED[name]["file"]))
+    expected = RECORDED[name]["expected"]["mllama"]
+    values = tiles(done.pixels, done.grid[1:], 56, 4)
+    assert list(done.grid) == expected["grid"]
+    assert list(values.shape) == expected["shape"]
+    assert digest(values) == expected["digest"]
+    assert done.pixels.nbytes <= 3 * tiled.settings.most_pixels
+
+
+def test_pixels_in_the_size_of_tiles_are_taken_as_they_are(tiled):
+    pixels = np.random.default_rng(1).integers(0, 256, (100, 56, 3), np.uint8)
+    done = tiled.process(pixels)
+    assert done.grid == (1, 2, 1)
+    np.testing.assert_array_equal(done.pixels, pixels)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"do_resize": False},
+        {"do_pad": False},
+        {"size": {"height": 56, "width": 28}},
+        {"size": {"shortest_edge": 56}},
+        {"size": 56},
+        {"size": {"height": 0, "width": 0}},
+        {"size": {"height": 2.5, "width": 2.5}},
+        {"max_image_tiles": 0},
+        {"max_image_tiles": 65},
+        {"max_image_tiles": True},
+        {"resample": 6},
+        {"size": {"height": 4000, "width": 4000}},
+    ],
+)
+def test_wrong_settings_of_tiles_are_refused(changed):
+    files = {"preprocessor_config.json": json.dumps({**TILES, **changed}).encode()}
+    with pytest.raises(CheckpointError):
+        read_settings(files)
+
+
+def test_the_settings_of_tiles_have_the_defaults_of_the_class():
+    files = {"preprocessor_config.json": b'{"image_processor_type": "MllamaImageProcessorPil"}'}
+    assert read_settings(files) == TileSettings(224, 4, 2)
+    with pytest.raises(CheckpointError, match="MllamaImageProcessor"):
+        ImageSettings.from_files(files)
 
 
 class TestForms:

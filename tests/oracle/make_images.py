@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 TESTS = Path(__file__).parents[1]
@@ -32,8 +33,22 @@ def expected(content, settings):
     return done["image_grid_thw"][0].tolist(), done["pixel_values"]
 
 
+def expected_tiles(content, settings):
+    """Return canvas in tiles and pixel values ``[tiles, 3, n, n]``, as :func:`expected`."""
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    known = {name: value for name, value in settings.items() if name != "image_processor_type"}
+    done = MllamaImageProcessorPil(**known)([[image]], return_tensors="np")
+    most = settings["max_image_tiles"]
+    ratios = [(r, c) for r in range(1, most + 1) for c in range(1, most + 1) if r * c <= most]
+    canvas = ratios[int(done["aspect_ratio_ids"][0, 0]) - 1]
+    assert done["aspect_ratio_mask"][0, 0].sum() == canvas[0] * canvas[1]
+    return [1, *canvas], done["pixel_values"][0, 0]
+
+
 def record(content, settings):
-    grid, values = expected(content, settings)
+    """What a test compares: grid, shape and digest of an image."""
+    tiled = "max_image_tiles" in settings
+    grid, values = (expected_tiles if tiled else expected)(content, settings)
     data = np.ascontiguousarray(values, np.float32)
     digest = blake2b(data.tobytes(), digest_size=16).hexdigest()
     return {"grid": grid, "shape": list(values.shape), "digest": digest}
@@ -41,10 +56,11 @@ def record(content, settings):
 
 def main():
     cases = load_cases()
+    every = {**cases.SETTINGS, "mllama": cases.TILES}
     made = {
         name: {
             "file": base64.b64encode(content).decode(),
-            "expected": {model: record(content, one) for model, one in cases.SETTINGS.items()},
+            "expected": {model: record(content, one) for model, one in every.items()},
         }
         for name, content in cases.files().items()
     }
