@@ -1,6 +1,8 @@
 """Images of prompts: found in messages, prepared, and put in place of the prompt's placeholders.
 
-A prompt has one placeholder token per image. Each becomes as many as the image has tokens.
+A prompt has one placeholder token per image. Each becomes as many as the image has tokens. For a
+model that reads images in cross-attention layers, it stays as it is, and the images' tokens precede
+the prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..images.processor import Image, ImageProcessor, PreparedImage
-from ..proto.errors import InputError
+from ..images.tiles import TileSettings
+from ..proto.contexts.rope_positions import GRIDS
+from ..proto.contexts.tiled_images import aspect_ratios, image_row, ratio_args
+from ..proto.errors import CheckpointError, InputError
+from ..proto.layout import ModelCard
 from ..proto.limits import MAX_PIXEL_BYTES, MAX_REQUEST_IMAGES
 from ..proto.vision_requests import with_images
 from ..proto.wire.wire_context import WireContext, WireImage
@@ -33,28 +39,28 @@ _KINDS = ("image", "image_url", "input_image")
 class PlacedImages:
     """The images of one prompt.
 
-    ``tokens``: the prompt with expanded placeholders, int32 ``[n]``. ``images``: with ranges in it.
-    ``grids``: int32 ``[images, 3]``. ``placeholder``: id of the placeholder token.
+    ``tokens``: the prompt with the images' tokens, int32 ``[n]``. ``images``: with ranges in it.
+    ``named``: shapes of the images, for ``extra_model_args``. ``placeholder``: id of the token.
     """
 
     tokens: Int32
     images: list[WireImage]
-    grids: Int32
+    named: dict[str, Int32]
     placeholder: int
 
     def added_to(self, wire: WireContext) -> WireContext:
         """Return the request with these images."""
-        return with_images(wire, self.images, self.grids, self.placeholder)
+        return with_images(wire, self.images, self.named, self.placeholder)
 
 
 class ModelImages:
     """The preparation of images for one model, whose settings are read at the first use.
 
-    ``files``: the model's text files. ``origin``: names them in errors.
+    ``files``: the model's text files. ``origin``: names them in errors. ``card``: of the model.
     """
 
-    def __init__(self, files: Mapping[str, bytes], origin: str) -> None:
-        self._files, self._origin = files, origin
+    def __init__(self, files: Mapping[str, bytes], origin: str, card: ModelCard) -> None:
+        self._files, self._origin, self._card = files, origin, card
         self._processor: ImageProcessor | None = None
         self._lock = threading.Lock()  # several requests may be prepared at a time
 
@@ -66,7 +72,7 @@ class ModelImages:
         with self._lock:
             if self._processor is None:
                 self._processor = ImageProcessor.from_files(self._files, self._origin)
-        return place_images(tokens, images, self._processor, placeholder)
+        return place_images(tokens, images, self._processor, placeholder, self._card)
 
     def close(self) -> None:
         """Stop the process that decodes images, if it runs."""
@@ -190,9 +196,13 @@ def _attached(messages: Sequence[Message], count: int) -> Sequence[Message]:
 
 
 def place_images(
-    tokens: Int32, images: Sequence[Image], processor: ImageProcessor, placeholder: int
+    tokens: Int32,
+    images: Sequence[Image],
+    processor: ImageProcessor,
+    placeholder: int,
+    card: ModelCard,
 ) -> PlacedImages:
-    """Prepare images and expand the prompt's placeholders; InputError if the numbers differ."""
+    """Prepare images and put their tokens into the prompt; InputError if the numbers differ."""
     places = np.flatnonzero(tokens == placeholder)
     if len(places) != len(images):
         raise InputError(
@@ -202,6 +212,11 @@ def place_images(
     if len(images) > MAX_REQUEST_IMAGES:
         raise InputError(f"{len(images)} images, at most {MAX_REQUEST_IMAGES} are allowed")
     prepared = _prepare(images, processor)
+    settings = processor.settings
+    if isinstance(settings, TileSettings) != bool(card.image_positions):
+        raise CheckpointError(f"the image settings of {card.name!r} are those of another model")
+    if isinstance(settings, TileSettings):
+        return _placed_before(tokens, prepared, settings.max_tiles, placeholder, card)
     counts = np.ones(len(tokens), np.int64)
     counts[places] = [one.tokens for one in prepared]
     ends = np.cumsum(counts)[places].tolist()
@@ -213,7 +228,22 @@ def place_images(
         if one.end_idx == two.start_idx:
             raise InputError(f"no token is between the placeholders of images {at} and {at + 1}")
     grids = np.array([one.grid for one in prepared], np.int32).reshape(-1, 3)
-    return PlacedImages(np.repeat(tokens, counts), spans, grids, placeholder)
+    return PlacedImages(np.repeat(tokens, counts), spans, {GRIDS: grids}, placeholder)
+
+
+def _placed_before(
+    tokens: Int32, prepared: list[PreparedImage], max_tiles: int, placeholder: int, card: ModelCard
+) -> PlacedImages:
+    """Put the images' tokens before the prompt, for a model with cross-attention layers."""
+    ratios = aspect_ratios(max_tiles)
+    ids = [ratios.index(one.grid[1:]) + 1 for one in prepared]
+    row, ranges = image_row(ids, card.image_positions, card.layout.block_size, placeholder)
+    spans = [
+        WireImage(start, end, one.pixels, one.content_hash)
+        for one, (start, end) in zip(prepared, ranges, strict=True)
+    ]
+    whole = np.concatenate([row, tokens]).astype(np.int32)
+    return PlacedImages(whole, spans, ratio_args(ids, max_tiles), placeholder)
 
 
 def _prepare(images: Sequence[Image], processor: ImageProcessor) -> list[PreparedImage]:

@@ -67,7 +67,8 @@ class ServedModel:
         self._tokenizer: Tokenizer | None = None
         self._pictures: PicturePrompts | None = None
         self._pictures_lock = threading.Lock()  # several requests may be prepared at a time
-        self._images = ModelImages(description.files, description.folder or description.card.name)
+        origin = description.folder or description.card.name
+        self._images = ModelImages(description.files, origin, description.card)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -224,7 +224,7 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
         raise TaskMismatch(f"{card.name!r} does not serve task {assign.context.task!r}")
     check_kind(assign.context, card)
     if isinstance(assign.context, WireVisionContext):
-        check_images(assign.context)
+        check_images(assign.context, card=card)
     job = _job(key, router, assign, assign.emitted, card, now)
     job.checking = isinstance(assign.context, WireVisionContext) and bool(assign.context.images)
     if assign.emitted and isinstance(job.context, TTSContext):

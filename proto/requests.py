@@ -145,7 +145,7 @@ def check_continued(wire: WireContext, card: ModelCard) -> None:
     check_kind(wire, card)
     _check_array(wire.tokens.array)
     _check_vocabulary(wire.tokens.array, card)
-    _check_kind_fields(wire, committed=True)
+    _check_kind_fields(wire, card, committed=True)
     if isinstance(wire, WirePixelContext):
         check_picture_area(wire, card)
     if wire.generated_length < 1:
@@ -169,7 +169,7 @@ def check_wire_context(wire: WireContext, card: ModelCard) -> None:
     if wire.task != card.task:
         _refuse_task(card)
     _check_tokens(wire, card)
-    _check_kind_fields(wire)
+    _check_kind_fields(wire, card)
     _check_lengths(wire, card)
     _check_features(wire, card)
     _check_ends(wire, card)
@@ -260,12 +260,14 @@ def check_kind(wire: WireContext, card: ModelCard | None = None) -> None:
     raise InputError(f"{name} takes no {_ADDED.get(kind, 'text')} ({kind})")
 
 
-def _check_kind_fields(wire: WireContext, *, committed: bool = False) -> None:
-    """Check the fields that a text request has not."""
+def _check_kind_fields(
+    wire: WireContext, card: ModelCard | None = None, *, committed: bool = False
+) -> None:
+    """Check the fields that a text request has not. ``card``: None if it is not known yet."""
     if isinstance(wire, WireVisionContext):
         if wire.task != "generate":
             raise InputError(f"a request with images cannot have the task {wire.task[:80]!r}")
-        check_images(wire, committed=committed)
+        check_images(wire, committed=committed, card=card)
     elif isinstance(wire, WireSpeechContext):
         _check_speech(wire)
     elif isinstance(wire, WirePixelContext):

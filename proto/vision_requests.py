@@ -4,11 +4,15 @@ In the map, an image is its resized pixels (uint8 ``[height, width, 3]``), the r
 placeholder tokens and a 64-bit hash of its content. ``extra_model_args`` has ``image_grid_thw``
 (int32 ``[images, 3]``: 1, rows and columns in patches), and after prefill ``rope_delta`` (int32
 ``[1]``), the rope position of a generated token minus its position in the sequence.
+
+A model that reads images in cross-attention layers has ``aspect_ratio_ids`` and
+``aspect_ratio_mask`` instead of grids, and the images' tokens before the text; see
+:mod:`.contexts.tiled_images`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -17,8 +21,10 @@ import numpy.typing as npt
 
 from .contexts.images import image_hash, image_key
 from .contexts.rope_positions import DELTA, GRIDS
+from .contexts.tiled_images import IDS, MASK, block_count, canvases_of, check_row
 from .errors import InputError
 from .hashing import ImageSpan
+from .layout import ModelCard
 from .limits import MAX_PIXEL_BYTES, MAX_REQUEST_IMAGES
 from .wire.wire_context import WireContext, WireImage, WireVisionContext
 
@@ -29,30 +35,31 @@ _UINT8, _INT32 = np.dtype(np.uint8), np.dtype(np.int32)
 
 
 def with_images(
-    wire: WireContext, images: Sequence[WireImage], grids: Int32, placeholder: int
+    wire: WireContext, images: Sequence[WireImage], named: Mapping[str, Int32], placeholder: int
 ) -> WireVisionContext:
     """Return a request for text with images in it.
 
-    ``grids``: int32 ``[images, 3]``. ``placeholder``: the id of an image's tokens. Raises
-    InputError as :func:`check_images`.
+    ``named``: int32 arrays for ``extra_model_args``. ``placeholder``: the id of an image's tokens.
+    Raises InputError as :func:`check_images`.
     """
     fields = {name: getattr(wire, name) for name in WireContext.__struct_fields__}
     made = WireVisionContext(
         **fields,
         vision_token_ids=[placeholder],
         images=list(images),
-        extra_model_args={GRIDS: grids},
+        extra_model_args=dict(named),
     )
     check_images(made)
     return made
 
 
 def complete_images(wire: WireContext) -> WireContext:
-    """Return a user's own context with the hashes of its images, and with grids of int32."""
+    """Return a user's own context with the hashes of its images, and with arrays of int32."""
     if not isinstance(wire, WireVisionContext):
         return wire
+    shapes = (GRIDS, IDS, MASK)
     named = {
-        name: array.astype(np.int32) if name == GRIDS and array.dtype.kind in "iu" else array
+        name: array.astype(np.int32) if name in shapes and array.dtype.kind in "iu" else array
         for name, array in wire.extra_model_args.items()
     }
     images = [
@@ -61,30 +68,44 @@ def complete_images(wire: WireContext) -> WireContext:
     return msgspec.structs.replace(wire, images=images, extra_model_args=named)
 
 
-def check_images(wire: WireVisionContext, *, committed: bool = False) -> None:
-    """Raise InputError unless images, grids and placeholder tokens agree.
+def check_images(
+    wire: WireVisionContext, *, committed: bool = False, card: ModelCard | None = None
+) -> None:
+    """Raise InputError unless images, their shapes and placeholder tokens agree.
 
-    Reads shapes, the grids and the placeholder tokens, but no pixel. ``committed``: the images were
-    computed, so their pixels are gone and ``rope_delta`` is there.
+    Reads shapes, the arrays of shapes and the placeholder tokens, but no pixel. ``committed``: the
+    images were computed, so their pixels are gone and ``rope_delta`` is there. ``card``: of the
+    model, if it is known, which decides where the images are.
     """
     images, named = wire.images, wire.extra_model_args
+    tiled = IDS in named
     if len(images) > MAX_REQUEST_IMAGES:
         raise InputError(f"{len(images)} images, at most {MAX_REQUEST_IMAGES} are allowed")
     if wire.pixel_values or (wire._pixels_encoded and not committed):
         raise InputError("pixel_values without a range of tokens are not served; use images")
     if len(wire.vision_token_ids) != 1:
         raise InputError(f"{len(wire.vision_token_ids)} vision_token_ids; exactly one is needed")
-    wanted = {GRIDS, DELTA} if committed else {GRIDS}
+    if card is not None and images and tiled != bool(card.image_positions):
+        raise InputError(f"images of {card.name!r} need {GRIDS if tiled else IDS}")
+    wanted = ({IDS, MASK} if tiled else {GRIDS}) | ({DELTA} if committed else set())
     if named.keys() != wanted:
         raise InputError(f"extra_model_args must be {', '.join(sorted(wanted))}")
-    grids = named[GRIDS]
-    if grids.dtype != _INT32 or grids.shape != (len(images), 3):
-        _refuse_array(GRIDS, grids, f"int32 [{len(images)}, 3]")
     if committed:
         delta = named[DELTA]
         if delta.dtype != _INT32 or delta.shape != (1,):
             _refuse_array(DELTA, delta, "int32 [1]")
     _check_bytes(images)
+    if tiled:
+        _check_tiled(wire, committed=committed, card=card)
+    else:
+        _check_grids(wire, committed=committed)
+
+
+def _check_grids(wire: WireVisionContext, *, committed: bool) -> None:
+    """Check images in the place of their tokens."""
+    images, grids = wire.images, wire.extra_model_args[GRIDS]
+    if grids.dtype != _INT32 or grids.shape != (len(images), 3):
+        _refuse_array(GRIDS, grids, f"int32 [{len(images)}, 3]")
     position = 0
     for number, (image, grid) in enumerate(zip(images, grids.tolist(), strict=True)):
         place = f"images[{number}]"
@@ -93,6 +114,34 @@ def check_images(wire: WireVisionContext, *, committed: bool = False) -> None:
         if not (committed and not image.pixel_values.size):
             _check_pixels(image, grid, place)
         position = image.end_idx + 1  # at least one token is between two images
+
+
+def _check_tiled(wire: WireVisionContext, *, committed: bool, card: ModelCard | None) -> None:
+    """Check images of tiles, which are before the text."""
+    images, named = wire.images, wire.extra_model_args
+    if not images:
+        raise InputError(f"{IDS} without images")
+    for name in (IDS, MASK):
+        if named[name].dtype != _INT32:
+            _refuse_array(name, named[name], "int32")
+    if len(canvases_of(named[IDS], named[MASK])) != len(images):
+        raise InputError(f"{IDS} must have {len(images)} images")
+    position = 1
+    for number, image in enumerate(images):
+        place = f"images[{number}]"
+        _check_range(image, wire, position, place)
+        _check_hash(image, place)
+        if not (committed and not image.pixel_values.size):
+            _check_rgb(image, place)
+        position = image.end_idx + 1
+    spans = [(image.start_idx, image.end_idx) for image in images]
+    prompt = wire.tokens.array[: wire.prompt_length]
+    check_row(prompt, spans, named[IDS][0].tolist(), wire.vision_token_ids[0])
+    if card is not None:
+        size = card.layout.block_size
+        length = block_count(card.image_positions, size) * size
+        if spans[0][1] != length:
+            raise InputError(f"images[0] has {spans[0][1] - 1} tokens, not {length - 1}")
 
 
 def _check_bytes(images: Sequence[WireImage]) -> None:
@@ -121,14 +170,23 @@ def _check_grid(image: WireImage, grid: list[int], place: str) -> None:
     merge = round((rows * columns // count) ** 0.5)
     if merge * merge * count != rows * columns or rows % merge or columns % merge:
         raise InputError(f"{place} has a grid of {grid} and {count} tokens, which do not agree")
+    _check_hash(image, place)
+
+
+def _check_hash(image: WireImage, place: str) -> None:
     if image.image_hash is None or not 0 <= image.image_hash < 1 << 64:
         raise InputError(f"{place} has no image_hash of 64 bits")
 
 
-def _check_pixels(image: WireImage, grid: list[int], place: str) -> None:
+def _check_rgb(image: WireImage, place: str) -> None:
     pixels = image.pixel_values
     if pixels.dtype != _UINT8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
         _refuse_array(f"{place}.pixel_values", pixels, "uint8 [height, width, 3]")
+
+
+def _check_pixels(image: WireImage, grid: list[int], place: str) -> None:
+    _check_rgb(image, place)
+    pixels = image.pixel_values
     _, rows, columns = grid
     height, width = pixels.shape[:2]
     if height % rows or width % columns or height // rows != width // columns:

@@ -36,7 +36,8 @@ MAX_MESSAGES = 4096
 MAX_CHARS_PER_TOKEN = 64
 """Above the average of any tokenizer over a text, except for long runs of one character."""
 
-_IMAGE_TOKEN = "<|image_pad|>"  # noqa: S105 -- of Qwen's models, whose settings may not name it
+_IMAGE_TOKENS = ("<|image_pad|>", "<|image|>")
+"""Of Qwen's and Llama's models, whose settings may not name it."""
 
 _BYTE_OF_CHAR: dict[str, int] = {}
 
@@ -173,7 +174,9 @@ class Tokenizer:
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         self.pad_token_id = self._named_id("pad_token")
-        self.image_token = settings.special_tokens.get("image_token", _IMAGE_TOKEN)
+        known = (token for token in _IMAGE_TOKENS if core.token_to_id(token) is not None)
+        usual = next(known, _IMAGE_TOKENS[0])
+        self.image_token = settings.special_tokens.get("image_token", usual)
         self.image_token_id = core.token_to_id(self.image_token)
         own = () if self.eos_token_id is None else (self.eos_token_id,)
         self.eos_token_ids = frozenset((*settings.eos_token_ids, *own))

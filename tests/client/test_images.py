@@ -15,12 +15,13 @@ from baton.client.options import check_options, options_of_each
 from baton.images import processor
 from baton.images.processor import ImageProcessor
 from baton.proto.contexts.images import image_hash
-from baton.proto.errors import InputError
+from baton.proto.errors import CheckpointError, InputError
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.requests import check_wire_context
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire.wire_context import WireContext, WireVisionContext
 
+from ..images.cases import TILES
 from ..images.model_files import PAD, vision_files
 
 CARD = ModelCard(
@@ -182,6 +183,42 @@ class TestGenerate:
                 prepared(text, PAD, [A])
         finally:
             text.close()
+
+
+class TestTiles:
+    """A model that reads images in cross-attention layers: their tokens precede the prompt."""
+
+    CARD = replace(CARD, image_positions=20)  # in blocks of 16
+
+    @pytest.fixture(scope="class")
+    def crosser(self):
+        model = ServedModel(Description(self.CARD, "", vision_files(preprocessor=TILES)))
+        yield model
+        model.close()
+
+    def test_placeholders_stay_and_images_precede_the_prompt(self, crosser):
+        pad = crosser.tokenizer.image_token_id
+        wire = prepared(crosser, [5, pad, pad, 6], [A, picture(60, 20)])
+        check_wire_context(wire, self.CARD)
+        row = [1 + 1, *[pad] * 31, 1 + 4, *[pad] * 31]  # 1 x 2 tiles, and 2 x 1
+        assert wire.tokens.array.tolist() == [*row, 5, pad, pad, 6]
+        assert [(one.start_idx, one.end_idx) for one in wire.images] == [(1, 32), (33, 64)]
+        assert [one.pixel_values.shape for one in wire.images] == [(56, 84, 3), (60, 20, 3)]
+        assert wire.extra_model_args["aspect_ratio_ids"].tolist() == [[2, 5]]
+        assert wire.extra_model_args["aspect_ratio_mask"].tolist() == [[[1, 1, 0, 0]] * 2]
+
+    def test_the_limits_of_the_model_count_the_images(self, crosser):
+        with pytest.raises(InputError, match="prompt too long"):
+            prepared(crosser, " ".join([f"x {PAD}"] * 13), [A] * 13)
+
+    def test_settings_of_another_model_are_refused(self):
+        for card, files in ((CARD, vision_files(preprocessor=TILES)), (self.CARD, vision_files())):
+            other = ServedModel(Description(card, "", files))
+            try:
+                with pytest.raises(CheckpointError, match="another model"):
+                    prepared(other, PAD, [A])
+            finally:
+                other.close()
 
 
 class TestSeveralAnswers:

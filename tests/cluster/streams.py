@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,6 +15,9 @@ from dataclasses import dataclass, field
 from baton.client import AsyncClient
 from baton.proto.errors import BatonError
 from baton.proto.sampling import SamplingParams
+
+from .conftest import Cluster
+from .driver import lost_requests
 
 STREAMS_TIMEOUT = 100.0
 _salts = itertools.count()
@@ -167,3 +172,20 @@ def check(ended: Sequence[tuple[int, Stream]], undisturbed: Sequence[list[int]])
     for number, stream in ended:
         assert stream.error is None, stream.error
         assert stream.tokens == undisturbed[number]
+
+
+def check_a_kill(cluster: Cluster, work: Sequence[Job], expected: list, name: str, after: int):
+    """Kill a worker when ``after`` streams have begun; all must give the ``expected`` tokens."""
+    before = lost_requests(cluster)
+
+    async def strike(streams: list[Stream]) -> None:
+        await begun(streams, after)
+        os.kill(cluster.pids()[name], signal.SIGKILL)
+
+    for _ in range(3):  # on a busy machine the blow may come when all is over
+        pid = cluster.pids()[name]
+        assert tokens(run(cluster.address, work, strike)) == expected
+        cluster.wait_replaced(name, pid)
+        if lost_requests(cluster) > before:
+            return
+    raise AssertionError("nothing ran on the lost worker")

@@ -19,7 +19,7 @@ from ..processes import wait_until
 from .driver import Job, ask, ask_all, collect, lost_requests
 from .http import Gateway
 from .streams import Job as StreamJob
-from .streams import begun, run, tokens
+from .streams import begun, check_a_kill, run, tokens
 from .vision_model import (
     DATA,
     IMAGE,
@@ -237,20 +237,7 @@ def undisturbed(pools):
     ("name", "after"), [("prefill-0", 1), pytest.param("decode-0", 8, marks=pytest.mark.long)]
 )
 def test_a_lost_worker_changes_no_token(pools, undisturbed, name, after):
-    before = lost_requests(pools)
-
-    async def strike(streams):
-        await begun(streams, after)
-        os.kill(pools.pids()[name], signal.SIGKILL)
-
-    for _ in range(3):  # on a busy machine the blow may come when all is over
-        pid = pools.pids()[name]
-        streams = run(pools.address, WORK, strike)
-        assert tokens(streams) == undisturbed
-        pools.wait_replaced(name, pid)
-        if lost_requests(pools) > before:
-            return
-    pytest.fail("nothing ran on the lost worker")
+    check_a_kill(pools, WORK, undisturbed, name, after)
 
 
 @pytest.mark.long

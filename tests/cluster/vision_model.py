@@ -14,6 +14,8 @@ from ..images.model_files import END, PAD, START, TEMPLATE
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "vision" / "qwen2_5_vl"
 IMAGE, IMAGE_START, IMAGE_END = 250, 252, 253
+MLLAMA = DATA.with_name("mllama")
+TILED_IMAGE = 256
 PREPROCESSOR = {
     **json.loads((DATA / "preprocessor_config.json").read_text()),
     "patch_size": 4,
@@ -26,11 +28,28 @@ PREPROCESSOR = {
 
 def vision_folder(folder: Path, data: Path = DATA) -> Path:
     """Make the model's folder: one token per printable letter, tokens for images."""
+    _write_model(folder, data, {IMAGE: PAD, IMAGE_START: START, IMAGE_END: END})
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    return folder
+
+
+def mllama_folder(folder: Path) -> Path:
+    """Make the folder of the model with cross-attention, likewise."""
+    _write_model(folder, MLLAMA, {TILED_IMAGE: "<|image|>"})
+    one = "<|vision_start|><|image_pad|><|vision_end|>"
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace(one, "<|image|>"))
+    shutil.copy(MLLAMA / "preprocessor_config.json", folder / "preprocessor_config.json")
+    return folder
+
+
+def _write_model(folder: Path, data: Path, images: dict[int, str]) -> None:
+    """Write the weights and a tokenizer with tokens for ``images``."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         shutil.copy(data / name, folder / name)
     letters = ["\n", *map(chr, range(32, 127))]
-    specials = {0: "<unk>", 1: "<s>", 2: "</s>", IMAGE: PAD, IMAGE_START: START, IMAGE_END: END}
+    specials = {0: "<unk>", 1: "<s>", 2: "</s>", **images}
     vocab = {one: at for at, one in enumerate(letters, 10)} | {t: at for at, t in specials.items()}
     tokenizer = {
         "version": "1.0",
@@ -55,9 +74,6 @@ def vision_folder(folder: Path, data: Path = DATA) -> Path:
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
-    return folder
 
 
 def picture(height: int, width: int, seed: int) -> np.ndarray:

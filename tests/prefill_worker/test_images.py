@@ -39,7 +39,8 @@ def seen(**fields):
     tokens = np.arange(12)
     tokens[3:7] = PAD
     wire = build_wire_context(tokens, CARD, SamplingParams(seed=1))
-    return with_images(wire, [image], np.array([[1, 4, 4]], np.int32), PAD)
+    grids = np.array([[1, 4, 4]], np.int32)
+    return with_images(wire, [image], {"image_grid_thw": grids}, PAD)
 
 
 def test_nothing_is_reserved_before_the_hashes_are_checked(bench):

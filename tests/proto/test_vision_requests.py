@@ -54,7 +54,7 @@ def request(*images, grids=None, length=40):
         [1, one.pixel_values.shape[0] // 14, one.pixel_values.shape[1] // 14] for one in images
     ]
     grids = np.array(found if grids is None else grids, np.int32)
-    return with_images(wire, images, grids, PAD)
+    return with_images(wire, images, {"image_grid_thw": grids}, PAD)
 
 
 def test_a_request_passes_all_checks_and_the_wire():

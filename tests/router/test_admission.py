@@ -72,7 +72,8 @@ def test_tokens_of_images_are_queued_until_the_first_token(bench, card):
     pixels = np.zeros((56, 56, 3), np.uint8)
     image = WireImage(3, 7, pixels, image_hash(pixels))
     text = build_wire_context(np.array([1, 1, 1, 9, 9, 9, 9, 1]), sees, SamplingParams())
-    context = with_images(text, [image], np.array([[1, 4, 4]], np.int32), 9)
+    grids = np.array([[1, 4, 4]], np.int32)
+    context = with_images(text, [image], {"image_grid_thw": grids}, 9)
     first, _ = (bench.submit(name, context=context) for name in "ab")
     bench.submit("c", prompt=600)
     admission = bench.core.admission

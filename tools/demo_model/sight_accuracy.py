@@ -43,7 +43,8 @@ class SeeingModel:
         """Return the request with a question about a picture."""
         parts = [{"type": "image"}, {"type": "text", "text": question}]
         tokens = self.tokenizer.encode_chat([{"role": "user", "content": parts}])
-        placed = place_images(tokens, [sight.pixels()], self._processor, self._placeholder)
+        card = self.engine.runner.card
+        placed = place_images(tokens, [sight.pixels()], self._processor, self._placeholder, card)
         (image,) = placed.images
         return TextAndVisionContext(
             max_length=len(placed.tokens) + NEW_TOKENS,
@@ -58,7 +59,7 @@ class SeeingModel:
                     pixel_values=image.pixel_values,
                 )
             ],
-            extra_model_args={"image_grid_thw": placed.grids},
+            extra_model_args=dict(placed.named),
         )
 
     def answers(self, asked: Sequence[tuple[Sight, str]]) -> list[str]:
