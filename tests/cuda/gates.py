@@ -105,9 +105,11 @@ GATES: dict[str, dict[str, Gate]] = {
     "sample.cu": {
         "sample_scan_f32": Gate(56, needs=(LOAD_16,)),
         "sample_scan_bf16": Gate(56, needs=(LOAD_8,)),
-        "sample_weigh_f32": Gate(64, needs=(LOAD_16, READ_16)),
-        "sample_weigh_bf16": Gate(64, needs=(LOAD_8, READ_16)),
-        "sample_(choose|report)_(f32|bf16)": Gate(128, forbids=ATOMICS),
+        # 64 up to sm_90, where four blocks of 256 threads fit; 80 from sm_100 on, where three do.
+        "sample_weigh_f32": Gate(80, needs=(LOAD_16, READ_16)),
+        "sample_weigh_bf16": Gate(80, needs=(LOAD_8, READ_16)),
+        # Two blocks of 320 threads fit a multiprocessor, so that 256 rows fit an H100 at once.
+        "sample_(choose|report)_(f32|bf16)": Gate(96, forbids=ATOMICS),
     },
     "prefill_attention.cu": {
         # The sums of 32 rows a warp take 128; two blocks of 128 threads leave 255 to each thread.

@@ -76,3 +76,24 @@ def test_raw_and_adjusted_maxima_do_not_share_memory_at_once(host_device: HostDe
             if is_seen:
                 stack.enter_context(pytest.raises(LaunchFailed, match="race"))
             Batch(planted, logits, [spec]).run()
+
+
+def test_the_last_lane_of_a_block_of_sums_counts(host_device: HostDevice):
+    """A block of 128 weights is summed by 8 lanes; a bug that loses one shifts most draws."""
+    planted = host_device.with_defines("BATON_PLANT_SAMPLE_LANE")
+    logits = np.random.default_rng(8).standard_normal((8, VOCAB)).astype(np.float32)
+    for filters in ({}, {"top_p": 0.9}, {"min_p": 0.05}):
+        specs = [spec_of(position=i, **filters) for i in range(len(logits))]
+        assert right(host_device, logits, specs)
+        assert not right(planted, logits, specs)
+
+
+def test_sums_of_blocks_are_read_after_a_barrier(host_device: HostDevice):
+    """The watch on races sees it, in any order of the threads."""
+    planted = host_device.with_defines("BATON_PLANT_SAMPLE_SUM_BARRIER")
+    logits = np.random.default_rng(9).standard_normal((6, VOCAB)).astype(np.float32)
+    specs = [spec_of(position=i, min_p=0.01) for i in range(len(logits))]
+    with host_device.watching_races():
+        Batch(host_device, logits, specs).run()
+    with planted.watching_races(), pytest.raises(LaunchFailed, match="race"):
+        Batch(planted, logits, specs).run()

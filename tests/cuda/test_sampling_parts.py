@@ -19,8 +19,8 @@ from .host_device import HostDevice
 def probe(host_device, build_cache: Path):
     device = HostDevice(build_cache, folder=HERE)
 
-    def run(name, *args):
-        device.launch(Kernel("sample_probe.cu", name), (1,), (32,), args)
+    def run(name, *args, threads=32):
+        device.launch(Kernel("sample_probe.cu", name), (1,), (threads,), args)
 
     run.device = device
     return run
@@ -99,3 +99,16 @@ def test_running_sums_round_like_one_chain(probe, rng, n, spread):
         found[found == n] = np.flatnonzero(values)[-1]
         np.testing.assert_array_equal(at, found)
         np.testing.assert_array_equal(until, np.concatenate([[0.0], sums])[found])
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 127, 128, 129, 500, 1920])
+@pytest.mark.parametrize("spread", [0, 3, 30])
+def test_sums_by_lanes_round_like_one_chain(probe, rng, n, spread):
+    """Weights over 43 powers of two: sums that are exact and sums in which each addition rounds."""
+    scores = -np.abs(spread * rng.standard_normal(n)).astype(np.float32)
+    weights = reference_sampling.weights(scores)
+    weights[rng.random(n) < 0.1] = 0
+    sums = probe.device.empty((-(-n // 128),), np.float64)
+    probe("block_sums", probe.device.upload(weights), np.int32(n), sums, threads=320)
+    expected = [np.cumsum(weights[i : i + 128], dtype=np.float64)[-1] for i in range(0, n, 128)]
+    np.testing.assert_array_equal(sums, expected)

@@ -11,7 +11,13 @@
 #include "sample_select.cuh"
 
 constexpr int kPassThreads = 256, kPassRuns = kChunk / (kPassThreads * 4);
-constexpr int kPaddedSumBlock = kSumBlock + 4;  // so that 16-byte reads of 8 lanes use different banks
+// Blocks of the second pass per multiprocessor. From sm_100 on, NVRTC does not fit four into registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kWeighBlocks = 3;
+#else
+constexpr int kWeighBlocks = 4;
+#endif
+constexpr int kPaddedEntries = kLaneEntries + 4;  // so that 16-byte reads of 8 lanes use different banks
 constexpr int kMostLogprobs = 20;
 enum Error { kNone, kNoToken, kNotFinite, kBadRow };
 
@@ -74,10 +80,11 @@ template <class T> __device__ __forceinline__ void scan_chunk(const T* logits, B
 
 // ---------------------------------------------------------------- second pass
 
-// Sums of the chunk's blocks of 128 weights, each from left to right.
+// Sums of the chunk's blocks of 128 weights: a thread has 16 neighbouring entries, 8 lanes have a block.
 template <class T>
-__device__ __forceinline__ void sum_blocks(const RowLogits<T>& in, float4* x, float best, double* sums,
-                                           float* shared) {
+__device__ __forceinline__ void sum_chunk(const RowLogits<T>& in, float4* x, float best, double* sums,
+                                          float* shared) {
+    static_assert(kPassThreads * kLaneEntries == kChunk, "each thread sums one lane's entries");
     const Temperature temperature(in.row->temperature);
     if (!in.plain()) {
 #pragma unroll
@@ -92,20 +99,22 @@ __device__ __forceinline__ void sum_blocks(const RowLogits<T>& in, float4* x, fl
         w.y = exp_weight(temperature.divide(__fsub_rn(w.y, best)));
         w.z = exp_weight(temperature.divide(__fsub_rn(w.z, best)));
         w.w = exp_weight(temperature.divide(__fsub_rn(w.w, best)));
-        *reinterpret_cast<float4*>(shared + at / kSumBlock * kPaddedSumBlock + at % kSumBlock) = w;
+        *reinterpret_cast<float4*>(shared + at / kLaneEntries * kPaddedEntries + at % kLaneEntries) = w;
     }
     __syncthreads();
-    if (threadIdx.x < kChunkSums) {
-        const float4* block = reinterpret_cast<const float4*>(shared + threadIdx.x * kPaddedSumBlock);
-        double sum = 0.0;
-#pragma unroll 8
-        for (int i = 0; i < kSumBlock / 4; i++) {
-            const float4 w = block[i];
-            sum += static_cast<double>(w.x), sum += static_cast<double>(w.y);
-            sum += static_cast<double>(w.z), sum += static_cast<double>(w.w);
-        }
-        sums[blockIdx.x * kChunkSums + threadIdx.x] = sum;
+    double own[kLaneEntries];
+#pragma unroll
+    for (int i = 0; i < kLaneEntries; i += 4) {
+        const float4 w = *reinterpret_cast<const float4*>(shared + threadIdx.x * kPaddedEntries + i);
+        own[i] = w.x, own[i + 1] = w.y, own[i + 2] = w.z, own[i + 3] = w.w;
     }
+    const double sum = block_sum([&](double x) {
+#pragma unroll
+        for (int i = 0; i < kLaneEntries; i++) x += own[i];
+        return x;
+    });
+    if (threadIdx.x % kSumLanes == kSumLanes - 1)
+        sums[blockIdx.x * kChunkSums + threadIdx.x / kSumLanes] = sum;
 }
 
 // Sum of exp(logit - highest) over the chunk, for log-probabilities.
@@ -130,7 +139,7 @@ __device__ __forceinline__ void sum_raw(const float4* x, float highest, double* 
 }
 
 template <class T> __device__ __forceinline__ void weigh_chunk(const T* logits, BATCH) {
-    __shared__ __align__(16) float shared[kChunkSums * kPaddedSumBlock];
+    __shared__ __align__(16) float shared[kPassThreads * kPaddedEntries];
     const int row = blockIdx.y, chunks = gridDim.x;
     const RowLogits<T> in(logits, OF_BATCH, row);
     const bool draws = sums_all(*in.row, vocab), reports = in.row->logprobs > 0;
@@ -147,7 +156,7 @@ template <class T> __device__ __forceinline__ void weigh_chunk(const T* logits, 
         const float highest = in.plain() ? best : row_maximum(raw, chunks);
         if (is_finite(highest)) sum_raw(x, highest, out + chunks * kChunkSums + blockIdx.x, shared);
     }
-    if (draws && is_finite(best)) sum_blocks(in, x, best, out, shared);
+    if (draws && is_finite(best)) sum_chunk(in, x, best, out, shared);
 }
 
 // ---------------------------------------------------------------- choice
@@ -195,9 +204,9 @@ __device__ inline void load_sums(Choice& s, const double* sums, int blocks) {
 
 // No filter: the block of 128 that holds the share, then the entry.
 template <class E>
-__device__ inline int draw_from_all(const E& e, Choice& s, int blocks, double u) {
+__device__ inline int draw_from_all(const E& e, Choice& s, int blocks) {
     if (warp_id() == 0) {
-        find_block(s, s.ends, blocks, u);
+        find_block(s, s.ends, blocks, *e.in.row);
         __syncwarp();
         const int from = s.found * kSumBlock;
         const float4 x = e.in.adjusted(from + lane_id() * 4);
@@ -213,10 +222,10 @@ __device__ inline int draw_from_all(const E& e, Choice& s, int blocks, double u)
     return s.found;
 }
 
-__device__ inline int draw_from_list(Choice& s, int listed, double u) {
+__device__ inline int draw_from_list(const SampleRow& row, Choice& s, int listed) {
     const int blocks = sum_list(s, listed);
     if (warp_id() == 0) {
-        find_block(s, s.sums, blocks, u);
+        find_block(s, s.sums, blocks, row);
         __syncwarp();
         const int from = s.found * kSumBlock;
         const float* weights = reinterpret_cast<const float*>(s.list.keys) + from;
@@ -229,10 +238,9 @@ __device__ inline int draw_from_list(Choice& s, int listed, double u) {
 
 // The kept entries do not fit the list: sum their blocks of 128 in a pass, then draw in one block.
 template <class E>
-__device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Keep& keep, double* sums,
-                                     double u) {
+__device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Keep& keep, double* sums) {
     int carried = 0, blocks = 0, kept_in_all = 0;
-    for (int base = 0; base < chosen; base += kThreads / 16) {
+    for (int base = 0; base < chosen; base += kRunGroups) {
         float weights[4];
         unsigned kept = 0;
         e.visit4(s, base + static_cast<int>(threadIdx.x / 16), chosen,
@@ -247,26 +255,20 @@ __device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Ke
             if (kept >> j & 1u) s.kept[at++] = weights[j];
         __syncthreads();
         const int here = carried + static_cast<int>(total), full = here / kSumBlock;
-        const bool last = base + kThreads / 16 >= chosen;
-        const int summed = last ? (here + kSumBlock - 1) / kSumBlock : full;
-        if (static_cast<int>(threadIdx.x) < summed) {
-            const int from = static_cast<int>(threadIdx.x) * kSumBlock;
-            double sum = 0.0;
-            for (int i = from; i < min(here, from + kSumBlock); i++) sum += static_cast<double>(s.kept[i]);
-            sums[blocks + threadIdx.x] = sum;
-        }
+        const bool last = base + kRunGroups >= chosen;
+        const int summed = last ? here : full * kSumBlock;
         carried = here - full * kSumBlock;
         float moved = 0.0f;
         if (static_cast<int>(threadIdx.x) < carried) moved = s.kept[full * kSumBlock + threadIdx.x];
-        __syncthreads();
+        sum_blocks(s.kept, summed, sums + blocks);  // with a barrier
 #ifndef BATON_PLANT_SAMPLE_CARRIED
         if (static_cast<int>(threadIdx.x) < carried) s.kept[threadIdx.x] = moved;
 #endif
-        blocks += summed, kept_in_all += static_cast<int>(total);
+        blocks += (summed + kSumBlock - 1) / kSumBlock, kept_in_all += static_cast<int>(total);
     }
     __syncthreads();
     load_sums(s, sums, blocks);
-    if (warp_id() == 0) find_block(s, s.ends, blocks, u);
+    if (warp_id() == 0) find_block(s, s.ends, blocks, *e.in.row);
     __syncthreads();
     const int from = s.found * kSumBlock;
     __syncthreads();
@@ -284,7 +286,7 @@ __device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Ke
 __device__ inline double nucleus_sum(Choice& s, const double* sums, int blocks, double top_p) {
     load_sums(s, sums, blocks);
     if (warp_id() == 0) {
-        const double total = chain_total(s.ends, blocks);
+        const double total = RunningSums<double>(s.ends, blocks).total();
         if (lane_id() == 0) s.total = total;
     }
     __syncthreads();
@@ -308,8 +310,7 @@ __device__ inline int filter_list(const SampleRow& row, Choice& s, int listed) {
 
 // Top-k, top-p, min-p. Reads again only groups that may hold a kept entry.
 template <class E>
-__device__ inline int draw_filtered(const E& e, Choice& s, const float* maxima, int groups, double* sums,
-                                    double u) {
+__device__ inline int draw_filtered(const E& e, Choice& s, const float* maxima, int groups, double* sums) {
     const SampleRow& row = *e.in.row;
     const unsigned min_p = max(__float_as_uint(row.min_p), 1u);  // weight 0 is never drawn
     Goal goal = {e.by_score, row.top_k, 0.0};
@@ -332,14 +333,26 @@ __device__ inline int draw_filtered(const E& e, Choice& s, const float* maxima, 
     if (cuts) found = select(e, s, chosen, low, goal, e.by_score ? kInfinity : kWeightOfBest);
     if (!e.by_score) found.keep.at_least(max(min_p, low));
     int listed = list_kept(e, s, chosen, low, found);
-    if (listed > kListed) return draw_from_many(e, s, chosen, found.keep, sums, u);
+    if (listed > kListed) return draw_from_many(e, s, chosen, found.keep, sums);
     if (e.by_score) {
         for (int i = static_cast<int>(threadIdx.x); i < listed; i += kThreads)
             s.list.keys[i] = weight_of_score(s.list.keys[i]);
         __syncthreads();
         listed = filter_list(row, s, listed);
     }
-    return draw_from_list(s, listed, u);
+    return draw_from_list(row, s, listed);
+}
+
+template <class T>
+__device__ __forceinline__ int token_of_row(const RowLogits<T>& in, float best, Choice& s,
+                                            const float* maxima, int groups, double* sums) {
+    const SampleRow& row = *in.row;
+    const Entries<T, false> e = {in, best, Temperature(row.temperature), keeps_top_k(row, in.vocab)};
+    if (is_greedy(row)) return greedy_token(e, s, maxima, groups);
+    if (!sums_all(row, in.vocab) || row.top_p < 1.0) return draw_filtered(e, s, maxima, groups, sums);
+    const int blocks = (in.vocab + kSumBlock - 1) / kSumBlock;
+    load_sums(s, sums, blocks);
+    return draw_from_all(e, s, blocks);
 }
 
 template <class T>
@@ -350,34 +363,16 @@ __device__ __forceinline__ void choose_token(const T* logits, BATCH, int chunks,
     const RowLogits<T> in(logits, OF_BATCH, at);
     const SampleRow& row = *in.row;
     const float* own = maxima_of(maxima, at, chunks, false);
-    double* own_sums = sums_of(sums, at, chunks);
     const float best = row_maximum(own + groups, chunks);
     const int error = !in.valid()                ? kBadRow
                       : is_finite(best)          ? kNone
                       : best == minus_infinity() ? kNoToken
                                                  : kNotFinite;
-    if (error) {
-        // Token 0 is a valid id, so that a step already queued stays inside its tables.
-        if (threadIdx.x == 0) tokens[at] = 0, errors[at] = error;
-        return;
-    }
-    const Entries<T, false> e = {in, best, Temperature(row.temperature), keeps_top_k(row, vocab)};
-    int token;
-    if (is_greedy(row)) {
-        token = greedy_token(e, s, own, groups);
-    } else {
-        const double u = uniform(row.seed, row.position);
-        if (sums_all(row, vocab) && !(row.top_p < 1.0)) {
-            const int blocks = (vocab + kSumBlock - 1) / kSumBlock;
-            load_sums(s, own_sums, blocks);
-            token = draw_from_all(e, s, blocks, u);
-        } else {
-            token = draw_filtered(e, s, own, groups, own_sums, u);
-        }
-    }
+    // Token 0 is a valid id, so that a step already queued stays inside its tables.
+    const int token = error ? 0 : token_of_row(in, best, s, own, groups, sums_of(sums, at, chunks));
     if (threadIdx.x != 0) return;
-    tokens[at] = token, errors[at] = kNone;
-    if (!record || row.history < 0) return;
+    tokens[at] = token, errors[at] = error;
+    if (error || !record || row.history < 0) return;
     seen[row.history * static_cast<long long>((vocab + 31) / 32) + token / 32] |= 1u << token % 32;
     counts[row.history * static_cast<long long>(vocab) + token]++;
 }
@@ -430,17 +425,17 @@ __device__ __forceinline__ void report_row(const T* logits, BATCH, int chunks, c
         sample_scan_##name(const T* __restrict__ logits, BATCH) {                                 \
         scan_chunk<T>(logits, OF_BATCH, maxima, sums);             \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(kPassThreads)                                     \
+    extern "C" __global__ void __launch_bounds__(kPassThreads, kWeighBlocks)                       \
         sample_weigh_##name(const T* __restrict__ logits, BATCH) {                                \
         weigh_chunk<T>(logits, OF_BATCH, maxima, sums);            \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                      \
+    extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                                \
         sample_choose_##name(const T* __restrict__ logits, BATCH, int chunks, int record,         \
                              int* tokens, int* errors) {                                           \
         choose_token<T>(logits, OF_BATCH, maxima, sums, chunks,    \
                         record, tokens, errors);                                                   \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                      \
+    extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                                \
         sample_report_##name(const T* __restrict__ logits, BATCH, int chunks, const int* tokens,  \
                              const int* errors, float* logprobs, int* top_ids,                     \
                              float* top_logprobs) {                                                \

@@ -11,7 +11,7 @@ constexpr int kSumBlock = 128; // entries of a running sum's block (docs/samplin
 constexpr int kChunk = 4096;   // entries of a thread block in the passes over the vocabulary
 constexpr int kChunkGroups = kChunk / kGroup, kChunkSums = kChunk / kSumBlock;
 constexpr int kMaxGroups = 4096;
-constexpr int kMaxChunks = kMaxGroups / kChunkGroups;
+constexpr int kMaxChunks = kMaxGroups / kChunkGroups, kMaxSums = kMaxChunks * kChunkSums;
 constexpr unsigned kAll = 0xffffffffu;
 constexpr unsigned kWeightOfBest = 0x3f800000u;  // 1
 constexpr unsigned kInfinity = 0x7f800000u;

@@ -7,10 +7,15 @@
 #pragma once
 #include "sample_row.cuh"
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kListed = 2048;
-constexpr int kTileGroups = 128, kTileRuns = 4;  // a run is 32 groups: 4 entries of each thread
-constexpr int kThresholds = 4;                   // of one pass over entries that do not fit the list
+// 320 threads leave 96 registers to each in two blocks per multiprocessor; 384 would leave 80, too few.
+constexpr int kThreads = 320, kWarps = kThreads / 32, kBlocks = 2;
+constexpr int kListRuns = 6, kListed = kListRuns * kThreads;
+constexpr int kTileRuns = 2, kRunGroups = kThreads / 16;  // a run is 4 entries of each thread
+// Counts of a run over all threads, packed into one word: up to kThreads of a list, 4 times as many of a tile.
+constexpr int kListBits = 64 / kListRuns, kTileBits = 64 / kTileRuns;
+static_assert(kListed % kSumBlock == 0 && kThreads >> kListBits == 0, "lists are cut into blocks of sums");
+constexpr int kSumLanes = 8, kLaneEntries = kSumBlock / kSumLanes;  // a block's sum, by 8 lanes
+constexpr int kThresholds = 3;                   // of one pass over entries that do not fit the list
 constexpr unsigned kLeastBound = 0x2b800000u;    // 2^-40
 
 struct Choice {  // shared memory
@@ -21,11 +26,11 @@ struct Choice {  // shared memory
             int ids[kListed];
             unsigned keys[kListed];
         } list;
-        double ends[kListed];
+        double ends[kMaxSums];
         float kept[2 * kListed];
     };
     unsigned long long totals[kWarps];
-    double sums[kWarps], wide_sums[kThresholds][kWarps];
+    double sums[kListed / kSumBlock], wide_sums[kThresholds][kWarps];
     int counts[kWarps], wide_counts[kThresholds][kWarps];
     float tile[kSumBlock];
     double before, threshold, total;
@@ -41,7 +46,7 @@ __device__ __forceinline__ double warp_sum_double(double v) {
     return v;
 }
 
-// Sum of v over the threads before this one; `total` over all. v packs four fields of 16 bits.
+// Sum of v over the threads before this one; `total` over all. v may pack several.
 __device__ __forceinline__ unsigned long long scan(unsigned long long v, unsigned long long& total,
                                                    Choice& s) {
     unsigned long long inclusive = v;
@@ -56,6 +61,7 @@ __device__ __forceinline__ unsigned long long scan(unsigned long long v, unsigne
 #endif
     unsigned long long before = inclusive - v;
     total = 0;
+#pragma unroll 4  // more would take the registers of a second block per multiprocessor
     for (int w = 0; w < kWarps; w++) {
         if (w < warp_id()) before += s.totals[w];
         total += s.totals[w];
@@ -63,8 +69,8 @@ __device__ __forceinline__ unsigned long long scan(unsigned long long v, unsigne
     __syncthreads();
     return before;
 }
-__device__ __forceinline__ int field(unsigned long long packed, int i) {
-    return static_cast<int>(packed >> (16 * i) & 0xffffu);
+template <int kBits> __device__ __forceinline__ int field(unsigned long long packed, int i) {
+    return static_cast<int>(packed >> (kBits * i) & ((1ull << kBits) - 1));
 }
 
 // ---------------------------------------------------------------- entries
@@ -172,7 +178,7 @@ __device__ __forceinline__ unsigned with_slack(unsigned weight) {
 }
 
 // A weight at which the groups' maxima alone meet the goal, close below the largest such weight; 0 if
-// there is none above 2^-40. Each warp tries one of 16 thresholds.
+// there is none above 2^-40. Each warp tries one threshold.
 __device__ inline unsigned bound_by_maxima(Choice& s, int groups, const Goal& goal) {
     unsigned low = kLeastBound, high = kWeightOfBest + 1;
     for (int round = 0; round < 3; round++) {
@@ -190,6 +196,7 @@ __device__ inline unsigned bound_by_maxima(Choice& s, int groups, const Goal& go
         if (lane_id() == 0) s.counts[warp_id()] = n, s.sums[warp_id()] = sum;
         __syncthreads();
         int met = -1, count = 0;
+#pragma unroll 4
         for (int w = 0; w < kWarps; w++)  // the margin covers the rounding of float sums
             if (goal.met(s.counts[w], s.sums[w] * 0.9999)) met = w, count = s.counts[w];
         __syncthreads();
@@ -222,23 +229,23 @@ template <class E>
 __device__ inline int collect(const E& e, Choice& s, int chosen, const Window& window, int first,
                               int stop) {
     int rank = 0;
-    for (int tile = 0; tile < chosen && rank < stop; tile += kTileGroups) {
+    for (int tile = 0; tile < chosen && rank < stop; tile += kTileRuns * kRunGroups) {
         unsigned keys[kTileRuns * 4], kept = 0;
         unsigned long long counts = 0, total;
 #pragma unroll
         for (int run = 0; run < kTileRuns; run++) {
-            const int at = tile + run * 32 + static_cast<int>(threadIdx.x / 16);
+            const int at = tile + run * kRunGroups + static_cast<int>(threadIdx.x / 16);
             e.visit4(s, at, chosen, [&](unsigned weight, unsigned key, int id, int j) {
                 keys[run * 4 + j] = key;
                 if (window(weight, key, id)) kept |= 1u << (run * 4 + j);
             });
-            counts |= static_cast<unsigned long long>(__popc(kept >> (run * 4))) << (16 * run);
+            counts |= static_cast<unsigned long long>(__popc(kept >> (run * 4))) << (kTileBits * run);
         }
         const unsigned long long before = scan(counts, total, s);
 #pragma unroll
         for (int run = 0; run < kTileRuns; run++) {
-            const int group = tile + run * 32 + static_cast<int>(threadIdx.x / 16);
-            int at = rank + field(before, run) - first;
+            const int group = tile + run * kRunGroups + static_cast<int>(threadIdx.x / 16);
+            int at = rank + field<kTileBits>(before, run) - first;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 if (!(kept >> (run * 4 + j) & 1u)) continue;
@@ -248,7 +255,7 @@ __device__ inline int collect(const E& e, Choice& s, int chosen, const Window& w
                 }
                 at++;
             }
-            rank += field(total, run);
+            rank += field<kTileBits>(total, run);
         }
     }
     __syncthreads();
@@ -257,25 +264,25 @@ __device__ inline int collect(const E& e, Choice& s, int chosen, const Window& w
 
 // Removes list entries that are not kept; returns the number left.
 __device__ inline int filter(Choice& s, int listed, const Keep& keep) {
-    int ids[kListed / kThreads];
-    unsigned keys[kListed / kThreads], kept = 0;
+    int ids[kListRuns];
+    unsigned keys[kListRuns], kept = 0;
     unsigned long long counts = 0, total;
 #pragma unroll
-    for (int run = 0; run < kListed / kThreads; run++) {
+    for (int run = 0; run < kListRuns; run++) {
         const int i = run * kThreads + static_cast<int>(threadIdx.x);
         if (i >= listed) continue;
         ids[run] = s.list.ids[i], keys[run] = s.list.keys[i];
         if (!keep(keys[run], ids[run])) continue;
         kept |= 1u << run;
-        counts |= 1ull << (16 * run);
+        counts |= 1ull << (kListBits * run);
     }
     const unsigned long long before = scan(counts, total, s);  // also waits until all have read
     int start = 0;
 #pragma unroll
-    for (int run = 0; run < kListed / kThreads; run++) {
-        const int at = start + field(before, run);
+    for (int run = 0; run < kListRuns; run++) {
+        const int at = start + field<kListBits>(before, run);
         if (kept >> run & 1u) s.list.ids[at] = ids[run], s.list.keys[at] = keys[run];
-        start += field(total, run);
+        start += field<kListBits>(total, run);
     }
     __syncthreads();
     return start;
@@ -327,7 +334,7 @@ __device__ inline int id_in_turn(Choice& s, int listed, unsigned low, unsigned h
     return id;
 }
 
-// Cuts the listed entries in the bracket b. Each warp tries one of 16 thresholds per round.
+// Cuts the listed entries in the bracket b. Each warp tries one threshold per round.
 // The order of the sums is fixed but differs from the documented one. It can change the cut only if
 // a running sum is as near to the goal as rounding, about 1e-13 of it.
 __device__ inline Keep cut_list(Choice& s, int listed, const Goal& goal, Bracket b, unsigned soft) {
@@ -348,6 +355,7 @@ __device__ inline Keep cut_list(Choice& s, int listed, const Goal& goal, Bracket
         if (lane_id() == 0) s.counts[warp_id()] = above + n, s.sums[warp_id()] = sum_above + sum;
         __syncthreads();
         const Bracket old = b;
+#pragma unroll 2
         for (int w = 0; w < kWarps; w++)
             if (!b.learn(old.at(top, w, kWarps + 1), goal, s.counts[w], s.sums[w])) break;
         __syncthreads();
@@ -370,7 +378,7 @@ __device__ inline void tally(const E& e, Choice& s, int chosen, unsigned low,
     double sums[kThresholds];
 #pragma unroll
     for (int t = 0; t < kThresholds; t++) n[t] = 0, sums[t] = 0.0;
-    for (int at = static_cast<int>(threadIdx.x / 16); at < chosen; at += kThreads / 16)
+    for (int at = static_cast<int>(threadIdx.x / 16); at < chosen; at += kRunGroups)
         e.visit4(s, at, chosen, [&](unsigned weight, unsigned key, int, int) {
             if (weight < low) return;
 #pragma unroll
@@ -389,6 +397,7 @@ __device__ inline void tally(const E& e, Choice& s, int chosen, unsigned low,
     if (threadIdx.x < kThresholds) {
         int count = 0;
         double sum = 0.0;
+#pragma unroll 4
         for (int w = 0; w < kWarps; w++)
             count += s.wide_counts[threadIdx.x][w], sum += s.wide_sums[threadIdx.x][w];
         s.counts[threadIdx.x] = count, s.sums[threadIdx.x] = sum;
@@ -442,81 +451,116 @@ __device__ inline int list_kept(const E& e, Choice& s, int chosen, unsigned low,
 
 // ---------------------------------------------------------------- running sums
 
-// Start value of this lane's part of the chain of additions values[0] + values[1] + ..., rounded as the
-// chain itself rounds; `end` is the end value. Whole warps only; lane l owns [from, to).
-// Each lane runs its part from a guess. If every part starts where the previous one ended, the result
-// is the chain. Rounding rarely depends on the start of a part, so shifting the starts by their
-// errors corrects nearly all at once; each round certainly corrects one lane.
-template <class Value>
-__device__ inline double chain_start(const Value* values, int from, int to, double& end) {
-    double start = 0.0;
-    for (int i = from; i < to; i++) start += static_cast<double>(values[i]);
-    const double own = start;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes <<= 1) {
-        const double other = __shfl_up_sync(kAll, start, lanes);
-        if (lane_id() >= lanes) start += other;
-    }
-    start -= own;
-    if (lane_id() == 0) start = 0.0;
-    for (int round = 0; round < 33; round++) {
-        end = start;
-        for (int i = from; i < to; i++) end += static_cast<double>(values[i]);
-        double due = __shfl_up_sync(kAll, end, 1);
-        if (lane_id() == 0) due = 0.0;
-        const unsigned wrong = __ballot_sync(kAll, due != start);
-        if (!wrong) break;
-        double shift = due - start;
-#pragma unroll
-        for (int lanes = 1; lanes < 32; lanes <<= 1) {
-            const double other = __shfl_up_sync(kAll, shift, lanes);
-            if (lane_id() >= lanes) shift += other;
-        }
-        start = lane_id() == __ffs(static_cast<int>(wrong)) - 1 ? due : start + shift;
-    }
-    return start;
-}
-
-// First index i < n at which before + (values[0] + ... + values[i]) exceeds the threshold (or reaches
-// it); if there is none, the last index with a value above 0. `until`: the chain before that index.
+// Where a part of the chain of additions 0 + v0 + v1 + ... starts and ends; lane l of kLanes
+// neighbouring lanes has the l-th part. chain(x) adds the lane's own values to x, one after the other.
+// Each lane runs its part from a guess. If every part starts where the previous one ended, all values
+// are those of the chain, to the last bit. Rounding rarely depends on the start of a part, so shifting
+// the starts by their errors corrects nearly all at once; each round certainly corrects one lane.
 // Whole warps only.
-template <class Value>
-__device__ inline int first_beyond(const Value* values, int n, double before, double threshold, bool reach,
-                                   double& until) {
-    const int each = (n + 31) / 32, from = min(n, lane_id() * each), to = min(n, from + each);
-    double end, sum = chain_start(values, from, to, end);
-    int found = 0x7fffffff, last = -1;
-    double found_until = 0.0, last_until = 0.0;
-    for (int i = from; i < to; i++) {
-        const double x = static_cast<double>(values[i]), next = sum + x, running = before + next;
-        if (x > 0.0) last = i, last_until = sum;
-        if (found == 0x7fffffff && (reach ? running >= threshold : running > threshold))
-            found = i, found_until = sum;
-        sum = next;
+struct Part {
+    double start, end;
+};
+template <int kLanes> __device__ __forceinline__ double sum_up_to(double v) {
+#pragma unroll
+    for (int lanes = 1; lanes < kLanes; lanes <<= 1) {
+        const double other = __shfl_up_sync(kAll, v, lanes);
+        if (lane_id() % kLanes >= lanes) v += other;
     }
-    const int first = __reduce_min_sync(kAll, found), positive = __reduce_max_sync(kAll, last);
-    if (first == 0x7fffffff) {
-        until = positive < 0 ? 0.0 : __shfl_sync(kAll, last_until, positive / each);
-        return max(positive, 0);
+    return v;
+}
+template <int kLanes, class Chain> __device__ __forceinline__ Part chain_part(Chain chain) {
+    const int lane = lane_id() % kLanes, first = lane_id() - lane;
+    const double own = chain(0.0);
+    Part part;
+    part.start = sum_up_to<kLanes>(own) - own;  // of lane 0: exactly 0
+#pragma unroll 1
+    for (int round = 0; round <= kLanes; round++) {
+        part.end = chain(part.start);
+        double due = __shfl_up_sync(kAll, part.end, 1);
+        if (lane == 0) due = 0.0;
+        const unsigned wrong = __ballot_sync(kAll, due != part.start);
+        if (!wrong) break;
+        const double shift = sum_up_to<kLanes>(due - part.start);
+        const unsigned mine = wrong >> first & (kAll >> (32 - kLanes));
+        part.start = lane == __ffs(static_cast<int>(mine)) - 1 ? due : part.start + shift;
     }
-    until = __shfl_sync(kAll, found_until, first / each);
-    return first;
+    return part;
 }
 
-template <class Value> __device__ inline double chain_total(const Value* values, int n) {
-    const int each = (n + 31) / 32, from = min(n, lane_id() * each), to = min(n, from + each);
-    double end;
-    chain_start(values, from, to, end);
-    return __shfl_sync(kAll, end, 31);
+// The sum of a block of 128 weights by kSumLanes lanes, in the last of them; add(x) adds the lane's 16
+// entries to x. Whole warps only.
+template <class Chain> __device__ __forceinline__ double block_sum(Chain add) {
+    const Part part = chain_part<kSumLanes>(add);
+#ifdef BATON_PLANT_SAMPLE_LANE
+    return part.start;
+#else
+    return part.end;
+#endif
 }
 
-// Finds which of n block sums contains the share `u` of their total: s.found, with s.before (the sums
+// Sums of the blocks of 128 of weights[0 .. n-1], in shared memory, to `sums`. All wait for them.
+__device__ inline void sum_blocks(const float* weights, int n, double* sums) {
+    const int from = static_cast<int>(threadIdx.x) * kLaneEntries, to = min(n, from + kLaneEntries);
+    if (warp_id() * 32 * kLaneEntries < n) {
+        const double sum = block_sum([&](double x) {
+#pragma unroll 4
+            for (int i = from; i < to; i++) x += static_cast<double>(weights[i]);
+            return x;
+        });
+        const int block = static_cast<int>(threadIdx.x) / kSumLanes;
+        if (lane_id() % kSumLanes == kSumLanes - 1 && block * kSumBlock < n) sums[block] = sum;
+    }
+#ifndef BATON_PLANT_SAMPLE_SUM_BARRIER
+    __syncthreads();
+#endif
+}
+
+// A warp's running sums of values[0 .. n-1], from left to right; each lane has a part.
+template <class Value> struct RunningSums {
+    const Value* values;
+    int each, from, to;
+    Part part;
+
+    __device__ __forceinline__ RunningSums(const Value* values_, int n) : values(values_) {
+        each = (n + 31) / 32 | 1;  // odd: neighbouring lanes read different banks
+        from = min(n, lane_id() * each), to = min(n, from + each);
+        part = chain_part<32>([&](double sum) {
+            for (int i = from; i < to; i++) sum += static_cast<double>(values[i]);
+            return sum;
+        });
+    }
+    __device__ __forceinline__ double total() const { return __shfl_sync(kAll, part.end, 31); }
+
+    // First index at which before + (values[0] + ... + values[i]) exceeds the threshold (or reaches it);
+    // if there is none, the last index with a value above 0. `until`: the chain before that index.
+    __device__ inline int first_beyond(double before, double threshold, bool reach, double& until) const {
+        double sum = part.start, found_until = 0.0, last_until = 0.0;
+        int found = 0x7fffffff, last = -1;
+        for (int i = from; i < to; i++) {
+            const double x = static_cast<double>(values[i]), next = sum + x, running = before + next;
+            if (x > 0.0) last = i, last_until = sum;
+            if (found == 0x7fffffff && (reach ? running >= threshold : running > threshold))
+                found = i, found_until = sum;
+            sum = next;
+        }
+        const int first = __reduce_min_sync(kAll, found), positive = __reduce_max_sync(kAll, last);
+        if (first == 0x7fffffff) {
+            until = positive < 0 ? 0.0 : __shfl_sync(kAll, last_until, positive / each);
+            return max(positive, 0);
+        }
+        until = __shfl_sync(kAll, found_until, first / each);
+        return first;
+    }
+};
+
+// Finds which of n block sums contains the row's share of their total: s.found, with s.before (the sums
 // before it), s.threshold and s.reach. Warp 0 only.
-__device__ inline void find_block(Choice& s, const double* sums, int n, double u) {
-    const double total = chain_total(sums, n), threshold = u * total;
+__device__ inline void find_block(Choice& s, const double* sums, int n, const SampleRow& row) {
+    const RunningSums<double> running(sums, n);
+    const double total = running.total(), threshold = uniform(row.seed, row.position) * total;
     const bool reach = threshold >= total;  // rounding can lift the product to the total
     double until;
-    const int block = first_beyond(sums, n, 0.0, threshold, reach, until);
+    const int block = running.first_beyond(0.0, threshold, reach, until);
     if (lane_id() == 0)
         s.found = block, s.before = until, s.threshold = threshold, s.reach = reach;
 }
@@ -524,21 +568,14 @@ __device__ inline void find_block(Choice& s, const double* sums, int n, double u
 // Finds which of the n weights of that block contains it. Warp 0 only.
 __device__ inline int find_in_block(Choice& s, const float* weights, int n) {
     double until;
-    const int at = first_beyond(weights, n, s.before, s.threshold, s.reach != 0, until);
+    const RunningSums<float> running(weights, n);
+    const int at = running.first_beyond(s.before, s.threshold, s.reach != 0, until);
     __syncwarp();
     return at;
 }
 
 // Sums the blocks of 128 listed weights into s.sums; returns the number of blocks.
 __device__ inline int sum_list(Choice& s, int listed) {
-    const int blocks = (listed + kSumBlock - 1) / kSumBlock;
-    if (static_cast<int>(threadIdx.x) < blocks) {
-        double sum = 0.0;
-        const int from = static_cast<int>(threadIdx.x) * kSumBlock;
-        for (int i = from; i < min(listed, from + kSumBlock); i++)
-            sum += static_cast<double>(__uint_as_float(s.list.keys[i]));
-        s.sums[threadIdx.x] = sum;
-    }
-    __syncthreads();
-    return blocks;
+    sum_blocks(reinterpret_cast<const float*>(s.list.keys), listed, s.sums);
+    return (listed + kSumBlock - 1) / kSumBlock;
 }

@@ -21,7 +21,7 @@ from .checks import BF16, check_array
 from .device import Device, DeviceArray, Kernel
 
 _SOURCE = "sample.cu"
-_THREADS, _PASS_THREADS = 512, 256
+_THREADS, _PASS_THREADS = 320, 256
 _CHUNK, _GROUP, _SUM_BLOCK = 4096, 64, 128
 _MAX_BANNED = 8
 

@@ -19,9 +19,18 @@ extern "C" __global__ void running_sums(const double* values, int n, const doubl
                                         double* until, double* total) {
     for (int i = 0; i < count; i++) {
         double sum;
-        const int found = first_beyond(values, n, *before, thresholds[i], reach != 0, sum);
+        const RunningSums<double> running(values, n);
+        const int found = running.first_beyond(*before, thresholds[i], reach != 0, sum);
         if (threadIdx.x == 0) at[i] = found, until[i] = sum;
     }
-    const double end = chain_total(values, n);
+    const double end = RunningSums<double>(values, n).total();
     if (threadIdx.x == 0) *total = end;
+}
+
+// Sums of the blocks of 128 of weights[0 .. n-1], each by 8 lanes.
+extern "C" __global__ void block_sums(const float* weights, int n, double* sums) {
+    __shared__ __align__(16) float held[2048];
+    for (int i = threadIdx.x; i < n; i += blockDim.x) held[i] = weights[i];
+    __syncthreads();
+    sum_blocks(held, n, sums);
 }
