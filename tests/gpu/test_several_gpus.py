@@ -130,6 +130,88 @@ def test_the_emulation_catches_memory_of_another_gpu(two_gpus: dict[str, str]) -
     assert "IllegalAddress" in run.stderr
 
 
+FORGETFUL = '''
+"""Plants one bug after the other: a method of the device no longer sets the current device."""
+import cupy, inspect, json, numpy as np, re, textwrap, threading
+from baton.engine.kernels.cuda import cupy_device, elementwise
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
+
+def use():
+    """Call every method on GPU 1, in a thread that begins with device 0."""
+    cupy.cuda.touched.clear()
+    device = CupyDevice(1)
+    ones = device.upload(np.ones((2, 64), np.uint16))
+    weights, out = device.upload(np.ones(64, np.uint16)), device.empty((2, 64), np.uint16)
+    square = device.zeros((64, 64), np.uint16)
+    work = lambda: elementwise.rms_norm(device, ones, weights, 1e-6, out)
+    work()
+    device.local_bytes()
+    device.memory_bytes()
+    device.matmul(ones, square, out)
+    device.capture(work).replay()
+    device.capture(lambda: device.matmul(ones, square, out)).replay()
+    device.compile("elementwise.cu")
+    device.export(device.shareable((4,), np.uint16))
+    device.host_buffer((4,), np.uint16)
+    other = device.another_stream()
+    other.wait_for(device.record())
+    buffer = np.zeros((2, 64), np.uint16)
+    device.write(out, buffer)
+    device.read(out, buffer)
+    device.download(out)
+    device.synchronize()
+    if cupy.cuda.touched != {1}:
+        raise RuntimeError(f"contexts on {cupy.cuda.touched}")
+
+def outcome():
+    problems = []
+    def run():
+        try:
+            use()
+        except Exception as problem:
+            problems.append(str(problem))
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return problems[0] if problems else ""
+
+def forgetful(method):
+    """The method without self._device in its with statements, or None if it has none."""
+    text = textwrap.dedent(inspect.getsource(method))
+    planted = re.sub(r"with self\\._device:", "if True:", text)
+    planted = planted.replace(", self._device", "")
+    if planted == text:
+        return None
+    scope = {}
+    exec(planted, vars(cupy_device), scope)
+    return scope[method.__name__]
+
+results = {"": outcome()}
+for name, method in list(vars(CupyDevice).items()):
+    planted = forgetful(method) if inspect.isfunction(method) else None
+    if planted is not None:
+        setattr(CupyDevice, name, planted)
+        results[name] = outcome()
+        setattr(CupyDevice, name, method)
+print(json.dumps(results))
+'''
+MAPPED = {"open", "unmap"}
+"""Methods for the memory of another process; the tests of blocks call them."""
+
+
+def test_a_planted_lack_of_the_current_device_is_caught_in_each_method(
+    two_gpus: dict[str, str],
+) -> None:
+    """CUDA's current device is a setting of the thread, at first device 0."""
+    command = [sys.executable, "-P", "-c", FORGETFUL]
+    environment = {**two_gpus, "BATON_FAKE_ONE_GPU": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    caught = json.loads(run.stdout)
+    assert not caught.pop(""), "without a planted bug"
+    assert {"__init__", "_proven", "export", "capture", "matmul", "local_bytes"} < caught.keys()
+    assert {name for name, problem in caught.items() if not problem} == MAPPED
+
+
 def test_a_device_that_does_not_exist_is_one_sentence(
     two_gpus: dict[str, str], tmp_path: Path
 ) -> None:

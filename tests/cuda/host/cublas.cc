@@ -5,7 +5,10 @@
 #include <vector>
 
 namespace {
+int (*current_device)();
+int here() { return current_device ? current_device() : 0; }
 struct Handle {
+    int device;
     void* stream;
     void* workspace;
     size_t workspace_bytes;
@@ -37,15 +40,17 @@ std::vector<std::function<void()>> captured;
 EXPORT void baton_capture(void (*with)(int)) { hook = with; }
 EXPORT void baton_replay(int index) { captured[index](); }
 EXPORT int cublasCreate_v2(Handle** handle) {
-    *handle = new Handle{};
+    *handle = new Handle{here()};
     return 0;
 }
+// Tells which device is current in the calling thread: a handle works only on the device of its creation.
+EXPORT void baton_device(int (*current)()) { current_device = current; }
 EXPORT int cublasDestroy_v2(Handle* handle) {
     delete handle;
     return 0;
 }
 EXPORT int cublasSetStream_v2(Handle* handle, void* stream) {
-    *handle = {stream, nullptr, 0, handle->mode};
+    *handle = {handle->device, stream, nullptr, 0, handle->mode};
     return 0;
 }
 EXPORT int cublasSetWorkspace_v2(Handle* handle, void* workspace, size_t bytes) {
@@ -64,6 +69,7 @@ EXPORT int cublasGemmEx(
     Handle* handle, int transa, int transb, int m, int n, int k, const void* alpha, const void* a,
     int atype, int lda, const void* b, int btype, int ldb, const void* beta, void* c, int ctype,
     int ldc, int compute, int algorithm) {
+    if (handle->device != here()) return 1;
     if (!handle->stream || !handle->workspace || handle->workspace_bytes < 32u << 20) return 1;
     if (atype != 14 || btype != 14 || (ctype != 14 && ctype != 0)) return 15;
     if (handle->mode != 16) return 13;  // sums may be rounded to bf16

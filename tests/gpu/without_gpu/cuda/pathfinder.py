@@ -1,5 +1,6 @@
 """Finds the cuBLAS of ``tests/cuda/host/cublas.cc``, built once for each content."""
 
+import ctypes
 import hashlib
 import os
 import subprocess
@@ -7,6 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 SOURCE = Path(__file__).resolve().parents[3] / "cuda/host/cublas.cc"
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int)
+def _current_device() -> int:
+    import cupy
+
+    return int(cupy.cuda.here())
 
 
 def load_nvidia_dynamic_lib(name: str) -> SimpleNamespace:
@@ -19,4 +27,5 @@ def load_nvidia_dynamic_lib(name: str) -> SimpleNamespace:
         command = ["g++", "-O2", "-shared", "-fPIC", "-o", str(work), str(SOURCE)]
         subprocess.run(command, check=True)
         work.replace(built)  # several processes may build it
+    ctypes.CDLL(str(built)).baton_device(_current_device)
     return SimpleNamespace(abs_path=str(built))

@@ -92,8 +92,6 @@ def get_default_pinned_memory_pool() -> Any:
 class RawKernel:
     """A kernel of the host device; attributes as far as Baton reads them."""
 
-    local_size_bytes = 0
-
     def __init__(self, source: str, name: str, defines: tuple[str, ...] = ()) -> None:
         self.source, self.name, self._defines = source, name, defines
         self.max_dynamic_shared_size_bytes = 48 * 1024
@@ -115,6 +113,11 @@ class RawKernel:
             cuda.host(self._defines).launch(self._kernel, grid, block, kept, shared_mem)
 
         cuda.do(run)
+
+    @property
+    def local_size_bytes(self) -> int:
+        cuda.here()  # CuPy loads a kernel once per device, on the current one
+        return 0
 
     @property
     def _kernel(self) -> Any:

@@ -214,7 +214,7 @@ class Graph:
             each()
 
     def upload(self, stream: Any = None) -> None:
-        pass
+        check_stream(stream)
 
 
 class Stream:
@@ -333,6 +333,7 @@ def _memcpy(dst: int, src: int, size: int, kind: int, stream: int) -> None:
 
 
 def _export(ptr: int) -> bytes:
+    here()  # asking for a handle makes a context on the current device
     if ptr not in _live:
         raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
     return _live[ptr].ticket()
