@@ -113,6 +113,49 @@ def test_gpus_that_are_no_peers_do_not_map_memory(two_gpus: dict[str, str]) -> N
     assert "PeerAccessUnsupported" in passed(apart, to=0, CUDA_VISIBLE_DEVICES="1")
 
 
+def ordinals(plan: bytes) -> dict[str, int]:
+    """The GPU of each worker in the output of ``--dry-run``."""
+    return {
+        process["name"]: process["config"]["runner"]["ordinal"]
+        for process in json.loads(plan)["processes"]
+        if "runner" in process["config"]
+    }
+
+
+INSTANCES = [f"MIG-{uuid.removeprefix('GPU-')}" for uuid in UUIDS]
+
+
+def test_instances_of_a_split_gpu_do_not_map_memory(with_cupy: dict[str, str]) -> None:
+    """CUDA IPC does not reach another instance; the blocks of the same one are mapped."""
+    split = {**with_cupy, "BATON_FAKE_MIG": "2", "CUDA_VISIBLE_DEVICES": INSTANCES[0]}
+    assert passed(split, to=0) == "copied 0"
+    refused = passed(split, to=0, CUDA_VISIBLE_DEVICES=INSTANCES[1])
+    assert refused.startswith("cannot map another process's GPU memory: cudaErrorMapBuffer")
+
+
+def test_workers_of_a_split_gpu(with_cupy: dict[str, str]) -> None:
+    command = [sys.executable, "-P", "-m", "baton.cli"]
+    split = {**with_cupy, "BATON_FAKE_MIG": "3", "CUDA_VISIBLE_DEVICES": INSTANCES[1]}
+    serve = [*command, "serve", "--device=cuda", "--dry-run"]
+    run = subprocess.run(serve, env=split, capture_output=True, check=True)
+    assert ordinals(run.stdout) == {"prefill-0": 0, "decode-0": 0}
+    doctor = subprocess.run(
+        [*command, "doctor"], env=split, capture_output=True, text=True, check=False
+    )
+    assert f"cuda:0 {INSTANCES[1]}, Host memory MIG 1g.10gb" in doctor.stdout
+    for shown, sentence in (
+        (",".join(INSTANCES), "CUDA_VISIBLE_DEVICES has 2 entries, 2 of them MIG instances, but"),
+        (f"0,{INSTANCES[0]}", "CUDA_VISIBLE_DEVICES has 2 entries, 1 of them MIG instances, but"),
+        ("MIG-none", "CuPy finds no CUDA device: no GPU, or its driver is missing or old, or "),
+    ):
+        refused = subprocess.run(
+            serve, env={**split, "CUDA_VISIBLE_DEVICES": shown}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert refused.returncode
+        assert refused.stderr.splitlines()[-1].startswith(f"baton: {sentence}")
+
+
 WITHOUT_PEER = """
 import numpy as np
 from baton.engine.kernels.cuda import elementwise
@@ -235,12 +278,7 @@ def test_serve_starts_a_worker_per_gpu(two_gpus: dict[str, str]) -> None:
     four = {**two_gpus, "BATON_FAKE_GPUS": "5", "CUDA_VISIBLE_DEVICES": "4,0,1,3"}
     serve = [*command, "serve", "--device=cuda", "--dry-run"]
     run = subprocess.run(serve, env=four, capture_output=True, check=True)
-    runners = {
-        process["name"]: process["config"]["runner"]["ordinal"]
-        for process in json.loads(run.stdout)["processes"]
-        if "runner" in process["config"]
-    }
-    assert runners == {"prefill-0": 0, "decode-0": 1, "decode-1": 2, "decode-2": 3}
+    assert ordinals(run.stdout) == {"prefill-0": 0, "decode-0": 1, "decode-1": 2, "decode-2": 3}
     wrong = [*serve, "--device-ids=0,3"]
     refused = subprocess.run(wrong, env=two_gpus, capture_output=True, text=True, check=False)
     said = refused.stderr.splitlines()

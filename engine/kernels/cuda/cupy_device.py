@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import importlib.util
+import os
 import re
 import sys
 import threading
@@ -33,6 +34,9 @@ _PROOF = '#line 1 "proof.cu"\nextern "C" __global__ void proof() {}\n'
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _ONCE = "#pragma once\n"
 _LIBRARY = "libcuda.so.1"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MIG = "MIG"
+"""In the UUID and in the name of an instance of a GPU that is split (Multi-Instance GPU)."""
 _LAZY_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess: mapping another GPU's memory makes it readable here."""
 AddressRange = Callable[[int], tuple[int, int]]
@@ -56,20 +60,46 @@ def cuda_is_available() -> bool:
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, by ordinal.
 
-    Raises ConfigError without CuPy or a GPU. Creates no CUDA context.
+    An instance of a split GPU (MIG) counts as a GPU. CUDA shows one of them to a process, whatever
+    the variable names. Raises ConfigError without CuPy or a GPU, and if the variable names an
+    instance and something else. Creates no CUDA context.
     """
     if not cupy_is_installed():
         raise ConfigError(f"--device cuda needs CuPy: {INSTALL_CUPY}")
+    shown = os.environ.get(_VISIBLE)
+    if problem := instances_problem(shown):
+        raise ConfigError(problem)
     if not cuda_is_available():
-        raise ConfigError("CuPy finds no CUDA device: no GPU, or its driver is missing or old")
+        hides = "" if shown is None else f", or {_VISIBLE}={shown[:80]} names none of this machine"
+        raise ConfigError(
+            f"CuPy finds no CUDA device: no GPU, or its driver is missing or old{hides}"
+        )
     import cupy  # pyright: ignore[reportMissingImports]
 
     runtime = cupy.cuda.runtime
     found = [runtime.getDeviceProperties(each) for each in range(runtime.getDeviceCount())]
-    return [
-        Gpu(ordinal, f"GPU-{uuid.UUID(bytes=bytes(one['uuid']))}", one["name"].decode())
-        for ordinal, one in enumerate(found)
-    ]
+    return [_described(ordinal, one) for ordinal, one in enumerate(found)]
+
+
+def _described(ordinal: int, properties: dict[str, Any]) -> Gpu:
+    name = properties["name"].decode()
+    kind = _MIG if _MIG in name.split() else "GPU"
+    return Gpu(ordinal, f"{kind}-{uuid.UUID(bytes=bytes(properties['uuid']))}", name)
+
+
+def instances_problem(shown: str | None) -> str:
+    """Return why CUDA would ignore a part of a CUDA_VISIBLE_DEVICES, or "".
+
+    A process sees one MIG instance, the first of the list, and no other device beside it.
+    """
+    parts = [part.strip() for part in (shown or "").split(",") if part.strip()]
+    instances = sum(part.startswith(f"{_MIG}-") for part in parts)
+    if not instances or len(parts) == 1:
+        return ""
+    return (
+        f"{_VISIBLE} has {len(parts)} entries, {instances} of them MIG instances, but CUDA shows a "
+        "process one MIG instance: name one, or let Ray give each worker its own"
+    )
 
 
 def checked_gpu(ordinal: int, gpus: Sequence[Gpu]) -> Gpu:

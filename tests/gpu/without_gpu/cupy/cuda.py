@@ -1,7 +1,11 @@
 """Streams, events, memory and graphs, on host memory; see the package.
 
 ``BATON_FAKE_GPUS`` is the number of GPUs (1). A GPU reads the memory of another one only after
-mapping it as a peer; with ``BATON_FAKE_NO_PEERS`` no two GPUs are peers.
+mapping it as a peer; with ``BATON_FAKE_NO_PEERS`` no two GPUs are peers. Each thread begins with
+device 0. Streams and cuBLAS handles work only on the device that was current at their creation.
+With ``BATON_FAKE_ONE_GPU`` a call that makes a context on a second GPU fails.
+``BATON_FAKE_MIG`` instead splits one GPU into that many instances: a process sees the first one
+that CUDA_VISIBLE_DEVICES names, and maps no memory of another.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import mmap
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,10 +62,21 @@ def check_alive(kernel: str = "") -> None:
         raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
 
 
+_INSTANCES = int(os.environ.get("BATON_FAKE_MIG", "0"))
+
+
+def _uuid(gpu: int) -> bytes:
+    return bytes([gpu + 1] * 16)
+
+
 def _visible() -> list[int]:
     """The GPUs of the machine that this process sees, by ordinal."""
-    machine = range(int(os.environ.get("BATON_FAKE_GPUS", "1")))
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if _INSTANCES:
+        named = [f"MIG-{uuid.UUID(bytes=_uuid(one))}" for one in range(_INSTANCES)]
+        first = named[0] if shown is None else shown.split(",")[0]
+        return [named.index(first)] if first in named else []
+    machine = range(int(os.environ.get("BATON_FAKE_GPUS", "1")))
     return [*machine] if shown is None else [int(one) for one in shown.split(",") if one]
 
 
@@ -345,6 +361,8 @@ def _open(handle: bytes, flags: int = 1) -> int:
     pid, fd, size, gpu = (int(word) for word in np.frombuffer(handle, np.int64)[:4])
     if gpu != here() and (flags != 1 or "BATON_FAKE_NO_PEERS" in os.environ):
         raise CUDARuntimeError("cudaErrorPeerAccessUnsupported: not supported between these two")
+    if gpu != here() and _INSTANCES:
+        raise CUDARuntimeError("cudaErrorMapBufferObjectFailed: mapping of buffer object failed")
     if pid == os.getpid():
         raise CUDARuntimeError("cudaErrorInvalidContext: invalid device context")
     try:
@@ -374,8 +392,8 @@ runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
     getDeviceCount=lambda: len(_gpus),
     getDeviceProperties=lambda device: {
-        "name": b"Host memory",
-        "uuid": bytes([_gpus[device] + 1] * 16),
+        "name": b"Host memory MIG 1g.10gb" if _INSTANCES else b"Host memory",
+        "uuid": _uuid(_gpus[device]),
     },
     deviceCanAccessPeer=_can_access,
     memGetInfo=_memory_info,
