@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..deploy.local.terminal import terminal
 from ..deploy.plan.addresses import admin_address, claim_admin, client_addresses, ipc_path
 from ..deploy.plan.hub import is_hub_name, with_local_model
 from ..deploy.plan.plan import key_folder, model_folder, router_names
-from ..deploy.plan.prepare import check_start, with_task
+from ..deploy.plan.prepare import check_start, gpus_decide, with_task
 from ..proto.errors import ConfigError, ConnectionLost, RequestFailed
 from ..runtime.keys.api_keys import KEY_VARIABLE
 from .parser import one_of, shown, warn
@@ -67,10 +68,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the cluster, unless it runs already."""
-    settings = settings_of(arguments, local=arguments.where != "ray")
     if arguments.where == "ray":
-        return on_ray(settings, arguments)
-    settings = absolute(with_local_model(settings, terminal))
+        return on_ray(arguments)
+    settings = absolute(with_local_model(settings_of(arguments), terminal))
     check_start(settings)
     running = running_cluster(settings)
     if running is not None:
@@ -98,8 +98,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def on_ray(settings: ServeSettings, arguments: argparse.Namespace) -> int:
+def on_ray(arguments: argparse.Namespace) -> int:
     """Start a controller on Ray's head. Ray starts the other processes as hosts become free."""
+    per_gpu = False
+
+    def note(settings: ServeSettings, given: Container[str]) -> ServeSettings:
+        nonlocal per_gpu
+        per_gpu = gpus_decide(settings, given)
+        return settings
+
+    settings = settings_of(arguments, note)
     if is_hub_name(settings.model):
         raise ConfigError(
             f"{settings.model} is a name on the Hugging Face hub, and no folder here; under Ray "
@@ -115,7 +123,7 @@ def on_ray(settings: ServeSettings, arguments: argparse.Namespace) -> int:
         )
     from ..deploy.ray.launch import launch  # Ray is an extra
 
-    facts, found = launch(absolute(settings), arguments.ray_address)
+    facts, found = launch(absolute(settings), arguments.ray_address, per_gpu=per_gpu)
     print(f"{'already running' if found else 'launched'} at {facts.address}")
     if facts.http:
         print(f"HTTP at {facts.http}")

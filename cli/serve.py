@@ -94,10 +94,14 @@ def _metavar(field: str, kind: type) -> str:
     return {int: "N", float: "SECONDS"}.get(kind, "ADDRESS")
 
 
-def settings_of(arguments: argparse.Namespace, *, local: bool = True) -> ServeSettings:
+Adapt = Callable[[ServeSettings, Container[str]], ServeSettings]
+"""Changes merged settings; it also gets the names of those that the user has set."""
+
+
+def settings_of(arguments: argparse.Namespace, adapt: Adapt = with_worker_per_gpu) -> ServeSettings:
     """Merge and check the settings of flags, environment and file. Raises ConfigError.
 
-    ``local``: the workers will run on this machine, so its GPUs decide how many there are.
+    ``adapt``: by default the GPUs of this machine decide how many workers there are.
     """
     names = (*ServeSettings.__struct_fields__, *RENAMED)
     flags = {name: getattr(arguments, name, None) for name in names}
@@ -105,9 +109,7 @@ def settings_of(arguments: argparse.Namespace, *, local: bool = True) -> ServeSe
     def spell(field: str) -> str:
         return "MODEL" if field == "model" else flag(field)
 
-    if not local:
-        return resolve(flags, os.environ, arguments.config, spell, warn)
-    return resolve(flags, os.environ, arguments.config, spell, warn, with_worker_per_gpu)
+    return resolve(flags, os.environ, arguments.config, spell, warn, adapt)
 
 
 def run(arguments: argparse.Namespace) -> int:

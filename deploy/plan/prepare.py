@@ -150,9 +150,19 @@ def with_worker_per_gpu(settings: ServeSettings, given: Container[str]) -> Serve
     ``given``: names of the settings that the user has set. One of the two numbers is enough to
     keep both as they are. Raises ConfigError for a GPU that does not exist.
     """
-    if settings.device != "cuda" or "prefill" in given or "decode" in given:
+    if not gpus_decide(settings, given):
         return settings
-    prefill, decode = split_gpus(len(_ordinals(settings)))
+    return with_workers_on(settings, len(_ordinals(settings)))
+
+
+def gpus_decide(settings: ServeSettings, given: Container[str]) -> bool:
+    """Return whether the number of GPUs decides how many workers there are."""
+    return settings.device == "cuda" and "prefill" not in given and "decode" not in given
+
+
+def with_workers_on(settings: ServeSettings, gpus: int) -> ServeSettings:
+    """Set the numbers of workers for this many GPUs, within the limits of the pools."""
+    prefill, decode = split_gpus(gpus)
     return msgspec.structs.replace(
         settings,
         prefill=_bounded(prefill, settings.prefill_min, settings.prefill_max),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from .actors import CONTROLLER, Controller
 from .api import LAST_WORDS, existing, get_value, put_value
 from .connect import NAMESPACE, connect, is_own_address
 from .controller import ControllerFacts
-from .plan import ray_settings
+from .plan import ray_settings, with_worker_per_ray_gpu
 
 START_TIMEOUT = 60.0
 """Seconds for the controller's actor to start; on a busy head this takes several."""
@@ -25,14 +26,18 @@ FIRST_LOOK = 5.0
 """Seconds after the start in which errors of the settings are reported."""
 END_TIMEOUT = 20.0
 """Seconds for the actors to end after they were killed."""
+_NUMBERS = ("prefill", "decode")
 _HEAD = {"node:__internal_head__": 0.001}
 """A resource of the head's node only."""
 
 
-def launch(settings: ServeSettings, ray_address: str = "auto") -> tuple[ControllerFacts, bool]:
+def launch(
+    settings: ServeSettings, ray_address: str = "auto", *, per_gpu: bool = False
+) -> tuple[ControllerFacts, bool]:
     """Start the cluster, or find it running; return its facts, and whether it was running before.
 
-    Raises BatonError if the cluster cannot start; the controller's actor is removed then.
+    ``per_gpu``: the GPUs that the Ray cluster has now decide the numbers of workers. Raises
+    BatonError if the cluster cannot start; the controller's actor is removed then.
     """
     check_model(settings)
     ray = connect(ray_address)
@@ -42,6 +47,8 @@ def launch(settings: ServeSettings, ray_address: str = "auto") -> tuple[Controll
     found = CONTROLLER in existing()
     if not found:
         put_value(LAST_WORDS, b"")
+        if per_gpu:
+            settings = with_worker_per_ray_gpu(settings, ray.cluster_resources())
     actor = ray.remote(Controller).options(
         name=CONTROLLER,
         namespace=NAMESPACE,
@@ -57,7 +64,7 @@ def launch(settings: ServeSettings, ray_address: str = "auto") -> tuple[Controll
         _end(ray, CONTROLLER)
         raise ConfigError(facts.refusal)
     if found:
-        _check_same(facts, settings)
+        _check_same(facts, settings, _NUMBERS if per_gpu else ())
     else:
         _watch_start(facts, settings.keys)
     return facts, found
@@ -140,10 +147,13 @@ def _facts(ray: Any, actor: Any) -> ControllerFacts:
     return facts
 
 
-def _check_same(facts: ControllerFacts, settings: ServeSettings) -> None:
+def _check_same(facts: ControllerFacts, settings: ServeSettings, free: Container[str] = ()) -> None:
+    """Raise ConfigError if the running cluster has other settings. ``free``: any value will do."""
     wanted = msgspec.to_builtins(settings)
     launched = with_present_names(facts.launched)
-    other = [name for name, value in wanted.items() if launched.get(name) != value]
+    other = [
+        name for name, value in wanted.items() if name not in free and launched.get(name) != value
+    ]
     if other:
         raise ConfigError(
             f"a cluster is already running with other settings: {', '.join(sorted(other))}; "

@@ -8,6 +8,7 @@ reports it to the routers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,6 +17,7 @@ from ...proto.errors import ConfigError, InputError
 from ...proto.wire.endpoints import check_endpoint
 from ..config import ServeSettings
 from ..plan.plan import AddressBook, ClusterPlan, http_port_of, resolve_plan, router_names
+from ..plan.prepare import with_workers_on
 from .placing import LOOPBACK
 
 CLIENT_PORT = 7070
@@ -50,6 +52,19 @@ def ray_settings(settings: ServeSettings, head: str) -> ServeSettings:
     if settings.gateways and not http_port:
         raise ConfigError("http_port must not be 0 under Ray: clients must know the port")
     return msgspec.structs.replace(settings, address=address, transport="tcp", http_port=http_port)
+
+
+def with_worker_per_ray_gpu(
+    settings: ServeSettings, resources: Mapping[str, float]
+) -> ServeSettings:
+    """Set the default numbers of workers on a Ray cluster; see :func:`..plan.plan.split_gpus`.
+
+    ``resources``: what the nodes have that are alive now (``ray.cluster_resources()``). Without a
+    GPU among them the numbers stay as they are, because Ray's autoscaler may start hosts with GPUs
+    for the workers.
+    """
+    gpus = int(resources.get("GPU", 0.0))
+    return with_workers_on(settings, gpus) if gpus else settings
 
 
 def ray_plan(settings: ServeSettings, cluster_key: str) -> ClusterPlan:
