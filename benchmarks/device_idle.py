@@ -1,10 +1,12 @@
 """How long a GPU would idle between two decode steps, and the host's work that makes it idle.
 
-The device is a model: a captured step takes a given time on it and computes nothing; what is queued
-while it runs follows without a gap. Its clock is the CPU time of this thread, which stands still
-while the thread waits, plus the time that the model says was waited. So other processes of this
-machine do not count. Neither do CuPy's and the driver's calls, some microseconds each: their number
-per step is printed. The host's work is the whole loop of an engine: plan, begin, wait, apply.
+The device is a model: a captured step takes a given time on it, a twentieth of it for sampling, and
+computes nothing; what is queued while it runs follows without a gap. Its clock is the CPU time of
+this thread, which stands still while the thread waits, plus the time that the model says was
+waited. So other processes of this machine do not count. With grammars, each row writes JSON that
+follows a schema. The device draws its tokens from a text, so the states vary. CuPy's and the
+driver's calls, some microseconds each, do not count either: their number per step is printed. The
+host's work is the whole loop of an engine: plan, begin, wait, apply.
 
     python -m baton.benchmarks.device_idle [--rows 1 64 256] [--step-ms 2 10] [--steps 100]
 """
@@ -13,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,9 +24,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
+from ..deploy.config import demo_model_folder
+from ..engine.grammar.constraint import GrammarCompiler, GrammarMatcher, GrammarTask
 from ..engine.kernels.backend import Gpu
 from ..engine.kernels.cuda.backend import CudaBackend
+from ..engine.kernels.cuda.device import Kernel
 from ..engine.kernels.cuda.tuning import Tuning
 from ..engine.llm import LLMEngine
 from ..engine.loading.loader import RunnerConfig, load_runner
@@ -33,13 +41,32 @@ from .checkpoints import Shape, write_checkpoint
 from .scratch import scratch_folder
 
 BARS_US = {1: 40, 256: 150}
-SHAPE = Shape("one", vocab=128, hidden=128, intermediate=192, layers=1, heads=2, kv_heads=1)
-PROMPT, WARM = 24, 8
+SHAPE = Shape("one", vocab=1024, hidden=128, intermediate=192, layers=1, heads=2, kv_heads=1)
+PROMPT, WARM, END = 24, 8, 2
+SAMPLING_SHARE = 0.05
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties": {"repetition_penalty": 1.1},
     "log-probs": {},
+    "grammar": {},
 }
+SCHEMA = json.dumps(
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "age": {"type": "integer"},
+                "likes": {"type": "array", "items": {"enum": ["tea", "rain", "books"]}},
+                "quiet": {"type": "boolean"},
+            },
+            "required": ["name", "age", "likes", "quiet"],
+            "additionalProperties": False,
+        },
+    }
+)
+ITEM = {"name": "Bruno the fox", "age": 12, "likes": ["tea", "books"], "quiet": True}
 
 
 class Timeline:
@@ -54,13 +81,13 @@ class Timeline:
         """Return the time of the clock."""
         return time.thread_time() + self.skipped
 
-    def replay(self) -> None:
-        """Queue a step."""
+    def replay(self, share: float, *, ends: bool) -> None:
+        """Queue a share of a step; ``ends``: its last part."""
         now = self.now()
         if self.steps:
             self.idle += max(0.0, now - self._free)
-        self._free = max(now, self._free) + self.step_seconds
-        self.steps += 1
+        self._free = max(now, self._free) + share * self.step_seconds
+        self.steps += ends
 
     @property
     def end(self) -> float:
@@ -89,19 +116,24 @@ class TimedEvent:
 
 
 class TimedGraph:
-    """A captured step."""
+    """A captured step or part of a step. ``tokens``: where its sampling draws, or None."""
 
-    def __init__(self, device: TimedDevice) -> None:
-        self._device = device
+    def __init__(self, device: TimedDevice, tokens: Any, share: float) -> None:
+        self._device, self._tokens, self._share = device, tokens, share
 
     def replay(self) -> None:
         """Queue it."""
         self._device.timeline.calls += 1
-        self._device.timeline.replay()
+        self._device.timeline.replay(self._share, ends=self._tokens is not None)
+        if self._tokens is not None:
+            self._device.draw(self._tokens)
 
 
 class TimedDevice:
-    """A device whose kernels do nothing; see :class:`~baton.engine.kernels.cuda.device.Device`."""
+    """A device whose kernels do nothing; see :class:`~baton.engine.kernels.cuda.device.Device`.
+
+    ``script``: int32 ``[steps, rows]``, the tokens that each step draws; None: always 0.
+    """
 
     name = "timed"
     gpu = Gpu(0, "GPU-timed", "timed")
@@ -109,8 +141,18 @@ class TimedDevice:
     multiprocessors = 132
     tuning = Tuning()
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, script: Any = None) -> None:
         self.timeline = timeline
+        self._script, self._drawn = script, 0
+        self._tokens: Any = None  # where the launches of a capture draw
+        self._forward = False  # whether they have products
+
+    def draw(self, tokens: Any) -> None:
+        """Write the tokens of the next step."""
+        if self._script is not None:
+            row = self._script[self._drawn]
+            tokens[: len(row)] = row
+            self._drawn += 1
 
     def tuned(self, tuning: Tuning) -> TimedDevice:
         """Return the same device."""
@@ -169,12 +211,19 @@ class TimedDevice:
 
     def capture(self, work: Callable[[], None]) -> TimedGraph:
         """Run ``work`` once, which takes no time of the device."""
+        self._tokens, self._forward = None, False
         work()
-        return TimedGraph(self)
+        share = (1 - SAMPLING_SHARE) * self._forward + SAMPLING_SHARE * (self._tokens is not None)
+        return TimedGraph(self, self._tokens, share)
 
-    def launch(self, *_: Any) -> None:
-        """Do nothing."""
+    def launch(self, kernel: Kernel, _: Any, __: Any, args: Sequence[Any], *___: Any) -> None:
+        """Draw tokens if the kernel does; nothing else."""
         self.timeline.calls += 1
+        if kernel.name.startswith("embed"):
+            self._forward = True
+        elif kernel.name.startswith("sample_choose"):
+            self._tokens = args[-2]
+            self.draw(self._tokens)
 
     def matmul(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
@@ -185,13 +234,37 @@ class TimedDevice:
         self.timeline.wait(self.timeline.end)
 
 
+def write_model(folder: Path) -> Path:
+    """Write the model that the device has, with the tokenizer of the embedded model."""
+    write_checkpoint(folder, SHAPE, "BF16")
+    shutil.copy(demo_model_folder() / "tokenizer.json", folder)
+    return folder
+
+
+def grammars(folder: Path, rows: int, steps: int) -> tuple[list[GrammarMatcher], Any]:
+    """Return a matcher per row, each at another place of a text, and the text's next tokens."""
+    text = json.dumps([ITEM] * (2 + (rows + steps) // 16))
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    if len(tokens) < rows + steps:
+        raise SystemExit(f"{len(tokens)} tokens are too few")
+    compiler = GrammarCompiler(folder, SHAPE.vocab, [END])
+    begun = [
+        compiler.compile(GrammarTask(SCHEMA, frozenset([END]), tuple(tokens[:row])))
+        for row in range(rows)
+    ]
+    compiler.close()
+    places = np.arange(steps)[:, None] + np.arange(rows)
+    return begun, np.array(tokens, np.int32)[places]
+
+
 def measure(
     folder: Path, rows: int, step_seconds: float, steps: int, kind: str, *, ahead: bool
 ) -> tuple[float, float, float]:
     """Return per step: idle seconds of the device, seconds of the host's work, device calls."""
     timeline = Timeline(step_seconds)
-    device = TimedDevice(timeline)
     total = PROMPT + WARM + steps + 8
+    matchers, script = grammars(folder, rows, total) if kind == "grammar" else ([], None)
+    device = TimedDevice(timeline, script)
     config = RunnerConfig(model=str(folder), num_blocks=rows * -(-total // 16) + 16)
     runner = load_runner(config, backend=CudaBackend(device))
     engine = LLMEngine(runner, SchedulerConfig(max_batch=rows), look_ahead=ahead)
@@ -205,6 +278,8 @@ def measure(
         prompt = rng.integers(0, SHAPE.vocab, PROMPT - row % 16).tolist()
         context = engine._context(prompt, params)
         context.log_probabilities = 5 if kind == "log-probs" else 0
+        if matchers:
+            context.set_matcher(matchers[row])
         engine.add(context)
     tokens = 0
     for at in range(WARM):
@@ -234,7 +309,7 @@ def main() -> int:
     print("idle time of a modelled GPU per decode step; host: CPU time of one step of the engine")
     print("kind        rows  step    idle, waiting   idle, ahead    bar   host, ahead  calls")
     with scratch_folder() as place:
-        folder = write_checkpoint(place / "model", SHAPE, "BF16")
+        folder = write_model(place / "model")
         for kind in given.kinds:
             for rows in given.rows:
                 for step in given.step_ms:

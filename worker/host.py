@@ -7,6 +7,7 @@ from :class:`WorkerHost`, shells that generate text from :class:`TextHost`.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from ..engine.loading.loader import StepRunner, queuing
 from ..engine.scheduling.plan import OnLayers, StepPlan, StepResult, failed_step
 from ..kv_transfer.device_frames import MoveQueue
 from ..proto.block_moves import BlockMove
+from ..proto.errors import InternalError
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel
@@ -190,6 +192,7 @@ class TextHost(WorkerHost):
         self._pipeline, self._backend = runner.pipeline, runner.backend
         self._queuing = queuing(runner.pipeline)
         self._unwanted: set[int] = set()  # aborted steps; the compute thread only reads this set
+        self._applied = AppliedSteps()
         card = runner.card
         compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
         self._grammars = TimeLimited(
@@ -224,7 +227,10 @@ class TextHost(WorkerHost):
     def _run_step(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Any:
         """Run or begin a step; if the step is aborted meanwhile, it ends early."""
         run = self._pipeline.execute if self._queuing is None else self._queuing.begin
-        return run(plan, on_layers, lambda: plan.step in self._unwanted)
+        step = plan.step
+        return run(
+            plan, on_layers, lambda: step in self._unwanted, lambda: self._applied.wait(step - 1)
+        )
 
     def _finisher(self) -> Callable[[Any], StepResult] | None:
         return None if self._queuing is None else self._queuing.finish
@@ -239,6 +245,7 @@ class TextHost(WorkerHost):
             _log.error("engine.step_failed", error=repr(result))
             result = failed_step(plan, result)
         self.feed(StepDone(result))
+        self._applied.set(plan.step)
 
     def _tick(self) -> None:
         # The first failed call may be one of the thread that moves blocks.
@@ -262,12 +269,41 @@ class TextHost(WorkerHost):
 
         Return False if a step still runs or the device is lost: the model cannot be used again.
         """
+        self._applied.stop()
         ended = super().close()
         if self._moves is not None:
             self._moves.stop()
         self._grammars.stop()
         self._compiler.close()
         return ended and not self._backend.lost
+
+
+class AppliedSteps:
+    """The last step that the core has applied, for the compute thread to wait for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._last = -1
+        self._stopped = False
+
+    def set(self, step: int) -> None:
+        """Note that the core has applied ``step``."""
+        with self._changed:
+            self._last = step
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End all waits."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def wait(self, step: int) -> None:
+        """Wait until the core has applied ``step``. Raises InternalError after :meth:`stop`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._last >= step or self._stopped)
+            if self._last < step:
+                raise InternalError("the worker stops")
 
 
 class MoveThread:

@@ -135,8 +135,7 @@ def _graph(stage: Stage, runner: Runner) -> Timing | None:
     if not isinstance(computer, DeviceSteps) or not computer._graphs:
         return None
     graph = [*computer._graphs.values()][-1]
-    captured = None if graph is None else graph._graph
-    return None if captured is None else stage.time([captured.replay], 20)
+    return None if graph is None else stage.time([graph.replay], 20)
 
 
 def prefill_flops(shape: Shape, length: int) -> float:

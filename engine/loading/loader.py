@@ -28,7 +28,7 @@ from ..pipeline.embeddings import EmbeddingsPipeline
 from ..pipeline.model import KVManager, PipelineModel
 from ..pipeline.steps import StepComputer
 from ..pipeline.text_generation import TextGenerationPipeline, Unwanted
-from ..scheduling.plan import Chunk, OnLayers, StepPlan, StepResult
+from ..scheduling.plan import Applied, Chunk, OnLayers, StepPlan, StepResult
 from .checkpoint import Checkpoint, load_checkpoint
 from .embedding_config import (
     DRAW,
@@ -96,6 +96,7 @@ class StepPipeline(Protocol):
         plan: StepPlan,
         on_layers: OnLayers | None = None,
         unwanted: Unwanted | None = None,
+        applied: Applied | None = None,
     ) -> StepResult:
         """Run a plan; see :meth:`.TextGenerationPipeline.execute`."""
         ...

@@ -28,6 +28,7 @@ from ..pipeline.model import KVManager
 from ..pipeline.steps import describe
 from ..pipeline.text_generation import Unwanted
 from ..scheduling.plan import (
+    Applied,
     Chunk,
     OnLayers,
     Sampled,
@@ -62,10 +63,12 @@ class PicturePipeline(ABC):
         plan: StepPlan,
         on_layers: OnLayers | None = None,
         unwanted: Unwanted | None = None,
+        applied: Applied | None = None,
     ) -> StepResult:
         """Run a plan. Once ``unwanted()`` returns True, it ends after the current layer.
 
-        ``on_layers`` is not called: a row is complete at the end of its step.
+        ``on_layers`` is not called: a row is complete at the end of its step. Nor is ``applied``:
+        no step is planned ahead.
         """
         began = time.perf_counter()
         failed: Failures = {}

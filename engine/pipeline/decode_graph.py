@@ -1,8 +1,12 @@
-"""One captured decode step: a row per sequence, from token ids to sampled token ids."""
+"""One captured decode step: a row per sequence, from token ids to sampled token ids.
+
+A step with masks is captured as two graphs, so that the forward pass can be queued before the masks
+are known. Other steps are one graph, which saves a launch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -62,6 +66,23 @@ class _Buffers:
         self._device.write(self._all, self._pinned[turn])
 
 
+class _Part:
+    """Launches that are captured when they first run. ``work`` makes them."""
+
+    def __init__(self, device: Device, work: Callable[[], None]) -> None:
+        self._device, self._work = device, work
+        self._graph: Graph | None = None
+
+    def run(self) -> bool:
+        """Queue the launches; True if it is a replay. See :meth:`DecodeGraph.launch`."""
+        if self._graph is not None:
+            self._graph.replay()
+            return True
+        # The first run of the launches counts: a replay would draw from its own tokens.
+        self._graph = self._device.capture(self._work)
+        return False
+
+
 class DecodeGraph:
     """A decode step of the first ``count`` rows of ``rows``, captured when it is first run.
 
@@ -91,24 +112,29 @@ class DecodeGraph:
         )
         self._plan = GraphPlan(device, count, sizes.max_length, sizes.pool_tokens, TURNS)
         self._space = sampler.workspace(count)
-        self._graph: Graph | None = None
+        self._parts: list[_Part] = []
 
     def fits(self) -> bool:
         """True if the work of the placed rows fits into the buffers."""
         return self._plan.fits(self._rows.lengths[: self._count])
 
     def launch(self, pool: Any, turn: int) -> bool:
-        """Queue the step of the placed rows; True if it is a replay.
+        """Queue the step of the placed rows, without its sampling if it has masks.
 
-        If CaptureFailed is raised, the step is queued all the same.
+        Returns True if it is a replay. If CaptureFailed is raised, the step is queued all the same.
         """
         self._fill(turn)
-        if self._graph is not None:
-            self._graph.replay()
-            return True
-        # The first run of the launches is the step: a replay would draw from its own tokens.
-        self._graph = self._capture(pool)
-        return False
+        self._parts = self._parts or self._make_parts(pool)
+        return self._parts[0].run()
+
+    def sample(self) -> bool:
+        """Queue the sampling of a step with masks, after the masks; returns as :meth:`launch`."""
+        return self._parts[1].run()
+
+    def replay(self) -> None:
+        """Queue the step with the inputs of its last launch; for measurements."""
+        for part in self._parts:
+            part.run()
 
     def _fill(self, turn: int) -> None:
         host, rows, count = self._buffers.host[turn], self._rows, self._count
@@ -119,7 +145,7 @@ class DecodeGraph:
         self._buffers.send(turn)
         self._plan.write(rows.lengths[:count], turn)
 
-    def _capture(self, pool: Any) -> Graph:
+    def _make_parts(self, pool: Any) -> list[_Part]:
         arrays, rows, count = self._buffers.device, self._rows, self._count
         offsets: Any = self._device.upload(np.arange(count + 1, dtype=np.int32))
         tokens, errors = rows.drawn[0, :count], rows.drawn[1, :count]
@@ -136,34 +162,47 @@ class DecodeGraph:
             plan=self._plan,
         )
 
-        def step() -> None:
+        def forward() -> Any:
             logits: Any = self._model.forward(inputs, inputs).next_token_logits
             if logits is None:
                 raise ValueError("the model returns no logits")
+            return logits
+
+        def sample(logits: Any) -> None:
             sampling.sample(
                 self._device, logits, arrays["sampling"], self._space, tokens, errors,
                 restrictions, report, record=True,
             )  # fmt: skip
 
-        return self._device.capture(step)
+        if restrictions.masks is None:
+            return [_Part(self._device, lambda: sample(forward()))]
+        # A part runs twice when it is captured. Each run of the sampling needs the logits of the
+        # same run of the forward pass, which may be other memory.
+        runs: list[Any] = []
+        return [
+            _Part(self._device, lambda: runs.append(forward())),
+            _Part(self._device, lambda: sample(runs.pop(0) if len(runs) > 1 else runs[0])),
+        ]
 
 
 class QueuedStep:
     """A captured step that is queued on the device.
 
-    ``chunks``, ``rows``: what it computes. ``seen``: pinned int32 ``[2, R]``, tokens and errors of
-    all rows once ``event`` is done; ``report``: pinned too, their log-probabilities, or None.
+    ``chunks``, ``rows``: what it computes. ``failed``: requests whose masks failed. ``seen``:
+    pinned int32 ``[2, R]``, tokens and errors of all rows once ``event`` is done; ``report``:
+    pinned too, their log-probabilities, or None.
     """
 
     def __init__(
         self,
         chunks: Sequence[Chunk],
         rows: list[int],
+        failed: dict[bytes, BatonError],
         seen: Array,
         report: Array | None,
         event: Event,
     ) -> None:
-        self.chunks = chunks
+        self.chunks, self._failed = chunks, failed
         self._rows, self._event = np.array(rows, np.int64), event
         self._seen, self._report = seen, report
         self._found: tuple[Array, list[Array] | None] | None = None
@@ -182,4 +221,5 @@ class QueuedStep:
     def collect(self, failed: dict[bytes, BatonError]) -> list[Sampled]:
         """Wait for the tokens and return them; rows that failed go to ``failed``."""
         (tokens, errors), listed = self.wait()
+        failed.update(self._failed)
         return collect(self.chunks, tokens, errors, listed, set(), failed)

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.errors import BatonError
 from ...proto.limits import MAX_LOG_PROBABILITIES as MAX_LOGPROBS
 from ..kernels.cuda import sampling
 from ..kernels.cuda.device import Device
 from ..scheduling.plan import Chunk, SampleSpec
+from .row_masks import RowMasks
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -81,8 +83,8 @@ class DeviceRows:
     ``slots`` int64, ``sampling`` of :data:`.sampling.ROW`.
 
     The device also keeps the histories of rows with penalties, to which the sampler adds each token
-    it draws, and the masks of rows with a grammar, written for each step. Their memory is allocated
-    when a row needs it.
+    it draws, and the masks of rows with a grammar, written for each step by :meth:`write_masks`.
+    Their memory is allocated when a row needs it.
     """
 
     def __init__(
@@ -114,8 +116,9 @@ class DeviceRows:
         """Number of rows that the last step computes."""
         self.needs = Needs()
         """What the sampling of the last step needs beside parameters."""
-        self._masks: Any = None  # on the device, as the next ones
-        self._seen: Any = None
+        self._masked: list[tuple[int, bytes, SampleSpec]] = []  # rows of the last step with a mask
+        self._masks = RowMasks(device, vocab)
+        self._seen: Any = None  # on the device, as the next ones
         self._counts: Any = None
         self._history_end = np.zeros(rows, np.int64)  # tokens in the history of each row; 0: none
         self.moves = 0
@@ -217,7 +220,7 @@ class DeviceRows:
             self.deltas[rows[i]] = chunks[i].rope_delta
         try:
             self._pack(specs)
-        except Exception:  # only the host can sample a row, or its grammar failed
+        except Exception:  # only the host can sample a row
             self.forget()
             return False
         if (starts >= self._room[at]).any() or int(starts.max()) >= self._sizes.max_length:
@@ -229,7 +232,7 @@ class DeviceRows:
         self.slots[at] = self._blocks[at, starts // size] * np.int64(size) + starts % size
         for i in changed:
             self._send_table(rows[i], len(tables[i]), turn)
-        if not self._restrict(specs, ends, fed=tokens is None):
+        if not self._restrict(chunks, specs, ends, fed=tokens is None):
             self.forget()
             return False
         if tokens is not None:
@@ -258,27 +261,18 @@ class DeviceRows:
                 last[row] = spec
                 self._history_end[row] = 0
 
-    def _restrict(self, specs: Sequence[SampleSpec], ends: I32, *, fed: bool) -> bool:
-        """Queue the masks and histories that the device lacks; False if they are not known."""
-        packed, at = self.sampling, self._at
+    def _restrict(
+        self, chunks: Sequence[Chunk], specs: Sequence[SampleSpec], ends: I32, *, fed: bool
+    ) -> bool:
+        """Queue the histories that the device lacks; False if they are not known."""
+        packed, at, rows, device = self.sampling, self._at, self.rows, self._device
         masked = np.flatnonzero(packed["mask"][at] >= 0).tolist()
+        self._masked = [(rows[i], chunks[i].request, specs[i]) for i in masked]
         penalized = np.flatnonzero(packed["history"][at] >= 0).tolist()
         self.needs = Needs(bool(masked), bool(penalized), bool(packed["logprobs"][at].any()))
         if not masked and not penalized:
             return True
-        if masked and fed:
-            return False
         self._reserve()
-        rows, device = self.rows, self._device
-        for i in masked:
-            spec = specs[i]
-            if spec.mask is None:
-                return False
-            try:
-                allowed = spec.mask.allowed()
-            except Exception:  # the request's grammar failed
-                return False
-            device.write(self._masks[rows[i]], sampling.mask_words(allowed, spec.banned))
         for i in penalized:
             row, spec, end = rows[i], specs[i], int(ends[i])
             if self._history_end[row] != end:
@@ -293,13 +287,16 @@ class DeviceRows:
             self._history_end[row] = end + 1  # the sampler adds the token that it draws
         return True
 
+    def write_masks(self) -> dict[bytes, BatonError]:
+        """Queue the masks of the last step; see :meth:`.row_masks.RowMasks.write`."""
+        return self._masks.write(self._masked)
+
     def _reserve(self) -> None:
         """Allocate memory for the masks and histories of a step's rows; more drops the old ones."""
         words = -(-self._vocab // 32)
         zeros = self._device.zeros
-        if self.needs.masks and (self._masks is None or len(self._masks) < self.bucket):
-            self._masks = zeros((self.bucket, words), np.uint32)
-            self.moves += 1
+        if self.needs.masks:
+            self.moves += self._masks.reserve(self.bucket)
         if self.needs.histories and (self._seen is None or len(self._seen) < self.bucket):
             self._seen = zeros((self.bucket, words), np.uint32)
             self._counts = zeros((self.bucket, self._vocab), np.int32)
@@ -310,7 +307,7 @@ class DeviceRows:
         """Return the masks and histories on the device, as far as the last step needs them."""
         histories = self.needs.histories
         return sampling.Restrictions(
-            self._masks if self.needs.masks else None,
+            self._masks.words if self.needs.masks else None,
             self._seen if histories else None,
             self._counts if histories else None,
         )

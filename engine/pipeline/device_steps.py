@@ -1,15 +1,16 @@
 """Steps on a GPU: decode steps replay a captured graph, other steps launch kernels one by one.
 
 A graph is captured per bucket of rows. It is queued without waiting, and so may the next one be:
-its tokens are where the sampler of the first one writes them (:mod:`.device_rows`). A step that
-needs more than a graph's rows can express (prompt chunks, sampling by the host) is launched kernel
-by kernel. Its results are the same except for the split of attention's sums. So is a step whose
-launches the driver refuses to capture.
+its tokens are where the sampler of the first one writes them (:mod:`.device_rows`). Of a step with
+masks the forward pass is queued without waiting, and the sampling when the masks are known. A step
+that needs more than a graph's rows can express (prompt chunks, sampling by the host) is launched
+kernel by kernel. Its results are the same except for the split of attention's sums. So is a step
+whose launches the driver refuses to capture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from ..kernels.cuda.cupy_device import CupyDevice
 from ..kernels.cuda.device import CaptureFailed
 from ..loading.model_config import CrossConfig, ModelConfig, VisionLanguageConfig
 from ..models.decoder import Decoder
-from ..scheduling.plan import Chunk, Sampled
+from ..scheduling.plan import Applied, Chunk, Sampled
 from .decode_graph import DecodeGraph, GraphModel, QueuedStep
 from .device_rows import TURNS, DeviceRows, GraphSizes, Needs
 from .device_sampler import DeviceSampler
 from .model import KVManager, LayerDone, ModelInputs, PipelineModel
+from .steps import masked
 
 BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 """Row counts for which graphs are captured; larger steps are launched kernel by kernel."""
@@ -123,21 +125,28 @@ class DeviceSteps:
         self.fed = 0
         """Steps queued before the tokens of the step before were read."""
 
-    def queue(self, chunks: Sequence[Chunk], *, fed: bool) -> QueuedStep | None:
-        """Queue a captured step; None if these chunks need :meth:`run`."""
+    def queue(
+        self, chunks: Sequence[Chunk], *, fed: bool, applied: Applied | None = None
+    ) -> QueuedStep | None:
+        """Queue a captured step; None if these chunks need :meth:`run`.
+
+        ``applied``: called after the forward pass is queued, if there are masks.
+        """
         turn = self._turn = (self._turn + 1) % TURNS
         before = self._turns[turn]
         try:
             if before is not None:
                 before.wait()  # its pinned memory is used again
-            return self._queue(chunks, turn, fed=fed)
+            return self._queue(chunks, turn, fed=fed, applied=applied)
         except Exception:
             # Kernels queued before the error still write to blocks that the caller frees now.
             self._rows.forget()
             self._backend.device.synchronize()
             raise
 
-    def _queue(self, chunks: Sequence[Chunk], turn: int, *, fed: bool) -> QueuedStep | None:
+    def _queue(
+        self, chunks: Sequence[Chunk], turn: int, *, fed: bool, applied: Applied | None
+    ) -> QueuedStep | None:
         rows = self._rows
         if not rows.place(chunks, turn, fed=fed):
             return None
@@ -145,25 +154,46 @@ class DeviceSteps:
         if graph is None or not graph.fits():
             rows.forget()
             return None
-        try:
-            self.replays += graph.launch(self._pool, turn)
-        except CaptureFailed as error:
-            self._graphs[rows.bucket, rows.needs] = None
-            _log.warning("graph.not_captured", rows=rows.bucket, error=str(error))
+        self.replays += self._replayed(lambda: graph.launch(self._pool, turn))
+        failed: dict[bytes, BatonError] = {}
+        if rows.needs.masks:
+            if applied is not None:
+                applied()
+            failed = rows.write_masks()
+            self._replayed(graph.sample)
         self.fed += fed
         device, seen = self._backend.device, self._seen[turn]
         report = self._reports[turn] if rows.needs.report else None
         device.read(rows.drawn, seen)
         if report is not None:
             device.read(rows.reported, report)
-        step = self._turns[turn] = QueuedStep(chunks, rows.rows, seen, report, device.record())
+        step = self._turns[turn] = QueuedStep(
+            chunks, rows.rows, failed, seen, report, device.record()
+        )
         return step
 
+    def _replayed(self, part: Callable[[], bool]) -> bool:
+        """Queue a part of the placed rows' graph; True if it is a replay."""
+        try:
+            return part()
+        except CaptureFailed as error:
+            key = self._rows.bucket, self._rows.needs
+            if self._graphs[key] is not None:
+                self._graphs[key] = None
+                _log.warning("graph.not_captured", rows=key[0], error=str(error))
+            return False
+
     def run(
-        self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
+        self,
+        chunks: Sequence[Chunk],
+        inputs: ModelInputs,
+        failed: dict[bytes, BatonError],
+        applied: Applied | None = None,
     ) -> list[Sampled]:
         """Launch the rows kernel by kernel and sample."""
         try:
+            if applied is not None and masked(chunks):
+                applied()
             return self._run(chunks, inputs, failed)
         except Exception:
             # Kernels queued before the error still write to blocks that the caller frees now.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ...proto.errors import BatonError, InputError, InternalError
 from ..sampling.sampler import sample
-from ..scheduling.plan import Chunk, Sampled
+from ..scheduling.plan import Applied, Chunk, Sampled
 from .model import ModelInputs, PipelineModel
 
 F32 = npt.NDArray[np.float32]
@@ -34,20 +34,26 @@ class StepComputer(Protocol):
     can_stop: bool
     can_queue: bool
 
-    def queue(self, chunks: Sequence[Chunk], *, fed: bool) -> Queued | None:
+    def queue(
+        self, chunks: Sequence[Chunk], *, fed: bool, applied: Applied | None = None
+    ) -> Queued | None:
         """Queue a decode step without waiting for it; None if :meth:`run` must compute it.
 
         ``fed``: the tokens of the chunks are those that the step queued last draws; it need not be
-        over. At most two steps are queued at a time.
+        over. At most two steps are queued at a time. ``applied``: called before masks are read.
         """
         ...
 
     def run(
-        self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
+        self,
+        chunks: Sequence[Chunk],
+        inputs: ModelInputs,
+        failed: dict[bytes, BatonError],
+        applied: Applied | None = None,
     ) -> list[Sampled]:
         """Run the rows of ``chunks`` and sample; requests without a token go to ``failed``.
 
-        Raises if the forward pass itself fails.
+        ``applied``: called before masks are read. Raises if the forward pass itself fails.
         """
         ...
 
@@ -65,22 +71,35 @@ class HostSteps:
     def __init__(self, model: PipelineModel) -> None:
         self._model = model
 
-    def queue(self, chunks: Sequence[Chunk], *, fed: bool) -> Queued | None:
+    def queue(
+        self, chunks: Sequence[Chunk], *, fed: bool, applied: Applied | None = None
+    ) -> Queued | None:
         """Return None: the host computes every step at once."""
         return None
 
     def run(
-        self, chunks: Sequence[Chunk], inputs: ModelInputs, failed: dict[bytes, BatonError]
+        self,
+        chunks: Sequence[Chunk],
+        inputs: ModelInputs,
+        failed: dict[bytes, BatonError],
+        applied: Applied | None = None,
     ) -> list[Sampled]:
         """Run the rows and sample row by row."""
         logits = self._model.execute(inputs).next_token_logits
         if logits is None:
             raise InternalError("the model returns no logits")
+        if applied is not None and masked(chunks):
+            applied()
         return sample_rows(logits, [c for c in chunks if c.sample is not None], failed)
 
     def clear(self, pool: F32, block: int) -> None:
         """Zero a block."""
         pool[:, block] = 0
+
+
+def masked(chunks: Sequence[Chunk]) -> bool:
+    """True if a grammar constrains the token of any chunk."""
+    return any(c.sample is not None and c.sample.mask is not None for c in chunks)
 
 
 def sample_rows(

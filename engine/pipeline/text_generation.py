@@ -28,6 +28,7 @@ from ...proto.ids import RequestID
 from ...proto.sampling import SamplingParams
 from ..scheduling.events import Failed
 from ..scheduling.plan import (
+    Applied,
     Chunk,
     OnLayers,
     Sampled,
@@ -56,7 +57,8 @@ class BegunStep:
     """A step between :meth:`TextGenerationPipeline.begin` and its result.
 
     ``result``: None while the device computes. ``queued``: the device's step. ``before``: a step
-    that was not over when this one began; its tokens are the inputs of this one.
+    that was not over when this one began; its tokens are the inputs of this one. ``applied``: to be
+    called before masks are read; None if the plan is not ahead.
     """
 
     plan: StepPlan
@@ -65,6 +67,7 @@ class BegunStep:
     queued: Queued | None = None
     layer_done: LayerDone | None = None
     before: BegunStep | None = None
+    applied: Applied | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def drawn(self) -> dict[bytes, int]:
@@ -152,6 +155,7 @@ class TextGenerationPipeline:
         plan: StepPlan,
         on_layers: OnLayers | None = None,
         unwanted: Unwanted | None = None,
+        applied: Applied | None = None,
     ) -> StepResult:
         """Run a plan and sample.
 
@@ -159,8 +163,10 @@ class TextGenerationPipeline:
         ``stream_layers``: keys and values of layers ``0 .. layer_end`` are in the pool.
         ``unwanted()`` is checked before the first layer and, if the computer can stop, after
         each layer. Once it returns True, the step is abandoned and no longer writes to its blocks.
+        ``applied()`` is called before the masks of a plan ahead are read, after as much of the step
+        as does not need them. If it raises, the step fails.
         """
-        return self.finish(self.begin(plan, on_layers, unwanted))
+        return self.finish(self.begin(plan, on_layers, unwanted, applied))
 
     @property
     def can_queue(self) -> bool:
@@ -172,13 +178,16 @@ class TextGenerationPipeline:
         plan: StepPlan,
         on_layers: OnLayers | None = None,
         unwanted: Unwanted | None = None,
+        applied: Applied | None = None,
     ) -> BegunStep:
         """Begin a plan as :meth:`execute`; :meth:`finish` returns its result.
 
         At most two steps are begun and not finished, the second of them planned ahead. Steps are
-        finished in their order.
+        finished in their order; the first one may be finished within ``applied()``.
         """
         step = BegunStep(plan, time.perf_counter())
+        if plan.ahead:
+            step.applied = applied or _nothing_applied
         previous, self._previous = self._previous, step
         if unwanted is not None and unwanted():
             step.result = abandoned_step(plan, 0.0)
@@ -204,7 +213,7 @@ class TextGenerationPipeline:
                     step.result = self._collected(step)
                 except Exception as error:  # whatever the error, the loop must continue
                     step.result = self._failed(step, error)
-                step.queued = step.before = step.layer_done = None
+                step.queued = step.before = step.layer_done = step.applied = None
             return step.result
 
     def _queue(
@@ -215,7 +224,7 @@ class TextGenerationPipeline:
         before: BegunStep | None = None,
     ) -> None:
         """Queue a step, if the computer can; with ``before``, whose tokens are its inputs."""
-        step.queued = self._computer.queue(chunks, fed=before is not None)
+        step.queued = self._computer.queue(chunks, fed=before is not None, applied=step.applied)
         if step.queued is not None:
             step.before = before
             step.layer_done = self._reporter(chunks, on_layers, None)
@@ -241,7 +250,7 @@ class TextGenerationPipeline:
         if inputs is not None:
             inputs.layer_done = self._reporter(chunks, on_layers, unwanted)
             try:
-                sampled = self._computer.run(chunks, inputs, failed)
+                sampled = self._computer.run(chunks, inputs, failed, step.applied)
             except _Abandoned:
                 raise
             except Exception as error:  # of the rows of this pass, which may not be all
@@ -361,6 +370,10 @@ class TextGenerationPipeline:
                     on_layers(request, layer_end)
 
         return layer_done
+
+
+def _nothing_applied() -> None:
+    raise InternalError("a mask of a plan ahead is not known before the step before is applied")
 
 
 def _pass_failed(error: Exception) -> InternalError:

@@ -3,7 +3,8 @@
 These structs stay in the process; arrays are shared, not copied. The scheduler creates
 them on the I/O thread and the executor reads them on the compute thread. Neither touches
 an object that the other may change: ``tokens``, ``block_table`` and ``history`` are snapshots, and
-a ``mask`` is advanced only between the steps of its request.
+a ``mask`` is advanced only while no step reads it: a step planned ahead reads it after the step
+before is applied (:data:`Applied`).
 
 Nobody changes a struct. Those of which a step has one per row are not frozen, because creating a
 frozen dataclass takes three times as long.
@@ -28,6 +29,8 @@ Int32 = npt.NDArray[np.int32]
 OnLayers = Callable[[bytes, int], None]
 """Called with a request and the end of its layers whose KV is final."""
 Bools = npt.NDArray[np.bool_]
+Applied = Callable[[], object]
+"""Returns once the scheduler has applied the step before, so that grammars know its tokens."""
 
 
 @runtime_checkable

@@ -171,10 +171,9 @@ class Sequence:
     def can_go_on_unseen(self) -> bool:
         """True if a step may be planned before the token of the previous step is known.
 
-        A grammar needs each token before the next one can be sampled. A step of pictures takes so
-        long that those which arrive meanwhile should join the next one.
+        A step of pictures takes so long that those which arrive meanwhile should join the next one.
         """
-        return self.context.matcher is None and self.picture is None
+        return self.picture is None
 
     def chunk_ahead(self) -> Chunk:
         """Return the token that the running step samples, as work for the step after it."""

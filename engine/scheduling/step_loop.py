@@ -13,7 +13,7 @@ from ...proto.errors import InputError, InternalError
 from ...proto.hashing import cache_salt
 from ..cache.paged_cache import PagedCache
 from .events import Event
-from .plan import OnLayers, StepPlan, StepResult
+from .plan import Applied, OnLayers, StepPlan, StepResult
 from .scheduler import Scheduler, SchedulerConfig
 from .sequence import Sequence
 
@@ -39,8 +39,17 @@ class PlanRunner(Protocol):
         """True if :meth:`begin` returns before a decode step is over."""
         ...
 
-    def begin(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Any:
-        """Begin a plan; a second one may begin before the first is finished."""
+    def begin(
+        self,
+        plan: StepPlan,
+        on_layers: OnLayers | None = None,
+        *,
+        applied: Applied | None = None,
+    ) -> Any:
+        """Begin a plan; a second one may begin before the first is finished.
+
+        The second one calls ``applied``, at most once, if it needs the grammars after the first.
+        """
         ...
 
     def finish(self, step: Any) -> StepResult:
@@ -106,9 +115,17 @@ class StepLoop:
                 return self._idle()
             step = pipeline.begin(plan, on_layers)
         ahead = scheduler.plan_ahead() if self._look_ahead else None
+        events: list[Event] | None = None
+
+        def apply() -> list[Event]:
+            nonlocal events
+            if events is None:
+                events = scheduler.apply(pipeline.finish(step), time.monotonic())
+            return events
+
         if ahead is not None:
-            self._begun = pipeline.begin(ahead, on_layers)
-        return scheduler.apply(pipeline.finish(step), time.monotonic())
+            self._begun = pipeline.begin(ahead, on_layers, applied=apply)
+        return apply()
 
     def _idle(self) -> list[Event]:
         events = self.scheduler.take_events()

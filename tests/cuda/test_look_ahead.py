@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,60 @@ import pytest
 from baton.benchmarks import device_idle
 from baton.engine.kernels.cuda import sampling
 from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.device import CaptureFailed
 from baton.engine.kernels.cuda.row_plan import GraphPlan
 from baton.engine.llm import LLMEngine
 from baton.engine.pipeline import device_steps
+from baton.engine.pipeline.decode_graph import DecodeGraph
 from baton.engine.pipeline.device_rows import DeviceRows
 from baton.engine.pipeline.device_steps import DeviceSteps
 from baton.engine.scheduling.events import Failed
 from baton.engine.scheduling.scheduler import SchedulerConfig
-from baton.proto.errors import BatonError
+from baton.proto.contexts.text import TextContext
+from baton.proto.errors import BatonError, InputError
 from baton.proto.sampling import SamplingParams
 
 from .conftest import SHAPE
 from .host_device import HostDevice, HostGraph
 from .test_model import load
 
+END = 2
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=9, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_steps, "BUCKETS", (1, 2, 4, 8))
+@pytest.fixture(autouse=True, scope="module")
+def few_rows() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_steps, "BUCKETS", (1, 2, 4, 8))
+        yield
+
+
+class Every:
+    """A grammar: the token at place n is n plus ``shift`` modulo three.
+
+    ``length``: tokens after which only the model's end may follow; ``fails``: tokens after which no
+    mask can be made.
+    """
+
+    def __init__(self, shift: int = 0, length: int = 99, fails: int = 99) -> None:
+        self.consumed, self.shift = 0, shift
+        self.length, self.fails = length, fails
+
+    def consume_token(self, token: int) -> bool:
+        fits = bool(self._following()[token])
+        self.consumed += fits
+        return fits
+
+    def allowed(self) -> np.ndarray:
+        if self.consumed == self.fails:
+            raise InputError("no token can follow")
+        return self._following()
+
+    def _following(self) -> np.ndarray:
+        ids = np.arange(SHAPE.vocab)
+        if self.consumed >= self.length:
+            return ids == END
+        return (ids % 3 == (self.consumed + self.shift) % 3) & (ids != END)
 
 
 def steps_of(engine: LLMEngine) -> DeviceSteps:
@@ -91,9 +126,12 @@ def test_an_answer_may_stop_at_each_position(folder: Path, host_device: HostDevi
     assert steps.fed > 3
 
 
-def test_a_step_in_flight_keeps_its_blocks(folder: Path, host_device: HostDevice) -> None:
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_step_in_flight_keeps_its_blocks(
+    folder: Path, host_device: HostDevice, constrained: bool
+) -> None:
     engine = LLMEngine(load(folder, CudaBackend(host_device.late(5))))
-    assert run_with_aborts(engine) >= 2
+    assert run_with_aborts(engine, constrained=constrained) >= 2
 
 
 def test_blocks_that_are_freed_too_early_are_noticed(
@@ -105,16 +143,29 @@ def test_blocks_that_are_freed_too_early_are_noticed(
         run_with_aborts(engine)
 
 
-def run_with_aborts(engine: LLMEngine) -> int:
+def started(
+    engine: LLMEngine, work: list[tuple[list[int], SamplingParams]], *, constrained: bool
+) -> tuple[list[TextContext], list[bytes]]:
+    """Contexts and keys of requests that wait; with ``constrained`` two of three have a grammar."""
+    contexts = [engine._context(prompt, params) for prompt, params in work]
+    for n, context in enumerate(contexts):
+        if constrained and n % 3:
+            context.set_matcher(Every(n))
+    return contexts, [engine.add(context) for context in contexts]
+
+
+def run_with_aborts(engine: LLMEngine, *, constrained: bool = False) -> int:
     """Abort every second request while two steps are out, or let it stop; the others are exact.
 
     Returns how many surplus rows ran.
     """
     work = mixed(6)
     alone = LLMEngine(engine.runner, look_ahead=False)
-    expected = [context.tokens.generated.tolist() for context in alone.generate(*zipped(work))]
-    contexts = [engine._context(prompt, params) for prompt, params in work]
-    keys = [engine.add(context) for context in contexts]
+    waiting, _ = started(alone, work, constrained=constrained)
+    while alone.has_work:
+        alone.step()
+    expected = [context.tokens.generated.tolist() for context in waiting]
+    contexts, keys = started(engine, work, constrained=constrained)
     surplus = steps = 0
     while engine.has_work:
         engine.step()
@@ -139,9 +190,9 @@ def zipped(work: list[tuple[list[int], SamplingParams]]) -> tuple[list[Any], lis
     return [prompt for prompt, _ in work], [params for _, params in work]
 
 
-@pytest.mark.parametrize("blocks", [8, 9])
+@pytest.mark.parametrize(("blocks", "constrained"), [(8, False), (9, False), (8, True)])
 def test_requests_that_are_preempted_give_the_same_tokens(
-    folder: Path, host_device: HostDevice, blocks: int
+    folder: Path, host_device: HostDevice, blocks: int, constrained: bool
 ) -> None:
     """No block is left for the next token of some step that would be queued ahead."""
     work = [(prompt, replace(params, max_new_tokens=14)) for prompt, params in mixed(4)]
@@ -149,7 +200,9 @@ def test_requests_that_are_preempted_give_the_same_tokens(
     for look_ahead in (False, True):
         runner = load(folder, CudaBackend(host_device), blocks)
         engine = LLMEngine(runner, SchedulerConfig(growth=0), look_ahead=look_ahead)
-        contexts = engine.generate(*zipped(work))
+        contexts, _ = started(engine, work, constrained=constrained)
+        while engine.has_work:
+            engine.step()
         outcomes.append([context.tokens.generated.tolist() for context in contexts])
         assert engine.scheduler.load().preemptions > 0
         assert bool(steps_of(engine).fed) == look_ahead
@@ -157,14 +210,15 @@ def test_requests_that_are_preempted_give_the_same_tokens(
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.parametrize("constrained", [False, True])
 def test_a_step_that_fails_takes_the_queued_one_with_it(
-    folder: Path, host_device: HostDevice, monkeypatch: pytest.MonkeyPatch
+    folder: Path, host_device: HostDevice, monkeypatch: pytest.MonkeyPatch, constrained: bool
 ) -> None:
     """Each request fails once, no block is lost, and later requests are served."""
     work = mixed(3)
     expected, _ = answers(folder, host_device, work, look_ahead=False)
     engine = LLMEngine(load(folder, CudaBackend(host_device.late(6))))
-    keys = {engine.add(engine._context(prompt, params)) for prompt, params in work}
+    _, keys = started(engine, work, constrained=constrained)
     replay, broken = HostGraph.replay, [True]
 
     def failing(graph: HostGraph) -> None:
@@ -212,7 +266,9 @@ def test_planted_bugs_change_tokens(
     if bug == "same turn":  # two queued steps share pinned memory
         queue = DeviceSteps._queue
         monkeypatch.setattr(
-            DeviceSteps, "_queue", lambda self, chunks, _, *, fed: queue(self, chunks, 0, fed=fed)
+            DeviceSteps,
+            "_queue",
+            lambda self, chunks, _, **rest: queue(self, chunks, 0, **rest),
         )
         device = host_device.late(1)
     try:
@@ -221,20 +277,6 @@ def test_planted_bugs_change_tokens(
         assert bug == "same turn"
     else:
         assert found != expected
-
-
-class Every:
-    """A grammar: the token at place n is n modulo three."""
-
-    def __init__(self) -> None:
-        self.consumed = 0
-
-    def consume_token(self, token: int) -> bool:
-        self.consumed += 1
-        return token % 3 == (self.consumed - 1) % 3
-
-    def allowed(self) -> np.ndarray:
-        return np.arange(SHAPE.vocab) % 3 == self.consumed % 3
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -259,7 +301,7 @@ def run_kinds(
         if kind == "reported":
             context.log_probabilities = 3
         if kind == "constrained":
-            context.set_matcher(Every())
+            context.set_matcher(Every(n))
         contexts.append(context)
         engine.add(context)
     while engine.has_work:
@@ -277,7 +319,7 @@ def run_kinds(
     ("kinds", "replays", "fed"),
     [
         (["plain", "penalized", "reported", "penalized"], 5, 4),
-        (["constrained", "plain", "penalized", "reported"], 5, 1),
+        (["constrained", "plain", "penalized", "constrained", "reported"], 5, 4),
         (["penalized", "by the host", "plain"], 1, 1),
     ],
     ids=["penalties", "grammar", "host"],
@@ -300,11 +342,10 @@ def test_rows_of_all_kinds_share_captured_steps(
     single, without = run_kinds(folder, host_device, kinds, look_ahead=False)
     assert without.replays == 0
     assert [tokens for tokens, _ in single] == [tokens for tokens, _ in ahead]
-    for kind, (tokens, logprobs) in zip(kinds, ahead, strict=True):
+    for n, (kind, (tokens, logprobs)) in enumerate(zip(kinds, ahead, strict=True)):
         assert bool(logprobs) == (kind == "reported")
-        assert kind != "constrained" or [t % 3 for t in tokens] == [
-            n % 3 for n in range(len(tokens))
-        ]
+        places = [(n + place) % 3 for place in range(len(tokens))]
+        assert kind != "constrained" or [token % 3 for token in tokens] == places
 
 
 @pytest.mark.parametrize("bug", ["not recorded", "recorded twice", "stale mask"])
@@ -328,6 +369,130 @@ def test_planted_bugs_of_histories_and_masks_are_noticed(
             run_kinds(folder, host_device, kinds, look_ahead=True)
         return
     found, _ = run_kinds(folder, host_device, kinds, look_ahead=True)
+    assert found != expected
+
+
+def run_grammars(
+    folder: Path, device: Any, *, look_ahead: bool = True
+) -> tuple[list[tuple[list[int], str]], DeviceSteps]:
+    """Tokens of eight requests and how they ended: grammars that go on, end, fail; and none."""
+    engine = LLMEngine(load(folder, CudaBackend(device)), look_ahead=look_ahead)
+    matchers = [
+        Every(0), None, Every(1, length=4), Every(2), Every(1, fails=5), None, Every(2, length=6),
+        Every(0, fails=7),
+    ]  # fmt: skip
+    contexts = []
+    for n, matcher in enumerate(matchers):
+        params = replace(DRAWN, seed=n, max_new_tokens=8 + n % 3, ignore_eos=matcher is None)
+        context = engine._context([5 + n, 6, 7], params)
+        if matcher is not None:
+            context.set_matcher(matcher)
+        contexts.append(context)
+    keys = [engine.add(context) for context in contexts]
+    ends = dict.fromkeys(keys, "")
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, Failed):
+                ends[event.request] = event.code
+    assert engine.cache.pool.used == 0
+    return [
+        (context.tokens.generated.tolist(), ends[key] or context.status.value)
+        for context, key in zip(contexts, keys, strict=True)
+    ], steps_of(engine)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, host_device: HostDevice) -> list[tuple[list[int], str]]:
+    """What requests with grammars get from steps that wait."""
+    outcomes, waiting = run_grammars(folder, host_device, look_ahead=False)
+    assert waiting.fed == 0
+    return outcomes
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3, 4])
+def test_masks_are_those_of_steps_that_wait(
+    folder: Path,
+    host_device: HostDevice,
+    expected: list[tuple[list[int], str]],
+    seed: int | None,
+) -> None:
+    """A request whose grammar ends or fails has a surplus row; the forward pass never waits."""
+    found, ahead = run_grammars(folder, host_device if seed is None else host_device.late(seed))
+    assert found == expected
+    assert ahead.fed >= 8
+    ends = [end for _, end in found]
+    assert ends.count("input") == 2 and ends.count("end_of_sequence") == 2
+    assert [len(tokens) for tokens, _ in found] == [8, 9, 5, 8, 5, 10, 7, 7]
+
+
+@pytest.mark.parametrize("refused", [{0}, {1}, {0, 1}])
+def test_parts_that_cannot_be_captured_are_launched_kernel_by_kernel(
+    folder: Path,
+    host_device: HostDevice,
+    expected: list[tuple[list[int], str]],
+    monkeypatch: pytest.MonkeyPatch,
+    refused: set[int],
+) -> None:
+    """The forward pass, the sampling, or both; the step counts all the same."""
+    captures: list[int] = []
+    capture = HostDevice.capture
+
+    def refusing(device: HostDevice, work: Callable[[], None]) -> HostGraph:
+        captures.append(len(captures))
+        if captures[-1] in refused:
+            work()
+            raise CaptureFailed("not supported")
+        return capture(device, work)
+
+    monkeypatch.setattr(HostDevice, "capture", refusing)
+    found, _ = run_grammars(folder, host_device.late(2))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "bug", ["of the step before", "sampled before", "other row", "not waited for"]
+)
+def test_planted_bugs_of_masks_are_noticed(
+    folder: Path,
+    host_device: HostDevice,
+    expected: list[tuple[list[int], str]],
+    monkeypatch: pytest.MonkeyPatch,
+    bug: str,
+) -> None:
+    queue, write_masks, sample = DeviceSteps._queue, DeviceRows.write_masks, DecodeGraph.sample
+    late: list[DeviceRows] = []
+
+    def hasty(steps: DeviceSteps, *arguments: Any, applied: Any, **rest: Any) -> Any:
+        step = queue(steps, *arguments, applied=None, **rest)
+        if applied is not None:
+            applied()
+        return step
+
+    def put_off(rows: DeviceRows) -> dict[bytes, BatonError]:
+        late.append(rows)
+        return {}
+
+    def too_early(graph: DecodeGraph) -> bool:
+        replayed = sample(graph)
+        write_masks(late.pop())
+        return replayed
+
+    def shuffled(rows: DeviceRows) -> dict[bytes, BatonError]:
+        masked = rows._masked
+        others = [*masked[1:], *masked[:1]]
+        rows._masked = [(row, *other[1:]) for (row, *_), other in zip(masked, others, strict=True)]
+        return write_masks(rows)
+
+    if bug == "of the step before":
+        monkeypatch.setattr(DeviceSteps, "_queue", hasty)
+    elif bug == "sampled before":
+        monkeypatch.setattr(DeviceRows, "write_masks", put_off)
+        monkeypatch.setattr(DecodeGraph, "sample", too_early)
+    elif bug == "other row":
+        monkeypatch.setattr(DeviceRows, "write_masks", shuffled)
+    else:
+        monkeypatch.setattr(HostDevice, "wait_for", lambda *_: None)
+    found, _ = run_grammars(folder, host_device.late(1))
     assert found != expected
 
 
@@ -376,9 +541,10 @@ def test_replays_that_read_memory_of_before_a_move_change_tokens(
 
 
 @pytest.mark.parametrize("kind", device_idle.KINDS)
-def test_a_modelled_device_idles_only_if_the_host_waits(folder: Path, kind: str) -> None:
-    idle, host, _ = device_idle.measure(folder, 3, 1000.0, 5, kind, ahead=False)
+def test_a_modelled_device_idles_only_if_the_host_waits(tmp_path: Path, kind: str) -> None:
+    model = device_idle.write_model(tmp_path / "model")
+    idle, host, _ = device_idle.measure(model, 3, 1000.0, 5, kind, ahead=False)
     assert 0 < idle < 2 * host
-    idle, _, calls = device_idle.measure(folder, 3, 1000.0, 5, kind, ahead=True)
+    idle, _, calls = device_idle.measure(model, 3, 1000.0, 5, kind, ahead=True)
     assert idle == 0
-    assert calls < 10
+    assert calls < 12

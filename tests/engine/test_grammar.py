@@ -15,6 +15,7 @@ from baton.engine.grammar.constraint import (
     GrammarTask,
     as_result,
     grammar_task,
+    write_words,
 )
 from baton.engine.llm import LLMEngine
 from baton.engine.loading.loader import RunnerConfig, load_runner
@@ -153,6 +154,63 @@ def test_a_row_may_be_longer_than_the_vocabulary(tokenizer):
     mask = wide.allowed()
     assert mask.shape == (VOCABULARY + 37,)
     assert not mask[VOCABULARY:].any()
+
+
+def bits(mask) -> np.ndarray:
+    """A bit per allowed token, 32 per word, the lowest id in the lowest bit."""
+    padded = np.zeros(-(-len(mask) // 32) * 32, np.uint64)
+    padded[: len(mask)] = mask
+    return (padded.reshape(-1, 32) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32)
+
+
+@pytest.mark.parametrize("extra", [0, 37])
+def test_masks_written_as_words_are_the_same(extra):
+    """Of many requests at once, in any rows, with other ends; but for those that may raise."""
+    size = VOCABULARY + extra
+    wide = GrammarCompiler(DEMO_MODEL, size, EOS)
+    rng = np.random.default_rng(9)
+    ends = [EOS, (), (2,), (700, 1 << 20), EOS]
+    names = ["order", "digit", "date", "linked list", "array of arrays"]
+    matchers = [
+        wide.compile(task(SCHEMAS[name], eos=eos))
+        for name, eos in zip(names * 5, ends * 2 + ends[1:] + ends[:1] + ends * 2, strict=True)
+    ]
+    written = ended = 0
+    for _ in range(40):
+        rows = rng.permutation(40)[: len(matchers)].tolist()
+        words = rng.integers(0, 1 << 32, (40, -(-size // 32)), np.uint32)
+        before = words.copy()
+        left = write_words(matchers, rows, words)
+        for index, (matcher, row) in enumerate(zip(matchers, rows, strict=True)):
+            if index in left:
+                np.testing.assert_array_equal(words[row], before[row])
+            else:
+                np.testing.assert_array_equal(words[row], bits(matcher.allowed()))
+                written += 1
+        others = sorted(set(range(40)) - set(rows))
+        np.testing.assert_array_equal(words[others], before[others])
+        for matcher in matchers:
+            try:
+                following = np.flatnonzero(matcher.allowed())
+            except InputError:
+                following = []
+            if not len(following):
+                ended += 1
+                matcher.rollback(1)
+            else:
+                assert matcher.consume_token(int(rng.choice(following)))
+    assert written > 600
+    assert ended > 10
+
+
+def test_a_mask_without_any_token_is_not_written():
+    matcher = GrammarCompiler(DEMO_MODEL, VOCABULARY, EOS).compile(task(INTEGER, eos=()))
+    words = np.full((1, VOCABULARY // 32), 7, np.uint32)
+    matcher._bits = bytes(4 * words.shape[1])
+    assert write_words([matcher], [0], words) == [0]
+    with pytest.raises(InputError, match="no token can follow"):
+        matcher.allowed()
+    assert (words == 7).all()
 
 
 def test_too_complex_on_the_way_is_said(compiler, tokenizer):

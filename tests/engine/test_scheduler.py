@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from baton.engine.cache.paged_cache import Allocation, PagedCache
@@ -307,6 +308,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 LONG = Request(prompt(20), max_new_tokens=12, ignore_eos=True)
+OTHER = Request(prompt(7, 5), max_new_tokens=12, ignore_eos=True)
 
 
 # ------------------------------------------------------------------------------ single cases
@@ -622,12 +624,8 @@ def test_who_could_join_is_not_passed_over() -> None:
     assert driver.ahead() is None
 
 
-@pytest.mark.parametrize("kind", ["grammar", "prefill", "chunk", "room", "limit"])
+@pytest.mark.parametrize("kind", ["prefill", "chunk", "room", "limit"])
 def test_what_has_to_see_the_token_is_not_planned_ahead(kind: str) -> None:
-    class Anything:
-        def consume_token(self, token: int) -> bool:
-            return True
-
     driver = Driver(
         num_blocks=5 if kind == "room" else 9,
         one_token=kind == "prefill",
@@ -636,13 +634,44 @@ def test_what_has_to_see_the_token_is_not_planned_ahead(kind: str) -> None:
     )
     request = LONG if kind != "limit" else Request(prompt(20), 1, ignore_eos=True)
     sequence = driver.sequence(request)
-    if kind == "grammar":
-        sequence.constrain(Anything())
     driver.scheduler.add(sequence, 0.0)
     driver.start()
     assert driver.ahead() is None
     driver.finish()
     assert sequence.context.tokens.all[-1] != FUTURE_TOKEN
+
+
+def test_a_step_with_a_grammar_is_planned_ahead_and_its_mask_knows_the_token_before() -> None:
+    """A token that the grammar refuses ends its request; its row in the next step is surplus."""
+
+    class Counting:
+        def __init__(self, refused: int) -> None:
+            self.consumed, self.refused = 0, refused
+
+        def consume_token(self, token: int) -> bool:
+            self.consumed += 1
+            return self.consumed != self.refused
+
+        def allowed(self) -> npt.NDArray[np.bool_]:
+            return np.ones(VOCABULARY, np.bool_)
+
+    driver = Driver(max_batch=2)
+    matchers = [Counting(0), Counting(3)]
+    for matcher, request in zip(matchers, (LONG, OTHER), strict=True):
+        key = driver.add(request)
+        driver.streams[key].sequence.constrain(matcher)
+    driver.start()
+    driver.finish()
+    driver.start()
+    for consumed in range(1, 5):
+        assert [m.consumed for m in matchers] == [consumed, min(consumed, 3)]
+        plan = driver.ahead()
+        assert plan is not None and plan.ahead
+        specs = [chunk.sample for chunk in plan.chunks]
+        assert len(specs) == 1 + (consumed < 3)
+        assert all(s is not None and s.mask is m for s, m in zip(specs, matchers, strict=False))
+        driver.finish()
+    assert driver.streams[key].end == "internal"
 
 
 def test_same_request_twice_is_refused() -> None:

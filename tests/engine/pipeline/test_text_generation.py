@@ -117,6 +117,48 @@ def test_a_step_nobody_waits_for_any_more_does_not_begin(runner):
     assert result.abandoned and (runner.pool == 7.0).all()
 
 
+class OneToken:
+    """A grammar that allows one token."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def allowed(self):
+        return np.arange(256) == self.token
+
+
+def masked_row(name, token, start, table, mask):
+    spec = SampleSpec(GREEDY, start + 1, EMPTY, 1, mask=mask)
+    return Chunk(name, start, np.array([token], np.int32), np.array(table, np.int32), spec)
+
+
+def test_the_mask_of_a_plan_ahead_is_read_when_the_step_before_is_applied(runner):
+    """After the forward pass, so that it need not wait; rows without a mask wait for nothing."""
+    mask, happened = OneToken(11), []
+    first = runner.pipeline.execute(StepPlan(0, (masked_row(b"a", 5, 0, (3,), mask),)))
+    assert first.sampled[0].token == 11
+    ahead = StepPlan(1, (masked_row(b"a", -1, 1, (3,), mask),), ahead=True)
+
+    def applied():
+        happened.append(runner.pipeline.layers_done)
+        mask.token = 12
+
+    done = runner.pipeline.layers_done
+    assert runner.pipeline.execute(ahead, applied=applied).sampled[0].token == 12
+    assert happened == [done + len(runner.pool)]
+    plain = StepPlan(2, (chunk(b"a", (-1,), 2),), ahead=True)
+    assert runner.pipeline.execute(plain, applied=applied).sampled
+    assert len(happened) == 1
+
+
+def test_the_mask_of_a_plan_ahead_is_not_read_too_early(runner):
+    mask = OneToken(11)
+    runner.pipeline.execute(StepPlan(0, (masked_row(b"a", 5, 0, (3,), mask),)))
+    ahead = StepPlan(1, (masked_row(b"a", -1, 1, (3,), mask),), ahead=True)
+    result = runner.pipeline.execute(ahead)
+    assert not result.sampled and "not known" in str(result.failed[b"a"])
+
+
 def test_what_cannot_stop_is_not_asked_to(runner):
     answers = iter([False])
     runner.pipeline._computer.can_stop = False
