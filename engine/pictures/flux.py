@@ -163,6 +163,13 @@ class FluxTransformer:
         """Free the arrays of the last call, as large as hundreds of megabytes."""
         self._space.clear()
 
+    def conditions(self, inputs: FluxInputs) -> list[F32]:
+        """Return the sinusoids ``[B, 256]`` of times and guidance that a call uploads, in order."""
+        sines = [sinusoid(inputs.timesteps)]
+        if self._guidance is not None:
+            sines.append(sinusoid(inputs.guidance.astype(np.float64) * 1000))
+        return sines
+
     def execute(self, inputs: FluxInputs) -> list[F32]:
         """Return the noise float32 ``[rows * columns, in_channels]`` that each sample contains."""
         hidden, backend, space = self.config.hidden_size, self._backend, self._space
@@ -186,10 +193,10 @@ class FluxTransformer:
     def _embedding(self, inputs: FluxInputs) -> F32:
         """Return ``silu`` of the joint embedding of time, guidance and pooled text ``[B, H]``."""
         backend = self._backend
-        total = self._mlp(self._time, backend.parameters(sinusoid(inputs.timesteps)))
+        time, *guidance = (backend.parameters(sines) for sines in self.conditions(inputs))
+        total = self._mlp(self._time, time)
         if self._guidance is not None:
-            sines = sinusoid(inputs.guidance.astype(np.float64) * 1000)
-            backend.add(self._mlp(self._guidance, backend.parameters(sines)), total)
+            backend.add(self._mlp(self._guidance, guidance[0]), total)
         pooled = backend.empty(len(total), self.config.pooled_projection_dim)
         for sample, vector in enumerate(inputs.pooled):
             backend.put_columns(vector, 0, pooled[sample : sample + 1])

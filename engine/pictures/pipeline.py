@@ -22,6 +22,7 @@ from ...proto.picture_requests import check_picture, picture_seed, uses_negative
 from ..kernels.backend import F32
 from ..kernels.host_backend import PictureBackend
 from ..models.weights import Progress
+from .captured import captured
 from .clip import ClipTextEncoder
 from .flux import FluxInputs, FluxTransformer
 from .folder import PictureFolder
@@ -153,10 +154,11 @@ class Denoiser:
             MAX_TOKENS, memory // row_bytes(folder.flux) if memory else MAX_TOKENS
         )
         self.flux = FluxTransformer(folder.part("transformer"), folder.flux, backend, on_progress)
+        self._steps = captured(self.flux, backend)
         self.vae = VaeDecoder(folder.part("vae"), folder.vae, backend, on_progress)
 
     def watch(self, after_layer: Callable[[], None]) -> None:
-        """Call ``after_layer`` after every layer.
+        """Call ``after_layer`` after every layer; of a captured step, once it is queued.
 
         An exception of it ends a step, and no drawing has changed then.
         """
@@ -245,7 +247,7 @@ class Denoiser:
         return self._backend.all_finite(drawing.latents)
 
     def _decoded(self, latents: F32) -> npt.NDArray[np.uint8]:
-        self.flux.release()  # the VAE needs as much memory
+        self._steps.release()  # the VAE needs as much memory
         return self.vae.decode(np.ascontiguousarray(latents))
 
     def _noise(self, context: PixelContext, tokens: int) -> F32:
@@ -289,7 +291,7 @@ class Denoiser:
         drawings = [sample.drawing for sample in group]
         train = np.float32(self._folder.scheduler.num_train_timesteps)
         levels = np.array([d.sigmas[d.step] for d in drawings], np.float32)
-        noise = self.flux.execute(
+        noise = self._steps.execute(
             FluxInputs(
                 latents=[self._backend.activations(d.latents) for d in drawings],
                 prompts=[self._text(s.drawing, f"{s.prefix}prompt") for s in group],

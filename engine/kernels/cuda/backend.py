@@ -147,7 +147,7 @@ class CudaBackend(_BlockMoves):
 
     def parameters(self, weights: npt.NDArray[A]) -> Any:
         """Return a bfloat16 copy on the device of float32 values or bfloat16 bits."""
-        return self.device.upload(_bits(weights))
+        return self.device.upload(parameter_bits(weights))
 
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> Any:
         """Allocate a zeroed bfloat16 KV pool in device memory; ``allocate`` is not used."""
@@ -206,7 +206,7 @@ class CudaBackend(_BlockMoves):
         """
         if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
             raise ValueError("weights must be matrices with the same number of columns")
-        stacked = [_bits(part) for part in parts]
+        stacked = [parameter_bits(part) for part in parts]
         missing = -sum(map(len, stacked)) % _LOGITS_AT_ONCE
         if missing:
             stacked.append(np.zeros((missing, parts[0].shape[1]), np.uint16))
@@ -345,7 +345,8 @@ def host_id() -> str:
         return ""
 
 
-def _bits(weights: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+def parameter_bits(weights: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+    """Return the bits of float32 values in bfloat16; bits stay as they are."""
     if weights.dtype == np.uint16:
         return np.ascontiguousarray(weights)
     return bfloat16_bits(weights.astype(np.float32, copy=False))

@@ -8,17 +8,20 @@ launch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ..backend import U8, PackedLinear
+from ..backend import F32, U8, PackedLinear
 from . import elementwise
 from .attention import PREFILL_DIMS, prefill_attention
 from .attention_plan import plan_prefill
-from .backend import CudaBackend, CudaLinear
+from .backend import CudaBackend, CudaLinear, parameter_bits
 from .checks import BF16, check_array, check_multiple
 from .device import Argument, Device, DeviceArray, Kernel
+from .kept import CapturedWork
 from .linear import linear
 
 PATCH_BYTES = 128 << 20
@@ -42,6 +45,41 @@ class CudaPictures(CudaBackend):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._plans: dict[tuple[int, int], tuple[DeviceArray, ...]] = {}
+        self._work: CapturedWork | None = None  # whose run is under way
+
+    def capture(self, work: Callable[[], None], into: CapturedWork) -> None:
+        """Run ``work`` once, then capture it; ``into`` keeps its arrays and its graph.
+
+        ``work`` may allocate by :meth:`empty` and :meth:`parameters`. Raises CaptureFailed, after
+        the first run, if the second run cannot become a graph or needs other memory.
+        """
+
+        def run() -> None:
+            into.begin_run()
+            self._work = into
+            try:
+                work()
+            finally:
+                self._work = None
+            into.end_run()
+
+        into.graph = self.device.capture(run)
+
+    def replay(self, work: CapturedWork, parameters: Sequence[F32]) -> None:
+        """Queue captured work again, with other values for its calls of :meth:`parameters`."""
+        work.replay([parameter_bits(values) for values in parameters])
+
+    def empty(self, rows: int, columns: int, *, logits: bool = False) -> Any:
+        """Return activations bfloat16 ``[rows, columns]``, or float32 for ``logits``."""
+        if self._work is None:
+            return super().empty(rows, columns, logits=logits)
+        return self._work.take((rows, columns), np.float32 if logits else np.uint16)
+
+    def parameters(self, weights: npt.NDArray[Any]) -> Any:
+        """Return a bfloat16 copy on the device of float32 values or bfloat16 bits."""
+        if self._work is None:
+            return super().parameters(weights)
+        return self._work.upload(parameter_bits(weights))
 
     def activations(self, x: Any) -> Any:
         """Return float32 rows ``[T, F]`` as bfloat16."""
