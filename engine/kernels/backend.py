@@ -34,8 +34,8 @@ U8 = npt.NDArray[np.uint8]
 A = TypeVar("A", bound=np.generic)
 Weights = npt.NDArray[np.generic]
 """float32, or uint16 holding bfloat16 bits."""
-Activation = Literal["silu", "gelu_tanh", "quick_gelu", "gelu"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "quick_gelu", "gelu")
+Activation = Literal["silu", "gelu_tanh", "quick_gelu", "tanh", "gelu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "quick_gelu", "tanh", "gelu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +264,8 @@ class Backend(Protocol):
     def activate(self, x: F32, kind: Activation, out: F32) -> None:
         """Apply an activation to every element ``[T, F]``; ``out`` may be ``x``, but not for gelu.
 
-        ``x * (1 + erf(x / sqrt(2))) / 2`` (gelu), or ``x * sigmoid(u)``, with ``u``: ``x`` (silu),
-        ``1.702 x`` (quick_gelu), ``sqrt(8 / pi) (x + 0.044715 x^3)`` (gelu_tanh).
+        ``x * (1 + erf(x / sqrt(2))) / 2`` (gelu), ``tanh(x)``, or ``x * sigmoid(u)``, with ``u``:
+        ``x`` (silu), ``1.702 x`` (quick_gelu), ``sqrt(8 / pi) (x + 0.044715 x^3)`` (gelu_tanh).
         """
         ...
 

@@ -279,6 +279,9 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
             case "gelu":
                 out[:] = x * _normal_cdf(x)
                 return
+            case "tanh":
+                np.tanh(x, out=out)
+                return
             case "silu":
                 inner = x
             case "quick_gelu":

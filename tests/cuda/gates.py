@@ -86,7 +86,7 @@ GATES: dict[str, dict[str, Gate]] = {
         "silu_mul|activate_(silu|gelu_tanh|quick_gelu)": Gate(
             40, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)
         ),
-        "activate_gelu": Gate(48, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
+        "activate_(gelu|tanh)": Gate(48, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
     },
     "pictures.cu": {
         "split_heads|softmax_rows|add_scaled|multiply|rounded": Gate(

@@ -59,12 +59,9 @@ static void depthwise(const Depthwise *d) {
     }
 }
 
-/* tanh(x) = 1 - 2 / (e^2x + 1) */
 static void soft_clip(const float *x, float *y, int64_t count) {
-    const vf one = v_set(1.0f), two = v_set(2.0f);
     for (int64_t i = 0; i < count; i += LANES) {
         int n = count - i < LANES ? (int)(count - i) : LANES;
-        vf power = v_exp(v_mul(v_load_n(x + i, n), two));
-        v_store_n(y + i, v_sub(one, v_div(two, v_add(power, one))), n);
+        v_store_n(y + i, v_tanh(v_load_n(x + i, n)), n);
     }
 }

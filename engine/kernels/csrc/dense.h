@@ -101,6 +101,10 @@ static void activate(int64_t kind, const float *x, float *y, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) {
         int n = count - i < LANES ? (int)(count - i) : LANES;
         vf v = v_load_n(x + i, n), u = v;
+        if (kind == TANH) {
+            v_store_n(y + i, v_tanh(v), n);
+            continue;
+        }
         if (kind == QUICK_GELU) u = v_mul(v, v_set(1.702f));
         if (kind == GELU_TANH) { /* 2 * sqrt(2 / pi) * (v + 0.044715 v^3) */
             vf w = v_fma(v_mul(v, v), v_set(0.071354816f), v_set(1.5957691f));

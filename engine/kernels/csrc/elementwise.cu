@@ -109,11 +109,12 @@ __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __r
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-enum Activation { kSilu, kGelu, kGeluTanh, kQuickGelu };
+enum Activation { kSilu, kGelu, kGeluTanh, kQuickGelu, kTanh };
 
 template <int kKind> __device__ __forceinline__ float activated(float x) {
     // erfc keeps the relative accuracy of small results, which 1 + erf loses.
     if (kKind == kGelu) return 0.5f * x * erfcf(x * -0.70710678f);
+    if (kKind == kTanh) return tanhf(x);
     // x (1 + tanh(u)) / 2 = x sigmoid(2 u)
     float inner = x;
     if (kKind == kGeluTanh) inner = 1.5957691f * fmaf(0.044715f * x * x, x, x);
@@ -373,3 +374,4 @@ BATON_ACTIVATE(silu, kSilu)
 BATON_ACTIVATE(gelu, kGelu)
 BATON_ACTIVATE(gelu_tanh, kGeluTanh)
 BATON_ACTIVATE(quick_gelu, kQuickGelu)
+BATON_ACTIVATE(tanh, kTanh)

@@ -161,6 +161,12 @@ static inline vf v_gelu(vf x) {
     return v_sub(v_max(v_set(0), x), v_mul(t, v_mul(power, r)));
 }
 
+/* tanh(x) = 1 - 2 / (e^2x + 1) */
+static inline vf v_tanh(vf x) {
+    const vf one = v_set(1.0f), two = v_set(2.0f);
+    return v_sub(one, v_div(two, v_add(v_exp(v_mul(x, two)), one)));
+}
+
 static void gelu(const float *x, float *y, int64_t rows, int64_t width) {
     for (int64_t t = 0; t < rows; t++, x += width, y += width)
         for (int64_t i = 0; i < width; i += LANES) {

@@ -82,7 +82,7 @@ typedef struct {
 } GroupNorm;
 
 /* Kinds of activate. */
-enum { SILU, GELU_TANH, QUICK_GELU, ACTIVATIONS };
+enum { SILU, GELU_TANH, QUICK_GELU, TANH, ACTIVATIONS };
 
 /* One end of a move: blocks of a pool, or a payload with contiguous blocks. */
 typedef struct {

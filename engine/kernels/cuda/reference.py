@@ -109,6 +109,8 @@ def activate(x: Bits, kind: Activation) -> F64:
         upper = np.fromiter((math.erfc(-v / math.sqrt(2)) / 2 for v in wide.flat), float, wide.size)
         product: F64 = wide * upper.reshape(wide.shape)
         return product
+    if kind == "tanh":
+        return np.tanh(wide)
     inner = {
         "silu": wide,
         "quick_gelu": 1.702 * wide,
