@@ -188,7 +188,11 @@ class Decoder(PipelineModel, KVCacheMixin):
     # ------------------------------------------------------------------ the forward pass
 
     def _states(self, inputs: ModelInputs, wanted: ModelInputs) -> F32:
-        """Return the normed hidden states ``[R, hidden]`` of the wanted rows.
+        """Return the normed hidden states ``[R, hidden]`` of the wanted rows."""
+        return self._run_layers(inputs, wanted)[1]
+
+    def _run_layers(self, inputs: ModelInputs, wanted: ModelInputs) -> tuple[F32, F32]:
+        """Return the hidden states ``[R, hidden]`` of the wanted rows, before and after the norm.
 
         Writes keys and values at ``slots``. Raises ValueError for ids, positions or blocks out
         of range.
@@ -212,7 +216,7 @@ class Decoder(PipelineModel, KVCacheMixin):
                 q, residual = self._taken(q, residual, inputs.logit_rows)
                 inputs, normed = wanted, normed[: len(residual)]
                 if not len(normed):
-                    return normed
+                    return residual, normed
             self._attend(layer, inputs, q, pool[index], residual, normed)
             following = self._norm_after(index)
             deep: tuple[tuple[I32, F32], ...] = ()
@@ -220,7 +224,7 @@ class Decoder(PipelineModel, KVCacheMixin):
                 deep = tuple((f.rows, f.deep[index]) for f in features if index < len(f.deep))
             self._mlp(layer, residual, normed, following, deep)
             self._add_layers(index, inputs, residual, normed)
-        return normed
+        return residual, normed
 
     def _norm_after(self, index: int) -> F32:
         """Return the norm of what follows the layer ``index``."""

@@ -18,7 +18,7 @@ from ...proto.ids import RequestID
 from ...proto.layout import KVLayout
 from ..loading.embedding_config import EmbeddingSettings
 from ..scheduling.plan import Chunk
-from .model import F32, I32, PipelineModel, lay_out, make_pool
+from .model import F32, I32, PipelineModel, lay_out, shared_layers
 
 _SMALLEST_NORM = np.float32(1e-12)
 
@@ -34,7 +34,7 @@ class EmbeddingsPipeline:
         self.settings = settings
         self.layers_done = 0  # since the start; other threads may read it
         self._layout = layout
-        self._pool = self._scratch(1)
+        self._pool = shared_layers(layout, 1)
 
     def encode(self, batch: Mapping[RequestID, TextContext]) -> dict[RequestID, EmbeddingsOutput]:
         """Return the embeddings of the batch, without contexts the model cannot embed.
@@ -77,20 +77,8 @@ class EmbeddingsPipeline:
             used += blocks
             chunks.append(Chunk(b"", 0, tokens, table))
         if used > self._pool.shape[1]:
-            self._pool = self._scratch(1 << (used - 1).bit_length())
+            self._pool = shared_layers(self._layout, 1 << (used - 1).bit_length())
         return chunks
-
-    def _scratch(self, blocks: int) -> F32:
-        """Return a pool whose layers share the same memory."""
-        one = KVLayout(
-            num_layers=1,
-            num_kv_heads=self._layout.num_kv_heads,
-            head_dim=self._layout.head_dim,
-            block_size=self._layout.block_size,
-        )
-        layer = make_pool(one, blocks)
-        shape = (self._layout.num_layers, *layer.shape[1:])
-        return np.lib.stride_tricks.as_strided(layer, shape, (0, *layer.strides[1:]))
 
     def _wanted(self, offsets: I32) -> I32:
         match self.settings.pooling:

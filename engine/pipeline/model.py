@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -197,6 +198,16 @@ class KVCacheMixin:
 def make_pool(layout: KVLayout, blocks: int, allocate: Allocate = aligned_zeros) -> F32:
     """Allocate a pool of ``blocks`` blocks in host memory; see :func:`host_pool`."""
     return host_pool((layout.num_layers, blocks, *layout.block_shape), allocate)
+
+
+def shared_layers(layout: KVLayout, blocks: int) -> F32:
+    """Return a pool in host memory whose layers share the memory of one.
+
+    For models whose keys and values are read by their own layer alone.
+    """
+    layer = make_pool(msgspec.structs.replace(layout, num_layers=1), blocks)
+    shape = (layout.num_layers, *layer.shape[1:])
+    return np.lib.stride_tricks.as_strided(layer, shape, (0, *layer.strides[1:]))
 
 
 def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
