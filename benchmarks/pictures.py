@@ -23,15 +23,16 @@ import msgspec
 import numpy as np
 
 from ..engine.kernels import load_backend
-from ..engine.pictures.flux import FluxInputs
-from ..engine.pictures.folder import (
+from ..engine.pictures.configs import (
     ClipConfig,
     FluxConfig,
-    PictureFolder,
     SchedulerConfig,
     T5Config,
     VaeConfig,
 )
+from ..engine.pictures.family import StepInputs
+from ..engine.pictures.flux_family import FluxFamily
+from ..engine.pictures.folder import PictureFolder
 from ..engine.pictures.pipeline import Denoiser
 from ..proto.contexts.pixels import PixelContext, encode_png
 from ..proto.contexts.tokens import TokenBuffer
@@ -91,14 +92,12 @@ class Engine:
     def __init__(self, folder: Path, arrays: dict[str, np.ndarray]) -> None:
         backend = load_backend()
         flux, vae = msgspec.convert(FLUX, FluxConfig), msgspec.convert(VAE, VaeConfig)
-        texts = ClipConfig(), T5Config()
-        self._denoiser = Denoiser(
-            PictureFolder(folder, *texts, flux, vae, SchedulerConfig()), backend
-        )
-        self._flux, self._vae = self._denoiser.flux, self._denoiser.vae
+        family = FluxFamily(ClipConfig(), T5Config(), flux)
+        self._denoiser = Denoiser(PictureFolder(folder, family, vae, SchedulerConfig()), backend)
+        self._flux, self._vae = self._denoiser.transformer, self._denoiser.vae
         self._state = {"prompt": arrays["prompts"][0], "pooled": arrays["pooled"][0]}
         self._small = arrays["small"]
-        self._inputs = FluxInputs(
+        self._inputs = StepInputs(
             latents=list(arrays["latents"]),
             prompts=list(arrays["prompts"]),
             pooled=[arrays["pooled"]],

@@ -24,7 +24,7 @@ from ..proto.requests import check_wire_context
 from ..proto.sampling import MAX_SEED
 from ..proto.value_checks import Check, real, shown, text, whole
 from ..proto.wire.wire_context import WirePixelContext, WireTokens
-from ..text.picture_prompts import MAX_PROMPT_CHARS, PromptTokens
+from ..text.prompt_tokens import MAX_PROMPT_CHARS, PromptTokens
 from .events import Ended, NewTokens, RequestSpec
 from .model import ServedModel, make_spec
 from .options import RequestOptions, check_options
@@ -35,8 +35,6 @@ OnPreview = Callable[[bytes, int, int], object]
 """``on_preview(png, done, total)``: the picture as the steps so far predict it."""
 PREVIEWS = 3
 """Previews of a call with ``on_preview``, if no other number is chosen."""
-TRUE_CFG = 4.0
-"""Default of ``true_cfg`` with a negative prompt."""
 SIDE = 1024
 _SEED_BITS = 32
 _OPTIONS = frozenset(
@@ -54,9 +52,12 @@ class PictureOptions(RequestOptions, total=False):
 
     ``negative_prompt``: what the picture must not show; every step then takes twice as long.
     ``width``, ``height``: pixels, multiples of 16 (1024). ``steps``: of denoising, 1 to 250 (28 for
-    a model with guidance like Flux dev, 4 for one without like Flux schnell). ``guidance``: how
-    closely the picture follows the prompt (3.5), only for a model with guidance. ``true_cfg``: how
-    far it keeps away from the negative prompt, above 1 (4). ``seed``: the same seed gives the same
+    Flux dev, 4 for Flux schnell, 8 for Z-Image-Turbo, 50 for Z-Image). ``guidance``: how closely
+    the picture follows the prompt (3.5 for Flux dev, 0 for Z-Image-Turbo, 4 for Z-Image), not for
+    Flux schnell; Z-Image computes every step twice if it is above 0. ``true_cfg``: how far the
+    picture keeps away from the negative prompt, above 1 (4), only for Flux. ``cfg_normalization``:
+    most norms of the noise that guidance may make (unlimited), ``cfg_truncation``: share of the
+    time with guidance, 0 to 1 (1), both only for Z-Image. ``seed``: the same seed gives the same
     picture (random). ``previews``: how many previews ``on_preview`` gets, 0 to 16 (3).
     """
 
@@ -66,6 +67,8 @@ class PictureOptions(RequestOptions, total=False):
     steps: int | None
     guidance: float | None
     true_cfg: float | None
+    cfg_normalization: float | None
+    cfg_truncation: float | None
     seed: int | None
     previews: int | None
 
@@ -75,7 +78,7 @@ class Picture:
     """A finished picture. ``png``: content of a PNG file, RGB with 8 bits per colour.
 
     ``width``, ``height``: pixels. ``seed``: draws the same picture again. ``prompt_tokens``: of the
-    prompts, by the model's second tokenizer. ``prefill``, ``decode``: ids of the workers.
+    prompts, by the model's last tokenizer. ``prefill``, ``decode``: ids of the workers.
     """
 
     png: bytes = field(repr=False)
@@ -118,15 +121,20 @@ class PictureJob:
         on_preview: OnPreview | None = None,
     ) -> None:
         if not model.draws:
-            raise TaskMismatch(f"{model.card.name!r} draws no pictures; image needs a Flux model")
+            raise TaskMismatch(
+                f"{model.card.name!r} draws no pictures; image needs a picture model"
+            )
         for name, given in (("on_progress", on_progress), ("on_preview", on_preview)):
             if given is not None and not callable(given):
                 raise InputError(f"{name} must be a function, not {shown(given)}")
         options, own = _checked(settings)
         texts = [_prompt("prompt", prompt)]
+        if model.pictures.defaults.true_cfg is None:
+            _check_classic(model, own)
+        else:
+            _check_true_cfg(model, own)
         negative = own.get("negative_prompt")
         texts += [] if negative is None else [negative]
-        _check_pair(model, own)
         if on_preview is not None:
             own.setdefault("previews", PREVIEWS)
         elif own.get("previews"):
@@ -198,6 +206,8 @@ _CHECKS: dict[str, Check] = {
     "steps": whole(1, MAX_PICTURE_STEPS, f"a whole number, 1 to {MAX_PICTURE_STEPS}"),
     "guidance": real(0, MAX_GUIDANCE, f"a number, 0 to {MAX_GUIDANCE:g}"),
     "true_cfg": real(0, MAX_GUIDANCE, f"a number, 0 to {MAX_GUIDANCE:g}"),
+    "cfg_normalization": real(0, MAX_GUIDANCE, f"a number, 0 to {MAX_GUIDANCE:g}"),
+    "cfg_truncation": real(0, 1, "a number, 0 to 1"),
     "seed": whole(0, MAX_SEED, "a whole number, 0 to 2**64 - 1"),
     "previews": whole(0, MAX_PREVIEWS, f"a whole number, 0 to {MAX_PREVIEWS}"),
 }
@@ -214,8 +224,12 @@ def _checked(settings: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any
     }
 
 
-def _check_pair(model: ServedModel, own: Mapping[str, Any]) -> None:
-    """Raise InputError for a setting that would have no effect."""
+_CLASSIC = ("cfg_normalization", "cfg_truncation")
+"""Settings of a model whose guidance is the weight of the negative prompt."""
+
+
+def _check_true_cfg(model: ServedModel, own: Mapping[str, Any]) -> None:
+    """Raise InputError for a setting without effect in a model with true CFG, such as Flux."""
     negative, true_cfg = own.get("negative_prompt"), own.get("true_cfg")
     if negative is None and true_cfg not in (None, 1):
         raise InputError("true_cfg needs a negative_prompt, which may be an empty text")
@@ -225,6 +239,28 @@ def _check_pair(model: ServedModel, own: Mapping[str, Any]) -> None:
         raise InputError(
             f"guidance has no effect: {model.card.name!r} was trained without it; leave it out"
         )
+    for name in _CLASSIC:
+        if name in own:
+            raise InputError(f"{name} has no effect: {model.card.name!r} has true_cfg instead")
+
+
+def _check_classic(model: ServedModel, own: dict[str, Any]) -> None:
+    """Raise InputError for a setting without effect in a model with classic CFG, such as Z-Image.
+
+    Guidance needs a negative prompt, which is empty by default.
+    """
+    guidance = own.get("guidance", model.pictures.defaults.guidance)
+    if "true_cfg" in own:
+        raise InputError(
+            f"true_cfg has no effect: the negative prompt of {model.card.name!r} has the weight "
+            "of guidance"
+        )
+    if guidance > 0:
+        own.setdefault("negative_prompt", "")
+        return
+    for name in ("negative_prompt", *_CLASSIC):
+        if name in own:
+            raise InputError(f"{name} has no effect without guidance; set guidance above 0")
 
 
 def _wire_of(
@@ -232,26 +268,41 @@ def _wire_of(
 ) -> WirePixelContext:
     """Return the request. ``prompts``: the prompt, then the negative prompt, if there is one."""
     defaults = model.pictures.defaults
-    seed = own.get("seed", secrets.randbits(_SEED_BITS))
-    named = {"seed": np.array([seed], np.uint64)}
-    if own.get("previews"):
-        named["previews"] = np.array([own["previews"]], np.uint64)
+    first, second = _tokens(prompts[0])
     wire = WirePixelContext(
-        tokens=WireTokens(prompts[0].clip),
-        tokens_2=WireTokens(prompts[0].t5),
+        tokens=first,
+        tokens_2=second,
         model_name=model.card.name,
-        extra_params=named,
+        extra_params=_named(own),
         width=own.get("width", SIDE),
         height=own.get("height", SIDE),
         num_inference_steps=own.get("steps", defaults.steps),
         guidance_scale=own.get("guidance", defaults.guidance),
     )
     if len(prompts) > 1:
+        first, second = _tokens(prompts[1])
         wire = msgspec.structs.replace(
             wire,
-            negative_tokens=WireTokens(prompts[1].clip),
-            negative_tokens_2=WireTokens(prompts[1].t5),
-            true_cfg_scale=own.get("true_cfg", TRUE_CFG),
+            negative_tokens=first,
+            negative_tokens_2=second,
+            true_cfg_scale=own.get("true_cfg", defaults.true_cfg or 1.0),
         )
     check_picture(wire)  # the area, which no single field exceeds
     return wire
+
+
+def _tokens(prompt: PromptTokens) -> tuple[WireTokens, WireTokens | None]:
+    second = prompt.tokens_2
+    return WireTokens(prompt.tokens), None if second is None else WireTokens(second)
+
+
+def _named(own: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    """Return the settings that travel as named arrays."""
+    seed = own.get("seed", secrets.randbits(_SEED_BITS))
+    named: dict[str, npt.NDArray[Any]] = {"seed": np.array([seed], np.uint64)}
+    if own.get("previews"):
+        named["previews"] = np.array([own["previews"]], np.uint64)
+    for name in _CLASSIC:
+        if name in own:
+            named[name] = np.array([own[name]], np.float64)
+    return named

@@ -7,11 +7,15 @@ row stands for the state of the picture, which is computed by the text encoders:
 one vector, as a token holds keys and values. First come the vectors of the prompt, then those of a
 negative prompt, each part padded to whole blocks, then one position that holds nothing. Generated
 tokens follow, one per step.
+
+A request for a model with two text encoders (Flux) has ``tokens`` and ``tokens_2``, one for a model
+with a single text encoder (Z-Image) has ``tokens`` alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -36,6 +40,8 @@ from .wire.wire_context import WireContext, WirePixelContext, WireTokens
 
 Int32 = npt.NDArray[np.int32]
 
+FLUX, Z_IMAGE = "FluxPipeline", "ZImagePipeline"
+"""Architectures of picture models."""
 PICTURE_MULTIPLE = 16
 """Width and height are multiples of so many pixels."""
 STATE_KEY_TOKENS = 8
@@ -64,6 +70,8 @@ def check_picture(request: PixelContext | WirePixelContext, *, committed: bool =
     _check_arrays(request)
     picture_seed(request)
     preview_steps(request)
+    cfg_normalization(request)
+    cfg_truncation(request)
 
 
 def check_picture_shape(wire: WirePixelContext, *, committed: bool = False) -> None:
@@ -82,8 +90,36 @@ def check_picture_shape(wire: WirePixelContext, *, committed: bool = False) -> N
         raise InputError(f"base is {wire.base}, which only workers set")
 
 
+def check_prompts(request: PixelContext | WirePixelContext, architecture: str) -> None:
+    """Raise InputError for prompts and scales that do not fit the architecture of a picture model.
+
+    Z-Image has one text encoder, and ``guidance_scale`` is the weight of the negative prompt.
+    """
+    named = request.extra_params
+    if architecture != Z_IMAGE:
+        for prefix in _prefixes(request):
+            for name in (f"{prefix}tokens", f"{prefix}tokens_2"):
+                _prompt(request, name)
+        for name in ("cfg_normalization", "cfg_truncation"):
+            if name in named:
+                raise InputError(f"{name} has no meaning for this model, which has true CFG")
+        return
+    for name in ("tokens_2", "negative_tokens_2"):
+        if getattr(request, name) is not None:
+            raise InputError(f"{name} has no meaning for this model, which has one text encoder")
+    if request.true_cfg_scale != 1:
+        raise InputError("true_cfg_scale has no meaning for this model; use guidance_scale")
+    if request.guidance is not None:
+        raise InputError("guidance has no meaning for this model; use guidance_scale")
+    if request.guidance_scale > 0 and request.negative_tokens is None:
+        raise InputError(
+            "guidance_scale above 0 needs negative_tokens, which may be those of an empty prompt"
+        )
+
+
 def check_picture_room(wire: WirePixelContext, card: ModelCard) -> None:
     """Raise InputError if the state and the steps need more positions than the model serves."""
+    check_prompts(wire, card.architecture)
     length = state_length(state_parts(wire, card.layout.block_size))
     needed = length + wire.num_inference_steps + 1
     if needed > card.max_length:
@@ -130,6 +166,44 @@ def preview_steps(request: PixelContext | WirePixelContext) -> frozenset[int]:
     return frozenset(steps * n // (count + 1) for n in range(1, count + 1)) - {0}
 
 
+def cfg_normalization(request: PixelContext | WirePixelContext) -> float:
+    """Return how many norms of the prompt's noise the guided noise may have; 0: any number.
+
+    ``extra_params["cfg_normalization"]``, an array of one number. Raises InputError for another
+    array and for a negative number.
+    """
+    found = _real(request, "cfg_normalization", 0.0)
+    if found < 0:
+        raise InputError(f"cfg_normalization must be 0 or more, not {found:g}")
+    return found
+
+
+def cfg_truncation(request: PixelContext | WirePixelContext) -> float:
+    """Return the share of the time, from noise (0) to picture (1), with a negative prompt.
+
+    ``extra_params["cfg_truncation"]``, an array of one number. Raises InputError for another array
+    and for a number that is not in 0..1.
+    """
+    found = _real(request, "cfg_truncation", 1.0)
+    if not 0 <= found <= 1:
+        raise InputError(f"cfg_truncation must be in 0..1, not {found:g}")
+    return found
+
+
+def _real(request: PixelContext | WirePixelContext, name: str, default: float) -> float:
+    found = request.extra_params.get(name)
+    if found is None:
+        return default
+    if found.size != 1 or found.dtype.kind not in "iuf":
+        raise InputError(
+            f"{name} must be an array of one number, not {found.dtype} of shape {found.shape}"
+        )
+    value = float(found.reshape(-1)[0])
+    if not math.isfinite(value):
+        raise InputError(f"{name} must be finite, not {value}")
+    return value
+
+
 def _number(request: PixelContext | WirePixelContext, name: str) -> int | None:
     found = request.extra_params.get(name)
     if found is None:
@@ -166,6 +240,7 @@ def _check_scale(name: str, value: object) -> None:
         raise InputError(f"{name} must be a number in 0..{MAX_GUIDANCE}, not {value!r:.40}")
 
 
+_NAMED = ("seed", "previews", "cfg_normalization", "cfg_truncation")
 _PROMPTS = ("tokens", "tokens_2", "negative_tokens", "negative_tokens_2")
 _PLAIN = WireContext(tokens=WireTokens(np.empty(0, np.int32)), max_length=1)
 _TEXT_FIELDS = (
@@ -194,10 +269,10 @@ def _check_prompts(request: PixelContext | WirePixelContext, names: tuple[str, .
 
 
 def _check_arrays(request: PixelContext | WirePixelContext) -> None:
-    unknown = request.extra_params.keys() - {"seed", "previews"}
+    unknown = request.extra_params.keys() - _NAMED
     if unknown:
         raise InputError(
-            f"extra_params has {min(unknown)[:40]!r}; only seed and previews are supported"
+            f"extra_params has {min(unknown)[:40]!r}; only {', '.join(_NAMED)} are supported"
         )
     if request.mask is not None and not request.mask.all():
         raise InputError("mask is not supported; the encoders read all tokens")
@@ -231,8 +306,8 @@ def _ids(buffer: TokenBuffer | WireTokens) -> npt.NDArray[Any]:
 class StatePart:
     """The vectors of one prompt in the row: positions ``[start, end)``, whole blocks.
 
-    ``prefix``: "" or "negative_". ``texts``: vectors of the second text encoder, one per token; the
-    pooled vector of the first one follows, then padding.
+    ``prefix``: "" or "negative_". ``texts``: vectors of the last text encoder, one per token. With
+    two encoders the pooled vector of the first one follows; then comes padding.
     """
 
     prefix: str
@@ -242,47 +317,73 @@ class StatePart:
 
 
 def uses_negative(request: PixelContext | WirePixelContext) -> bool:
-    """Whether a negative prompt takes effect: true CFG is on and the request has one."""
-    given = request.negative_tokens is not None or request.negative_tokens_2 is not None
-    return request.true_cfg_scale > 1 and given
+    """Whether a negative prompt takes effect: the request has one, and CFG is on.
+
+    Flux has true CFG, with a scale above 1. With a single text encoder CFG is on if the guidance
+    scale is above 0.
+    """
+    if request.negative_tokens is None and request.negative_tokens_2 is None:
+        return False
+    return request.true_cfg_scale > 1 if _has_two(request) else request.guidance_scale > 0
 
 
 def step_rows(request: PixelContext | WirePixelContext) -> int:
-    """Return the rows of a denoising step, in proportion to its work.
+    """Return the rows of a denoising step, in proportion to its work; see :func:`rows_of`.
 
-    A row is a token of a prompt, or 16 x 16 pixels. With true CFG both prompts have their rows.
+    A missing prompt has no rows.
     """
-    squares = max(1, request.height * request.width >> 8)
-    return sum(squares + length for length in _text_lengths(request))
+    return rows_of(request, _text_lengths(request))
 
 
 def encoder_tokens(request: PixelContext | WirePixelContext) -> int:
-    """Return the tokens of all prompts that the second text encoder reads.
+    """Return the tokens of all prompts that the last text encoder reads.
 
-    They measure the work of prefill: the first encoder has a fortieth of the second one's weights
-    (CLIP and T5 of Flux).
+    They measure the work of prefill: if there is another encoder, it has a fortieth of the last
+    one's weights (CLIP and T5 of Flux).
     """
     return sum(_text_lengths(request))
 
 
 def _text_lengths(request: PixelContext | WirePixelContext) -> list[int]:
-    """Return the length of each prompt for the second encoder; 0 for one that is missing."""
-    names = ("tokens_2", "negative_tokens_2") if uses_negative(request) else ("tokens_2",)
-    texts = (getattr(request, name) for name in names)
+    """Return the length of each prompt for the last encoder; 0 for one that is missing."""
+    name = "tokens_2" if _has_two(request) else "tokens"
+    texts = (getattr(request, f"{prefix}{name}") for prefix in _prefixes(request))
     return [0 if text is None else len(text) for text in texts]
+
+
+def rows_of(request: PixelContext | WirePixelContext, texts: Sequence[int]) -> int:
+    """Return the rows of a denoising step with prompts of so many tokens.
+
+    A row is a token of a prompt, or 16 x 16 pixels. With CFG both prompts have their rows.
+    """
+    squares = max(1, request.height * request.width >> 8)
+    return sum(squares + count for count in texts)
 
 
 def state_parts(request: PixelContext | WirePixelContext, block_size: int) -> tuple[StatePart, ...]:
     """Return the parts of a picture's row. Raises InputError if a prompt is missing."""
     parts: list[StatePart] = []
-    start = 0
-    for prefix in ("", "negative_") if uses_negative(request) else ("",):
-        _prompt(request, f"{prefix}tokens")
-        texts = len(_prompt(request, f"{prefix}tokens_2"))
-        end = start + -(-max(texts + 1, STATE_KEY_TOKENS) // block_size) * block_size
+    start, two = 0, _has_two(request)
+    for prefix in _prefixes(request):
+        texts = len(_prompt(request, f"{prefix}tokens"))
+        if two:
+            texts = len(_prompt(request, f"{prefix}tokens_2"))
+        elif not prefix and isinstance(request, WirePixelContext) and request.base:
+            texts = request.base  # the request's own tokens gave way to the row
+        end = start + -(-max(texts + two, STATE_KEY_TOKENS) // block_size) * block_size
         parts.append(StatePart(prefix, start, texts, end))
         start = end
     return tuple(parts)
+
+
+def _has_two(request: PixelContext | WirePixelContext) -> bool:
+    """Whether the request is for a model with two text encoders."""
+    return request.tokens_2 is not None or request.negative_tokens_2 is not None
+
+
+def _prefixes(request: PixelContext | WirePixelContext) -> tuple[str, ...]:
+    """Return the prefixes of the prompts that take effect."""
+    return ("", "negative_") if uses_negative(request) else ("",)
 
 
 def state_length(parts: tuple[StatePart, ...]) -> int:
@@ -310,7 +411,8 @@ def state_tokens(request: PixelContext | WirePixelContext, block_size: int) -> I
 
 def _prompt_key(request: PixelContext | WirePixelContext, prefix: str) -> npt.NDArray[np.uint16]:
     digest = blake2b(digest_size=2 * STATE_KEY_TOKENS, person=b"baton-picture")
-    for name in (f"{prefix}tokens", f"{prefix}tokens_2"):
+    names = (f"{prefix}tokens", f"{prefix}tokens_2")
+    for name in names if _has_two(request) else names[:1]:
         ids = _prompt(request, name).astype("<i8")
         digest.update(len(ids).to_bytes(8, "little"))
         digest.update(ids.tobytes())

@@ -16,14 +16,7 @@ from .contexts.text import TextContext
 from .contexts.tokens import TokenBuffer
 from .errors import InputError
 from .ids import RequestID
-from .picture_requests import (
-    StatePart,
-    encoder_tokens,
-    state_length,
-    state_parts,
-    state_tokens,
-    step_rows,
-)
+from .picture_requests import StatePart, rows_of, state_length, state_parts, state_tokens
 from .wire.context_maps import from_map, to_map, token_buffer
 from .wire.wire_context import WirePixelContext, WireTokens
 
@@ -45,13 +38,13 @@ class Picture:
 
     @property
     def encoder_tokens(self) -> int:
-        """Tokens of all prompts that the second text encoder reads."""
-        return encoder_tokens(self.request)
+        """Tokens of all prompts that the last text encoder reads."""
+        return sum(part.texts for part in self.parts)
 
     @property
     def step_rows(self) -> int:
         """Rows of a denoising step, in proportion to its work."""
-        return step_rows(self.request)
+        return rows_of(self.request, [part.texts for part in self.parts])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -24,11 +24,13 @@ SPEECH_FILE = "speech.json"
 
 PICTURE_FILES = (
     "model_index.json",
+    "scheduler/scheduler_config.json",
     "transformer/config.json",
     "text_encoder/config.json",
     "tokenizer/tokenizer.json",
     "tokenizer/tokenizer_config.json",
     "tokenizer/special_tokens_map.json",
+    "tokenizer/chat_template.jinja",
     "tokenizer/vocab.json",
     "tokenizer/merges.txt",
     "tokenizer_2/tokenizer.json",
@@ -87,6 +89,15 @@ def json_object(files: Mapping[str, bytes], name: str, origin: str) -> dict[str,
     if not isinstance(value, dict):
         raise CheckpointError(f"{origin}: {name} must hold an object")
     return value
+
+
+def files_below(files: Mapping[str, bytes], folder: str) -> dict[str, bytes]:
+    """Return the files of a folder, such as ``tokenizer/``, by their names in it."""
+    return {
+        name.removeprefix(folder): content
+        for name, content in files.items()
+        if name.startswith(folder)
+    }
 
 
 def _token_text(config: dict[str, Any], older: dict[str, Any], name: str) -> str | None:

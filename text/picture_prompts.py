@@ -1,130 +1,17 @@
-"""Prompts of a picture model: its tokenizers, and the settings that its folder implies.
-
-A Flux folder has two tokenizers: ``tokenizer`` for CLIP and ``tokenizer_2`` for T5.
-"""
+"""Prompts of a picture model: its tokenizers, and the settings that its folder implies."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ..proto.errors import CheckpointError, InputError
-from ..proto.limits import MAX_PICTURE_PROMPT_TOKENS
+from ..proto.errors import CheckpointError
+from ..proto.picture_requests import Z_IMAGE
+from .flux_prompts import FluxTokenizer, flux_defaults
 from .model_files import PICTURE_FILES, json_object
-from .plain_tokenizers import CLIP, SPACES
-from .tokenizer import TOKENIZER_FILES, Tokenizer
-
-Int32 = npt.NDArray[np.int32]
-
-MAX_PROMPT_CHARS = 1 << 16
-"""Longest prompt that is tokenized; far more than the encoders read."""
-GUIDED_STEPS, FAST_STEPS = 28, 4
-"""Steps of a model with guidance (Flux dev) and of one without (Flux schnell)."""
-GUIDED_PROMPT_TOKENS, FAST_PROMPT_TOKENS = 512, 256
-"""Tokens of T5 that these models were trained with, as diffusers uses them."""
-GUIDANCE = 3.5
-
-_CLIP_START, _CLIP_END = "<|startoftext|>", "<|endoftext|>"
-
-
-@dataclass(slots=True, frozen=True)
-class PictureDefaults:
-    """What a picture model uses for the settings that a request leaves out.
-
-    ``takes_guidance``: guidance has an effect. ``clip_length``, ``t5_length``: tokens of prompts.
-    """
-
-    takes_guidance: bool
-    steps: int
-    guidance: float
-    clip_length: int
-    t5_length: int
-
-    @classmethod
-    def from_files(cls, files: Mapping[str, bytes], origin: str) -> PictureDefaults:
-        """Read the configs of transformer and CLIP. Raises CheckpointError for a wrong one."""
-        guided = json_object(files, "transformer/config.json", origin).get("guidance_embeds", False)
-        clip = json_object(files, "text_encoder/config.json", origin)
-        length = clip.get("max_position_embeddings", 77)
-        if not isinstance(guided, bool):
-            raise CheckpointError(f"{origin}: transformer/config.json: guidance_embeds is no bool")
-        if type(length) is not int or not 2 <= length <= MAX_PICTURE_PROMPT_TOKENS:
-            raise CheckpointError(
-                f"{origin}: text_encoder/config.json: max_position_embeddings must be in "
-                f"2..{MAX_PICTURE_PROMPT_TOKENS}"
-            )
-        return cls(
-            takes_guidance=guided,
-            steps=GUIDED_STEPS if guided else FAST_STEPS,
-            guidance=GUIDANCE if guided else 0.0,
-            clip_length=length,
-            t5_length=GUIDED_PROMPT_TOKENS if guided else FAST_PROMPT_TOKENS,
-        )
-
-
-@dataclass(slots=True, frozen=True)
-class PromptTokens:
-    """A prompt for CLIP (int32, up to 77) and for T5 (int32, padded to a fixed length).
-
-    ``length``: tokens for T5 without the padding.
-    """
-
-    clip: Int32
-    t5: Int32
-    length: int
-
-
-class PromptTokenizer:
-    """The tokenizers in the folders ``tokenizer`` and ``tokenizer_2`` of a picture model.
-
-    ``files``: contents of ``PICTURE_FILES`` by name. ``clip_length``: most tokens for CLIP.
-    ``t5_length``: tokens for T5; shorter prompts are padded with the padding token, longer ones are
-    cut. The last token is always the end token. ``trusted``: tokenize in this process, as of
-    :meth:`Tokenizer.from_files`. Raises CheckpointError if a file is missing or malformed.
-    """
-
-    def __init__(
-        self,
-        files: Mapping[str, bytes],
-        clip_length: int = 77,
-        t5_length: int = 512,
-        *,
-        trusted: bool = False,
-        origin: str = "the model",
-    ) -> None:
-        self._clip = _load_clip(_below(files, "tokenizer/"), f"{origin}/tokenizer", trusted=trusted)
-        second = _below(files, "tokenizer_2/")
-        self._t5 = Tokenizer.from_files(second, trusted=trusted, origin=f"{origin}/tokenizer_2")
-        self._clip_length, self._t5_length = clip_length, t5_length
-
-    @classmethod
-    def from_folder(
-        cls, folder: str | Path, clip_length: int = 77, t5_length: int = 512
-    ) -> PromptTokenizer:
-        """Read a folder of this machine, which is trusted. Raises CheckpointError."""
-        files = read_picture_files(folder)
-        return cls(files, clip_length, t5_length, trusted=True, origin=str(folder))
-
-    def encode(self, prompt: str) -> PromptTokens:
-        """Return the tokens of a prompt. Raises InputError if it is longer than the limit."""
-        if len(prompt) > MAX_PROMPT_CHARS:
-            raise InputError(f"prompt too long: {len(prompt)} characters, limit {MAX_PROMPT_CHARS}")
-        clip = _cut(self._clip.encode(prompt), self._clip_length)
-        t5 = _cut(self._t5.encode(prompt), self._t5_length)
-        padded = np.full(self._t5_length, self._t5.pad_token_id or 0, np.int32)
-        padded[: len(t5)] = t5
-        return PromptTokens(clip, padded, len(t5))
-
-    def close(self) -> None:
-        """End the processes of tokenizers that are not plain, if any."""
-        self._clip.close()
-        self._t5.close()
+from .prompt_tokens import PictureDefaults, PromptTokenizer
+from .zimage_prompts import ZImageTokenizer, zimage_defaults
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,12 +23,26 @@ class PicturePrompts:
 
     @classmethod
     def from_files(
-        cls, files: Mapping[str, bytes], *, trusted: bool = False, origin: str = "the model"
+        cls,
+        files: Mapping[str, bytes],
+        *,
+        trusted: bool = False,
+        origin: str = "the model",
+        most: int = 0,
     ) -> PicturePrompts:
-        """Read files by name, as of :class:`PromptTokenizer`. Raises CheckpointError."""
-        found = PictureDefaults.from_files(files, origin)
-        lengths = found.clip_length, found.t5_length
-        return cls(found, PromptTokenizer(files, *lengths, trusted=trusted, origin=origin))
+        """Read contents of ``PICTURE_FILES`` by name. Raises CheckpointError.
+
+        ``most``: tokens of a prompt for the last text encoder; 0: those of the model.
+        """
+        kind = json_object(files, "model_index.json", origin).get("_class_name")
+        defaults, tokenizer = (
+            (zimage_defaults, ZImageTokenizer)
+            if kind == Z_IMAGE
+            else (flux_defaults, FluxTokenizer)
+        )
+        found = defaults(files, origin)
+        lengths = (*found.lengths[:-1], most or found.lengths[-1])
+        return cls(found, tokenizer(files, lengths, trusted=trusted, origin=origin))
 
 
 def read_picture_files(folder: str | Path) -> dict[str, bytes]:
@@ -155,85 +56,3 @@ def read_picture_files(folder: str | Path) -> dict[str, bytes]:
         except OSError as error:
             raise CheckpointError(f"{Path(folder) / name}: {error.strerror}") from None
     return files
-
-
-def _below(files: Mapping[str, bytes], prefix: str) -> dict[str, bytes]:
-    return {
-        name.removeprefix(prefix): content
-        for name, content in files.items()
-        if name.startswith(prefix)
-    }
-
-
-def _cut(ids: Int32, limit: int) -> Int32:
-    """Keep at most ``limit`` tokens, the last of them the end token."""
-    return ids if len(ids) <= limit else np.append(ids[: limit - 1], ids[-1])
-
-
-def _load_clip(files: Mapping[str, bytes], origin: str, *, trusted: bool) -> Tokenizer:
-    """Load ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, as older models have them."""
-    if "tokenizer.json" in files:
-        return Tokenizer.from_files(files, trusted=trusted, origin=origin)
-    made = {name: files[name] for name in TOKENIZER_FILES if name in files}
-    made["tokenizer.json"] = _clip_tokenizer(files, origin)
-    # Vocabulary and merges alone come from the files, so the tokenizer is a plain one.
-    return Tokenizer.from_files(made, trusted=trusted, origin=origin)
-
-
-def _clip_tokenizer(files: Mapping[str, bytes], origin: str) -> bytes:
-    """Return a ``tokenizer.json`` made from CLIP's vocabulary and merges."""
-    vocabulary = json_object(files, "vocab.json", origin)
-    if "merges.txt" not in files or not vocabulary:
-        raise CheckpointError(f"{origin} has neither tokenizer.json nor vocab.json and merges.txt")
-    try:
-        lines = files["merges.txt"].decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{origin}: merges.txt cannot be read: {error}") from error
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    ends = {name: vocabulary.get(name) for name in (_CLIP_START, _CLIP_END)}
-    if not all(isinstance(value, int) for value in ends.values()):
-        raise CheckpointError(f"{origin}: vocab.json: {_CLIP_START} or {_CLIP_END} is missing")
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [
-        {"id": index, "content": name, "special": True, **flags} for name, index in ends.items()
-    ]
-    spaces = {"type": "Replace", "pattern": {"Regex": SPACES}, "content": " "}
-    split = {"Regex": CLIP}
-    byte_level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    whole: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [{"type": "NFC"}, spaces, {"type": "Lowercase"}],
-        },
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": split, "behavior": "Removed", "invert": True},
-                {"type": "ByteLevel", **byte_level},
-            ],
-        },
-        "post_processor": {
-            "type": "RobertaProcessing",
-            "sep": [_CLIP_END, ends[_CLIP_END]],
-            "cls": [_CLIP_START, ends[_CLIP_START]],
-            "trim_offsets": False,
-            "add_prefix_space": False,
-        },
-        "decoder": {"type": "ByteLevel", **byte_level},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": _CLIP_END,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "</w>",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": vocabulary,
-            "merges": merges,
-        },
-    }
-    return json.dumps(whole).encode()

@@ -17,7 +17,6 @@ from ...engine.loading.loader import folder_task
 from ...engine.pictures.folder import open_folder
 from ...engine.pictures.loading import (
     DRAWING_PARTS,
-    ENCODER_PARTS,
     longest_row,
     parts_bytes,
     state_layout,
@@ -28,7 +27,7 @@ from ..controller.backend import DECODE
 _FAIR, _MOST = 0.5, 0.8
 """Share of the free memory for all processes: normally, and if needed for one whole context."""
 USUAL_PROMPT_TOKENS = 512
-"""Tokens of a picture's prompt for the second text encoder."""
+"""Tokens of a picture's prompt for the last text encoder."""
 _BATCHES = 2
 """Contexts of maximum length per running request: its own, and one in the prefix cache."""
 LEAST_BYTES = 16 << 20
@@ -65,7 +64,7 @@ def folder_memory(folder: str, max_length: int, block_size: int) -> ModelMemory:
     layout = state_layout(pictures, block_size)
     row = max_length or longest_row(block_size, USUAL_PROMPT_TOKENS)
     return ModelMemory(
-        weights=parts_bytes(pictures, ENCODER_PARTS),
+        weights=parts_bytes(pictures, pictures.family.encoder_parts),
         context=layout.token_bytes * row,
         drawing=parts_bytes(pictures, DRAWING_PARTS),
         picture=picture_bytes(pictures, USUAL_PIXELS),

@@ -16,9 +16,9 @@ but its kernels still run to the end of the step, in the graph's memory alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ...runtime.process.log import get_logger
 from ..kernels.backend import F32
@@ -26,31 +26,14 @@ from ..kernels.cuda.device import CaptureFailed
 from ..kernels.cuda.kept import CapturedWork
 from ..kernels.cuda.pictures import CudaPictures
 from ..kernels.host_backend import PictureBackend
-from .flux import FluxInputs
+from .configs import no_watch
+from .family import StepInputs, Transformer
 
 MAX_KEPT = 4
 """Graphs that are kept at a time."""
 
 _log = get_logger()
 _Key = tuple[object, ...]
-
-
-class Transformer(Protocol):
-    """A transformer whose arrays are allocated by name, and kept until :meth:`release`."""
-
-    after_layer: Callable[[], None]
-
-    def conditions(self, inputs: FluxInputs) -> Sequence[F32]:
-        """Return the arrays that :meth:`execute` uploads, in its order."""
-        ...
-
-    def execute(self, inputs: FluxInputs) -> list[F32]:
-        """Return the noise of each sample."""
-        ...
-
-    def release(self) -> None:
-        """Free the arrays of the last calls."""
-        ...
 
 
 def captured(model: Transformer, backend: PictureBackend) -> Transformer | CapturedSteps:
@@ -64,6 +47,7 @@ class CapturedSteps:
     def __init__(self, model: Transformer, backend: CudaPictures) -> None:
         self._model, self._backend = model, backend
         self._calls: dict[_Key, _Call | None] = {}  # the newest last; None: called once
+        self._after_layer: Callable[[], None] = no_watch
         self._rows = 0  # of the largest shape since the last release
         self._refused = False
         self.replays = 0
@@ -73,8 +57,13 @@ class CapturedSteps:
         """Bytes that graphs have besides the transformer's own arrays."""
         return sum(call.nbytes for call in self._calls.values() if call is not None)
 
-    def execute(self, inputs: FluxInputs) -> list[F32]:
-        """Return the noise float32 ``[rows * columns, in_channels]`` that each sample contains."""
+    def watch(self, after_layer: Callable[[], None]) -> None:
+        """Call ``after_layer`` for every layer; its exceptions end a call."""
+        self._after_layer = after_layer
+        self._model.watch(after_layer)
+
+    def execute(self, inputs: StepInputs) -> list[F32]:
+        """Return the noise float32 ``[rows * columns, token_width]`` that each sample contains."""
         if self._refused:
             return self._model.execute(inputs)
         rows = sum(len(array) for array in (*inputs.latents, *inputs.prompts))
@@ -86,7 +75,7 @@ class CapturedSteps:
         if call is not None:
             self._calls[key] = call
             self.replays += 1
-            return call.run(inputs)
+            return call.run(inputs, self._after_layer)
         while len(self._calls) >= MAX_KEPT:
             del self._calls[next(iter(self._calls))]
         if not seen:
@@ -95,7 +84,7 @@ class CapturedSteps:
             return noise
         call = _Call(self._model, self._backend, inputs)
         try:
-            call.capture()
+            call.capture(self._after_layer)
         except CaptureFailed as error:
             self._refused = True
             self._calls.clear()
@@ -114,7 +103,7 @@ class CapturedSteps:
 class _Call:
     """A call of one shape. ``inputs``: those that it is captured with."""
 
-    def __init__(self, model: Transformer, backend: CudaPictures, inputs: FluxInputs) -> None:
+    def __init__(self, model: Transformer, backend: CudaPictures, inputs: StepInputs) -> None:
         self._model, self._backend = model, backend
         self._fixed = replace(
             inputs,
@@ -132,8 +121,11 @@ class _Call:
         """Bytes of the arrays that belong to this call alone."""
         return self._work.nbytes + sum(int(array.nbytes) for array in _arrays(self._fixed))
 
-    def capture(self) -> None:
-        """Compute the call and capture it. If CaptureFailed is raised, it is computed as well."""
+    def capture(self, after_layer: Callable[[], None]) -> None:
+        """Compute the call and capture it. If CaptureFailed is raised, it is computed as well.
+
+        ``after_layer``: what watches the model.
+        """
         model, runs = self._model, 0
 
         def work() -> None:
@@ -142,20 +134,20 @@ class _Call:
             if runs == 1:
                 self._found = model.execute(self._fixed)
                 return
-            watch, model.after_layer = model.after_layer, self._count_layer
+            model.watch(self._count_layer)
             try:
                 model.execute(self._fixed)  # into the same arrays
             finally:
-                model.after_layer = watch
+                model.watch(after_layer)
 
         self._backend.capture(work, self._work)
 
-    def run(self, inputs: FluxInputs) -> list[F32]:
-        """Replay the call with other inputs and return the noise."""
+    def run(self, inputs: StepInputs, after_layer: Callable[[], None]) -> list[F32]:
+        """Replay the call with other inputs, report its layers and return the noise."""
         self._copy_in(inputs)
         self._backend.replay(self._work, self._model.conditions(inputs))
         for _ in range(self._layers):
-            self._model.after_layer()
+            after_layer()
         return self.noise()
 
     def noise(self) -> list[F32]:
@@ -166,7 +158,7 @@ class _Call:
             for found in self._found
         ]
 
-    def _copy_in(self, inputs: FluxInputs) -> None:
+    def _copy_in(self, inputs: StepInputs) -> None:
         for source, place in zip(_arrays(inputs), _arrays(self._fixed), strict=True):
             self._backend.put_columns(source, 0, place)
 
@@ -174,10 +166,10 @@ class _Call:
         self._layers += 1
 
 
-def _arrays(inputs: FluxInputs) -> list[Any]:
+def _arrays(inputs: StepInputs) -> list[Any]:
     """Return the inputs that are on the device."""
     return [*inputs.latents, *inputs.prompts, *inputs.pooled]
 
 
-def _key(inputs: FluxInputs) -> _Key:
+def _key(inputs: StepInputs) -> _Key:
     return (inputs.rows, inputs.columns, *(array.shape for array in _arrays(inputs)))

@@ -16,7 +16,7 @@ from ..kernels.host_backend import PictureBackend
 from ..models.vision_tower import padded_heads
 from ..models.weights import Order, Progress, WeightLoader
 from ..models.workspace import Workspace
-from .folder import ClipConfig, ModelPart, no_watch
+from .configs import ClipConfig, ModelPart, no_watch
 
 Norm = tuple[F32, F32]
 

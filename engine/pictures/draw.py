@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ...proto.contexts.pixels import PixelContext
 from ...proto.contexts.tokens import TokenBuffer
 from ...proto.limits import MAX_PICTURE_PROMPT_TOKENS
-from ...text.picture_prompts import PromptTokenizer
+from ...text.picture_prompts import PicturePrompts, read_picture_files
 from ..kernels import load_backend
 from .folder import open_folder
 from .pipeline import Denoiser, PromptEncoder
@@ -23,7 +23,8 @@ class PictureEngine:
     """A loaded picture model with its tokenizers. Not thread-safe.
 
     ``folder``: in the diffusers layout. ``backend``: "auto", "cpu" or "numpy". ``prompt_tokens``:
-    length of prompts for T5. Raises CheckpointError if the folder cannot be loaded.
+    tokens of prompts for T5, or the most for Qwen3. Raises CheckpointError if the folder cannot be
+    loaded.
     """
 
     def __init__(
@@ -32,17 +33,24 @@ class PictureEngine:
         if not 1 <= prompt_tokens <= MAX_PICTURE_PROMPT_TOKENS:
             raise ValueError(f"prompt_tokens must be in 1..{MAX_PICTURE_PROMPT_TOKENS}")
         opened, kernels = open_folder(folder), load_backend(backend)
-        clip_length = opened.clip.max_position_embeddings
-        self.tokenizer = PromptTokenizer.from_folder(opened.folder, clip_length, prompt_tokens)
+        prompts = PicturePrompts.from_files(
+            read_picture_files(folder), trusted=True, origin=str(folder), most=prompt_tokens
+        )
+        self.tokenizer, self._defaults = prompts.tokenizer, prompts.defaults
         self.encoder = PromptEncoder(opened, kernels)
         self.denoiser = Denoiser(opened, kernels)
 
     def request(
         self, prompt: str, negative_prompt: str | None = None, *, seed: int = 0, **fields: object
     ) -> PixelContext:
-        """Return the request for a picture; ``fields`` are further fields of PixelContext."""
+        """Return the request for a picture; ``fields`` are further fields of PixelContext.
+
+        A model whose guidance is the weight of the negative prompt gets an empty one by default.
+        """
         context = PixelContext(tokens=TokenBuffer(np.zeros(1, np.int64)), **fields)  # type: ignore[arg-type]
         context.tokens, context.tokens_2 = self._buffers(prompt)
+        if self._defaults.true_cfg is None and context.guidance_scale > 0:
+            negative_prompt = negative_prompt or ""
         if negative_prompt is not None:
             context.negative_tokens, context.negative_tokens_2 = self._buffers(negative_prompt)
         context.extra_params["seed"] = np.array([seed % (1 << 64)], np.uint64)
@@ -64,9 +72,7 @@ class PictureEngine:
         context.update(pixels)
         return pixels
 
-    def _buffers(self, prompt: str) -> tuple[TokenBuffer, TokenBuffer]:
-        tokens = self.tokenizer.encode(prompt)
-        return (
-            TokenBuffer(tokens.clip.astype(np.int64)),
-            TokenBuffer(tokens.t5.astype(np.int64)),
-        )
+    def _buffers(self, prompt: str) -> tuple[TokenBuffer, TokenBuffer | None]:
+        made = self.tokenizer.encode(prompt)
+        second = None if made.tokens_2 is None else TokenBuffer(made.tokens_2.astype(np.int64))
+        return TokenBuffer(made.tokens.astype(np.int64)), second

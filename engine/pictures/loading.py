@@ -30,13 +30,12 @@ from ..pipeline.model import KVManager
 from .folder import PictureFolder, open_folder
 from .memory import largest_picture, picture_bytes
 from .pipeline import Denoiser, PromptEncoder
+from .prompt_decoder import PROMPT_BLOCK_SIZE
 from .serving import DrawingPipeline, EncodingPipeline
 
 F32 = npt.NDArray[np.float32]
 
-ENCODER_PARTS = ("text_encoder", "text_encoder_2")
 DRAWING_PARTS = ("transformer", "vae")
-ARCHITECTURE = "FluxPipeline"
 _DEVICE_SPACE = 256 << 20
 """Memory of a GPU for patches and scores, of which limited parts are computed at once."""
 
@@ -75,8 +74,8 @@ def load_encoder(
     backend = _checked(folder, backend or _backend(config))
     kv = _blocks(config, folder, allocate)
     encoder = PromptEncoder(folder, backend, on_progress)
-    pipeline = EncodingPipeline(encoder, kv, folder.flux.pooled_projection_dim)
-    card = _card(config, folder, backend, kv, ENCODER_PARTS)
+    pipeline = EncodingPipeline(encoder, kv, folder.family.pooled_width)
+    card = _card(config, folder, backend, kv, folder.family.encoder_parts)
     return PictureRunner(card, pipeline, _mover(backend))
 
 
@@ -96,7 +95,7 @@ def load_denoiser(
     pixels = _largest(memory, folder)  # fail before reading the weights
     kv = _blocks(config, folder, allocate)
     denoiser = Denoiser(folder, backend, on_progress, memory=memory)
-    pooled, unit = folder.flux.pooled_projection_dim, folder.pixels_per_token
+    pooled, unit = folder.family.pooled_width, folder.pixels_per_token
     pipeline = DrawingPipeline(denoiser, kv, pooled, unit)
     card = _card(config, folder, backend, kv, DRAWING_PARTS)
     card = msgspec.structs.replace(card, max_pixels=pixels)
@@ -109,16 +108,16 @@ def parts_bytes(folder: PictureFolder, parts: tuple[str, ...]) -> int:
 
 
 def state_layout(folder: PictureFolder, block_size: int) -> KVLayout:
-    """Return the layout of the pool: a position holds one vector of the second text encoder.
+    """Return the layout of the pool: a position holds one vector of the last text encoder.
 
     Keys and values of a position are the two halves of the vector. Raises CheckpointError if the
     vectors do not fit.
     """
-    width, pooled = folder.flux.joint_attention_dim, folder.flux.pooled_projection_dim
+    width, pooled = folder.family.text_width, folder.family.pooled_width
     if width % 2 or pooled > width:
         raise CheckpointError(
-            f"{folder.folder / 'transformer' / 'config.json'}: joint_attention_dim {width} must "
-            f"be even and at least pooled_projection_dim {pooled}"
+            f"{folder.folder / 'transformer' / 'config.json'}: vectors of {width} numbers must be "
+            f"even and at least as wide as the pooled vector of {pooled}"
         )
     return KVLayout(num_layers=1, num_kv_heads=1, head_dim=width // 2, block_size=block_size)
 
@@ -166,19 +165,19 @@ def _checked(folder: PictureFolder, backend: PictureBackend) -> PictureBackend:
     """Raise ConfigError for a model that a GPU's kernels do not support; return the backend."""
     if backend.on_host:
         return backend
+    from ..kernels.cuda import attention
     from ..kernels.cuda.pictures import refusal
 
-    clip, t5, flux, widths = folder.clip, folder.t5, folder.flux, folder.vae.block_out_channels
+    family, widths = folder.family, folder.vae.block_out_channels
     rows = {
-        "hidden_size of text_encoder": clip.hidden_size,
-        "intermediate_size of text_encoder": clip.intermediate_size,
-        "d_model of text_encoder_2": t5.d_model,
-        "d_ff of text_encoder_2": t5.d_ff,
-        "in_channels of transformer": flux.in_channels,
-        "hidden size of transformer": flux.hidden_size,
+        **family.widths,
         **{f"block_out_channels[{i}] of vae": width for i, width in enumerate(widths)},
     }
-    if why := refusal(rows, flux.attention_head_dim, max(widths)):
+    why = refusal(rows, family.head_dim, max(widths))
+    if family.decoder is not None and not why:
+        group = family.decoder.num_heads // family.decoder.num_kv_heads
+        why = attention.refusal(family.decoder.head_dim, PROMPT_BLOCK_SIZE, group)
+    if why:
         raise ConfigError(f"{folder.folder}: {why}")
     return backend
 
@@ -217,9 +216,11 @@ def _card(
     name = config.name or model_name(str(Path(config.model).resolve()))
     if not name:
         raise CheckpointError(f"{config.model}: no model name can be taken from this path; set one")
-    every = {part: folder.part(part).tensors for part in (*ENCODER_PARTS, *DRAWING_PARTS)}
+    every = {
+        part: folder.part(part).tensors for part in (*folder.family.encoder_parts, *DRAWING_PARTS)
+    }
     digest = blake2b(digest_size=16)
-    for model in (folder.clip, folder.t5, folder.flux, folder.vae, folder.scheduler):
+    for model in (*folder.family.configs, folder.vae, folder.scheduler):
         digest.update(msgspec.msgpack.encode(model))
     for part, tensors in every.items():
         digest.update(part.encode())
@@ -228,7 +229,7 @@ def _card(
     size = kv.layout.block_size
     return ModelCard(
         name=name,
-        architecture=ARCHITECTURE,
+        architecture=folder.family.architecture,
         fingerprint=digest.hexdigest(),
         numerics=f"{backend.numerics}/{'+'.join(dtypes)}",
         vocab_size=STATE_VOCABULARY,

@@ -3,17 +3,19 @@
 The steps of the transformer and the decoding of the latents follow each other, and the arrays of
 one are freed before the other, so the larger of the two is the peak. A batch does not add to it:
 the transformer computes as many samples together as the memory allows, and pictures are decoded one
-by one. The formulas follow the allocations of :mod:`.flux` and :mod:`.vae`.
+by one. The formulas follow the allocations of :mod:`.flux`, :mod:`.zimage` and :mod:`.vae`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import Protocol
 
 from ...proto.limits import MAX_PICTURE_PIXELS, MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_SIDE
 from ...proto.picture_requests import PICTURE_MULTIPLE
 from ..kernels.host_backend import PATCH_BYTES
-from .folder import FluxConfig, PictureFolder, VaeConfig
+from .configs import VaeConfig
+from .family import Family
 
 _ROW_WIDTHS = 19
 """Floats of a row of the transformer, in hidden sizes: of its workspace."""
@@ -25,9 +27,28 @@ USUAL_PIXELS = 256 * 256
 """Pixels of a picture for which the default memory suffices, however little is free."""
 
 
-def row_bytes(config: FluxConfig) -> int:
-    """Return the bytes that a step of the transformer needs for each row, of text or image."""
-    return 4 * (_ROW_WIDTHS * config.hidden_size + _ROPE_FLOATS * config.attention_head_dim)
+class Sizes(Protocol):
+    """What decides the memory of a picture: an opened folder."""
+
+    @property
+    def family(self) -> Family:
+        """The kind of model."""
+        ...
+
+    @property
+    def vae(self) -> VaeConfig:
+        """The config of the VAE."""
+        ...
+
+    @property
+    def pixels_per_token(self) -> int:
+        """Width and height of the square of pixels that one latent token stands for."""
+        ...
+
+
+def row_bytes(width: int, head_dim: int) -> int:
+    """Return the bytes that a step of a transformer needs for each row, of text or image."""
+    return 4 * (_ROW_WIDTHS * width + _ROPE_FLOATS * head_dim)
 
 
 def decode_bytes(config: VaeConfig, pixels: int) -> int:
@@ -54,13 +75,20 @@ def _band_bytes(channels: int, pixels: int) -> int:
     return rows * row + 2 * 4 * (rows + 2) * channels * wide
 
 
-def picture_bytes(folder: PictureFolder, pixels: int) -> int:
+def step_bytes(family: Family, tokens: int, texts: int) -> int:
+    """Return the bytes that a step needs for so many tokens of a picture and of its prompt."""
+    rows = sum(count + -count % family.row_multiple for count in (tokens, texts))
+    return rows * family.row_bytes
+
+
+def picture_bytes(folder: Sizes, pixels: int) -> int:
     """Return the bytes that a picture of so many pixels needs at most."""
-    rows = pixels // folder.pixels_per_token**2 + MAX_PICTURE_PROMPT_TOKENS
-    return max(rows * row_bytes(folder.flux) + _REST, decode_bytes(folder.vae, pixels))
+    tokens = pixels // folder.pixels_per_token**2
+    step = step_bytes(folder.family, tokens, MAX_PICTURE_PROMPT_TOKENS) + _REST
+    return max(step, decode_bytes(folder.vae, pixels))
 
 
-def largest_picture(folder: PictureFolder, nbytes: int) -> int:
+def largest_picture(folder: Sizes, nbytes: int) -> int:
     """Return the most pixels of a picture that needs at most ``nbytes``; 0 if none does."""
     squares = range(1, MAX_PICTURE_PIXELS // _SQUARE + 1)
     return _SQUARE * bisect_right(

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.contexts.pixels import PixelContext
-from ...proto.contexts.tokens import TokenBuffer
 from ...proto.errors import InputError
 from ...proto.limits import MAX_PREVIEW_PIXELS
 from ...proto.picture_requests import check_picture, picture_seed, uses_negative
@@ -23,17 +22,14 @@ from ..kernels.backend import F32
 from ..kernels.host_backend import PictureBackend
 from ..models.weights import Progress
 from .captured import captured
-from .clip import ClipTextEncoder
-from .flux import FluxInputs, FluxTransformer
+from .family import EncodedPrompt, StepInputs
 from .folder import PictureFolder
-from .memory import row_bytes
 from .sampler import normals, reduced, sigmas_of, unpack_latents
-from .t5 import T5Encoder
 from .vae import VaeDecoder
 
 StateArrays = Mapping[str, F32]
-"""``prompt`` ``[T, joint_attention_dim]`` and ``pooled`` ``[pooled_projection_dim]``, with true CFG
-also ``negative_prompt`` and ``negative_pooled``."""
+"""``prompt`` ``[T, text_width]`` and, if the family has it, ``pooled`` ``[pooled_width]``; with a
+negative prompt also ``negative_prompt`` and ``negative_pooled``."""
 
 NOISE_STREAM = 0x4E4F4953
 """Philox stream of a picture's noise; sampled tokens use other streams."""
@@ -52,38 +48,31 @@ class PromptEncoder:
     def __init__(
         self, folder: PictureFolder, backend: PictureBackend, on_progress: Progress | None = None
     ) -> None:
-        self.clip = ClipTextEncoder(folder.part("text_encoder"), folder.clip, backend, on_progress)
-        self.t5 = T5Encoder(folder.part("text_encoder_2"), folder.t5, backend, on_progress)
+        self._family = folder.family
+        self.encoders = self._family.load_encoders(folder.part, backend, on_progress)
 
     def watch(self, after_layer: Callable[[], None]) -> None:
         """Call ``after_layer`` after every layer; its exceptions end the encoding."""
-        self.clip.after_layer = self.t5.after_layer = after_layer
+        self.encoders.watch(after_layer)
 
     def encode(self, context: PixelContext) -> StateArrays:
         """Return the state that the denoising steps need. Raises InputError for a bad request."""
         check_picture(context)
         state: dict[str, F32] = {}
         for prefix in ("", "negative_") if uses_negative(context) else ("",):
-            state[f"{prefix}prompt"], state[f"{prefix}pooled"] = self.encode_part(context, prefix)
+            encoded = self.encode_part(context, prefix)
+            state[f"{prefix}prompt"] = encoded.vectors
+            if encoded.pooled is not None:
+                state[f"{prefix}pooled"] = encoded.pooled
         return state
 
-    def encode_part(self, context: PixelContext, prefix: str) -> tuple[F32, F32]:
-        """Return ``prompt`` and ``pooled`` of the prompt, or of the one with the ``prefix``.
+    def encode_part(self, context: PixelContext, prefix: str) -> EncodedPrompt:
+        """Encode the prompt, or the one with the ``prefix``.
 
-        Raises InputError for token ids that the encoders do not have.
+        Raises InputError for prompts that the encoders do not read.
         """
-        first = _ids(getattr(context, f"{prefix}tokens"), f"{prefix}tokens")
-        second = _ids(getattr(context, f"{prefix}tokens_2"), f"{prefix}tokens_2")
-        return self.t5.encode(second), self.clip.pooled([first])[0]
-
-
-def _ids(buffer: TokenBuffer | None, name: str) -> npt.NDArray[np.int32]:
-    if buffer is None:
-        raise InputError(f"{name} are missing; this model reads a prompt with two text encoders")
-    ids = buffer.all
-    if len(ids) and (ids.min() < 0 or ids.max() >= 1 << 31):
-        raise InputError(f"{name}: a token id does not fit 32 bits")
-    return ids.astype(np.int32)
+        self._family.check_request(context)
+        return self.encoders.encode(context, prefix)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,15 +118,16 @@ class _Sample:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Samples of one shape are computed together."""
+        """Samples of one shape are computed together: rows and columns, tokens of the prompt."""
         return self.drawing.rows, self.drawing.columns, self.drawing.texts[self.prefix]
 
 
 class Denoiser:
     """Transformer and VAE of a picture model. Not thread-safe.
 
-    ``max_samples``: samples that one call of the transformer computes. A picture with true CFG
-    has two. ``memory``: bytes for the arrays of a call, 0 without a limit; see :mod:`.memory`.
+    ``max_samples``: samples that one call of the transformer computes. A picture with a negative
+    prompt has two. ``memory``: bytes for the arrays of a call, 0 without a limit; see
+    :mod:`.memory`.
     """
 
     def __init__(
@@ -150,11 +140,10 @@ class Denoiser:
         memory: int = 0,
     ) -> None:
         self._folder, self._max_samples, self._backend = folder, max_samples, backend
-        self._max_tokens = min(
-            MAX_TOKENS, memory // row_bytes(folder.flux) if memory else MAX_TOKENS
-        )
-        self.flux = FluxTransformer(folder.part("transformer"), folder.flux, backend, on_progress)
-        self._steps = captured(self.flux, backend)
+        self._family = family = folder.family
+        self._max_tokens = min(MAX_TOKENS, memory // family.row_bytes if memory else MAX_TOKENS)
+        self.transformer = family.load_transformer(folder.part, backend, on_progress)
+        self._steps = captured(self.transformer, backend)
         self.vae = VaeDecoder(folder.part("vae"), folder.vae, backend, on_progress)
 
     def watch(self, after_layer: Callable[[], None]) -> None:
@@ -162,7 +151,8 @@ class Denoiser:
 
         An exception of it ends a step, and no drawing has changed then.
         """
-        self.flux.after_layer = self.vae.after_layer = after_layer
+        self._steps.watch(after_layer)
+        self.vae.after_layer = after_layer
 
     def start(
         self,
@@ -179,18 +169,21 @@ class Denoiser:
         its id. Raises InputError for a request or state that does not fit the model.
         """
         check_picture(context)
+        self._family.check_request(context)
         texts = self._check_state(context, state)
         unit = self._folder.pixels_per_token
         if context.height % unit or context.width % unit:
             raise InputError(f"height and width must be multiples of {unit} for this model")
         rows, columns = context.height // unit, context.width // unit
+        for count in texts.values():
+            self._family.check_size(count, rows, columns)
         steps, tokens = context.num_inference_steps, rows * columns
         sigmas = sigmas_of(steps, tokens, self._folder.scheduler)
         if not 0 <= step <= steps or (step > 0 and latents is None):
             raise InputError(f"a drawing of {steps} steps cannot be resumed at step {step}")
         if latents is None:
             latents = context.latents if context.latents.size else self._noise(context, tokens)
-        channels = self._folder.flux.in_channels
+        channels = self._family.token_width
         if latents.shape != (tokens, channels) or latents.dtype.kind != "f":
             raise InputError(f"latents must be floats [{tokens}, {channels}], not {latents.shape}")
         own = self._backend.upload(latents.astype(np.float32))
@@ -202,14 +195,14 @@ class Denoiser:
         A drawing that is left out of later batches is aborted; nothing else refers to it.
         """
         active = [drawing for drawing in batch if not drawing.is_done]
-        samples = [list(_samples(drawing)) for drawing in active]
+        samples = [self._samples(drawing) for drawing in active]
         for group in self._groups([sample for both in samples for sample in both]):
             self._execute(group)
         for drawing, both in zip(active, samples, strict=True):
             noise = both[0].noise
             if len(both) == 2:  # away from the noise of the negative prompt
-                negative, scale = both[1].noise, drawing.context.true_cfg_scale
-                noise = self._backend.mix(noise, negative, negative, scale)
+                guide = self._family.guidance
+                noise = guide.combine(drawing.context, noise, both[1].noise, self._backend)
             at = drawing.step
             change = drawing.sigmas[at + 1] - drawing.sigmas[at]
             drawing.latents = self._backend.mix(noise, None, drawing.latents, change)
@@ -255,21 +248,22 @@ class Denoiser:
         if seed is None:
             digest = blake2b(context.request_id.value.encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little")
-        channels = self._folder.flux.in_channels
+        channels = self._family.token_width
         return normals(seed, tokens * channels, NOISE_STREAM).reshape(tokens, channels)
 
     def _check_state(self, context: PixelContext, state: StateArrays) -> dict[str, int]:
         """Return the number of vectors of each prompt."""
-        names = {"prompt", "pooled"}
+        family = self._family
+        widths = {"prompt": family.text_width}
+        if family.pooled_width:
+            widths["pooled"] = family.pooled_width
         if uses_negative(context):
-            names |= {"negative_prompt", "negative_pooled"}
-        if state.keys() != names:
-            raise InputError(f"the state has {sorted(state)}, not {sorted(names)}")
-        config = self._folder.flux
+            widths |= {f"negative_{name}": width for name, width in widths.items()}
+        if state.keys() != widths.keys():
+            raise InputError(f"the state has {sorted(state)}, not {sorted(widths)}")
         texts: dict[str, int] = {}
         for name, array in state.items():
-            pooled = name.endswith("pooled")
-            width = config.pooled_projection_dim if pooled else config.joint_attention_dim
+            pooled, width = name.endswith("pooled"), widths[name]
             fits = array.ndim == (1 if pooled else 2) and array.size and array.shape[-1] == width
             if not fits or array.dtype != np.float32:
                 raise InputError(f"{name} of the state is {array.dtype} of shape {array.shape}")
@@ -278,24 +272,36 @@ class Denoiser:
         return texts
 
     def _groups(self, samples: Sequence[_Sample]) -> Iterator[list[_Sample]]:
-        """Yield samples of one shape, as many together as the limits allow."""
+        """Yield samples of one padded shape, as many together as the limits allow."""
         by_shape: dict[tuple[int, int, int], list[_Sample]] = {}
         for sample in samples:
-            by_shape.setdefault(sample.shape, []).append(sample)
+            rows, columns, text = sample.shape
+            by_shape.setdefault((rows, columns, self._padded(text)), []).append(sample)
         for (rows, columns, text), same in by_shape.items():
-            count = max(1, min(self._max_samples, self._max_tokens // (rows * columns + text)))
+            together = self._max_tokens // (self._padded(rows * columns) + text)
+            count = max(1, min(self._max_samples, together))
             for at in range(0, len(same), count):
                 yield same[at : at + count]
+
+    def _samples(self, drawing: Drawing) -> list[_Sample]:
+        """Return the inputs of the next step: the prompt, and perhaps the negative prompt."""
+        level = float(drawing.sigmas[drawing.step])
+        prefixes = self._family.guidance.prefixes(drawing.context, level)
+        return [_Sample(drawing, prefix) for prefix in prefixes]
+
+    def _padded(self, count: int) -> int:
+        return count + -count % self._family.row_multiple
 
     def _execute(self, group: list[_Sample]) -> None:
         drawings = [sample.drawing for sample in group]
         train = np.float32(self._folder.scheduler.num_train_timesteps)
         levels = np.array([d.sigmas[d.step] for d in drawings], np.float32)
+        pooled = group if self._family.pooled_width else []
         noise = self._steps.execute(
-            FluxInputs(
+            StepInputs(
                 latents=[self._backend.activations(d.latents) for d in drawings],
                 prompts=[self._text(s.drawing, f"{s.prefix}prompt") for s in group],
-                pooled=[self._text(s.drawing, f"{s.prefix}pooled") for s in group],
+                pooled=[self._text(s.drawing, f"{s.prefix}pooled") for s in pooled],
                 timesteps=levels * train,
                 guidance=np.array([_guidance(d.context) for d in drawings], np.float32),
                 rows=drawings[0].rows,
@@ -314,11 +320,6 @@ class Denoiser:
             found = drawing.state[name]
             drawing.uploaded[name] = self._backend.parameters(found.reshape(-1, found.shape[-1]))
         return drawing.uploaded[name]
-
-
-def _samples(drawing: Drawing) -> Iterator[_Sample]:
-    for prefix in drawing.texts:
-        yield _Sample(drawing, prefix)
 
 
 def _guidance(context: PixelContext) -> float:

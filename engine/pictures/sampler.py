@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..kernels.backend import F32
 from ..sampling.philox import MULTIPLIERS, ROUNDS, WEYL
-from .folder import SchedulerConfig
+from .configs import SchedulerConfig
 
 F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]

@@ -20,7 +20,7 @@ from ...proto.contexts.pixels import PixelContext, encode_png
 from ...proto.contexts.tokens import TokenBuffer
 from ...proto.errors import BatonError, InputError, InternalError
 from ...proto.limits import MAX_CHUNK_BYTES
-from ...proto.picture_requests import PICTURE_MULTIPLE, preview_steps, state_parts
+from ...proto.picture_requests import PICTURE_MULTIPLE, StatePart, preview_steps, state_parts
 from ...proto.picture_runs import Picture
 from ...proto.sampling import SamplingParams
 from ..kernels.backend import F32, I32
@@ -37,6 +37,7 @@ from ..scheduling.plan import (
     StepResult,
     abandoned_step,
 )
+from .family import EncodedPrompt
 from .pipeline import Denoiser, Drawing, PromptEncoder
 
 Failures = dict[bytes, BatonError]
@@ -49,7 +50,7 @@ class _Abandoned(Exception):
 class PicturePipeline(ABC):
     """What both halves share: the pool, the run of a plan, and its end before the last layer.
 
-    ``pooled``: length of the pooled vector.
+    ``pooled``: length of the pooled vector; 0 for a model with a single text encoder.
     """
 
     def __init__(self, kv: KVManager, pooled: int) -> None:
@@ -109,6 +110,19 @@ class PicturePipeline(ABC):
             return False
         return True
 
+    def _least_picture(self, side: int) -> Picture:
+        """Return a picture of one step and one token per prompt."""
+        one = np.zeros(1, np.int64)
+        request = PixelContext(
+            tokens=TokenBuffer(one),
+            tokens_2=TokenBuffer(one) if self._pooled else None,
+            height=side,
+            width=side,
+            num_inference_steps=1,
+            guidance_scale=0.0,
+        )
+        return Picture(request, state_parts(request, self.kv.layout.block_size))
+
     def _vectors(self) -> F32:
         """Return the pool as vectors, ``[blocks, block_size, size of a vector]``, a view."""
         layout = self.kv.layout
@@ -152,20 +166,27 @@ class EncodingPipeline(PicturePipeline):
             first = max(part.start, chunk.start)
             if first >= part.end:
                 continue
-            prompt, pooled = self._encoder.encode_part(picture.request, part.prefix)
-            if prompt.shape != (part.texts, vectors.shape[2]) or pooled.shape != (self._pooled,):
-                raise InternalError(f"encoders returned {prompt.shape} and {pooled.shape}")
+            encoded = self._encoder.encode_part(picture.request, part.prefix)
             row = np.zeros((part.end - part.start, vectors.shape[2]), np.float32)
-            row[: part.texts] = prompt
-            row[part.texts, : self._pooled] = pooled
+            self._fill(row, part, encoded)
             blocks = chunk.block_table[first // size : part.end // size]
             vectors[blocks] = row[first - part.start :].reshape(len(blocks), size, -1)
         # The last position holds nothing, but its block is sent: not with an earlier row.
         vectors[chunk.block_table[picture.length // size]] = 0
 
+    def _fill(self, row: F32, part: StatePart, encoded: EncodedPrompt) -> None:
+        """Write a prompt's vectors, and its pooled vector after them, if there is one."""
+        vectors, pooled = encoded.vectors, encoded.pooled
+        size = 0 if pooled is None else len(pooled)
+        if vectors.shape != (part.texts, row.shape[1]) or size != self._pooled:
+            raise InternalError(f"encoders returned {vectors.shape}, and {size} pooled numbers")
+        row[: part.texts] = vectors
+        if pooled is not None:
+            row[part.texts, :size] = pooled
+
     def trials(self) -> list[Chunk]:
         """Return the shortest prompt, twice."""
-        picture = _least_picture(self.kv.layout.block_size, PICTURE_MULTIPLE)
+        picture = self._least_picture(PICTURE_MULTIPLE)
         return 2 * [_chunk(picture, 0, picture.length)]
 
 
@@ -191,10 +212,11 @@ class PictureState(Mapping[str, F32]):
         return rows
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{prefix}{kind}" for prefix in self._parts for kind in ("prompt", "pooled"))
+        kinds = ("prompt", "pooled") if self._pooled else ("prompt",)
+        return (f"{prefix}{kind}" for prefix in self._parts for kind in kinds)
 
     def __len__(self) -> int:
-        return 2 * len(self._parts)
+        return sum(1 for _ in self)
 
 
 class DrawingPipeline(PicturePipeline):
@@ -283,20 +305,8 @@ class DrawingPipeline(PicturePipeline):
 
     def trials(self) -> list[Chunk]:
         """Return the only step of the smallest picture, twice."""
-        picture = _least_picture(self.kv.layout.block_size, max(PICTURE_MULTIPLE, self._unit))
+        picture = self._least_picture(max(PICTURE_MULTIPLE, self._unit))
         return 2 * [_chunk(picture, picture.length, 1)]
-
-
-def _least_picture(block_size: int, side: int) -> Picture:
-    one = np.zeros(1, np.int64)
-    request = PixelContext(
-        tokens=TokenBuffer(one),
-        tokens_2=TokenBuffer(one),
-        height=side,
-        width=side,
-        num_inference_steps=1,
-    )
-    return Picture(request, state_parts(request, block_size))
 
 
 def _chunk(picture: Picture, start: int, count: int) -> Chunk:

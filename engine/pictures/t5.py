@@ -17,7 +17,7 @@ from ..kernels.host_backend import PictureBackend
 from ..models.weights import Progress, WeightLoader, widened
 from ..models.workspace import Workspace
 from .clip import check_vocabulary, head_order
-from .folder import ModelPart, T5Config, no_watch
+from .configs import ModelPart, T5Config, no_watch
 
 
 @dataclass(slots=True, frozen=True)

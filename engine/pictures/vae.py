@@ -12,7 +12,7 @@ from ..kernels.backend import F32, U8, PackedLinear
 from ..kernels.host_backend import PictureBackend, pack_conv
 from ..models.weights import Progress, WeightLoader
 from ..models.workspace import Workspace
-from .folder import ModelPart, VaeConfig, no_watch
+from .configs import ModelPart, VaeConfig, no_watch
 
 _EPS = 1e-6
 

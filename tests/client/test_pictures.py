@@ -8,6 +8,7 @@ import math
 import struct
 import zlib
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -93,6 +94,29 @@ def schnell(files):
     config = json.loads(files["transformer/config.json"]) | {"guidance_embeds": False}
     changed = {**files, "transformer/config.json": json.dumps(config).encode()}
     model = ServedModel(Description(PAINTER, "/models/flux", changed))
+    yield model
+    model.close()
+
+
+def zimage_of(changes):
+    """Z-Image with a changed config of the scheduler."""
+    files = dict(read_text_files(str(FLUX.with_name("zimage")), 1 << 24))
+    name = "scheduler/scheduler_config.json"
+    files[name] = json.dumps(json.loads(files[name]) | changes).encode()
+    card = msgspec.structs.replace(PAINTER, name="zimage", architecture="ZImagePipeline")
+    return ServedModel(Description(card, "/models/zimage", files))
+
+
+@pytest.fixture(scope="module")
+def turbo():
+    model = zimage_of({})
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def base():
+    model = zimage_of({"shift": 6.0})
     yield model
     model.close()
 
@@ -293,6 +317,56 @@ def test_guidance_of_a_model_without_it(schnell):
     assert wire(schnell, guidance=0).guidance_scale == 0
     with pytest.raises(InputError, match="guidance has no effect: 'flux' was trained without it"):
         wire(schnell, guidance=3.5)
+
+
+def test_defaults_of_z_image(turbo, base):
+    fast, slow = wire(turbo), wire(base)
+    assert (fast.num_inference_steps, fast.guidance_scale) == (8, 0.0)
+    assert (slow.num_inference_steps, slow.guidance_scale) == (50, 4.0)
+    assert fast.tokens_2 is fast.negative_tokens is fast.negative_tokens_2 is None
+    empty = wire(base, negative_prompt="").negative_tokens
+    assert slow.negative_tokens.array.tolist() == empty.array.tolist()
+    assert slow.true_cfg_scale == 1.0
+
+
+def test_a_prompt_of_z_image_is_a_message_of_a_user(turbo):
+    tokenizer = turbo.pictures.tokenizer._tokenizer
+    text = "<|im_start|>user\na cat<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(wire(turbo, "a cat").tokens.array, skip_special_tokens=False) == text
+    assert len(wire(turbo, "a cat " * 1000).tokens.array) == 512
+
+
+def test_limits_of_guidance_travel_as_named_arrays(base):
+    sent = wire(base, negative_prompt="a dog", cfg_normalization=1, cfg_truncation=0.5)
+    assert (sent.extra_params["cfg_normalization"], sent.extra_params["cfg_truncation"]) == (1, 0.5)
+    assert sent.negative_tokens.array.tolist() != wire(base).negative_tokens.array.tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"true_cfg": 3.0}, "true_cfg has no effect: the negative prompt of 'zimage'"),
+        ({"negative_prompt": "a"}, "negative_prompt has no effect without guidance"),
+        ({"cfg_truncation": 0.5}, "cfg_truncation has no effect without guidance"),
+        ({"guidance": 2, "cfg_truncation": 1.5}, "cfg_truncation must be a number, 0 to 1"),
+        ({"guidance": 2, "cfg_normalization": -1}, "cfg_normalization must be a number"),
+    ],
+)
+def test_settings_without_effect_on_z_image(turbo, settings, said):
+    with pytest.raises(InputError) as caught:
+        wire(turbo, **settings)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["cfg_normalization", "cfg_truncation"])
+def test_limits_of_guidance_are_not_for_flux(dev, name):
+    with pytest.raises(InputError, match=f"{name} has no effect: 'flux' has true_cfg"):
+        wire(dev, **{name: 0.5})
+
+
+def test_a_shift_that_is_no_number():
+    with pytest.raises(CheckpointError, match="shift is no number"):
+        wire(zimage_of({"shift": "much"}))
 
 
 def test_callbacks_must_be_functions(dev):

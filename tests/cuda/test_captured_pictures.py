@@ -19,15 +19,17 @@ from baton.engine.pictures.pipeline import Denoiser, Drawing
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.tokens import TokenBuffer
 
-from ..engine.test_pictures import FOLDER
+from ..engine import test_pictures as flux
+from ..engine import test_zimage as zimage
 from .host_device import HostDevice, HostGraph
 
 STEPS = 4
+FOLDERS = {"flux": flux.FOLDER, "zimage": zimage.FOLDER}
 Latents = npt.NDArray[np.float32]
 
 
-def new_denoiser(device: Any, samples: int = 8) -> Denoiser:
-    return Denoiser(open_folder(FOLDER), CudaPictures(device), max_samples=samples)
+def new_denoiser(device: Any, samples: int = 8, family: str = "flux") -> Denoiser:
+    return Denoiser(open_folder(FOLDERS[family]), CudaPictures(device), max_samples=samples)
 
 
 def steps_of(denoiser: Denoiser) -> CapturedSteps:
@@ -36,23 +38,26 @@ def steps_of(denoiser: Denoiser) -> CapturedSteps:
 
 
 def begun(denoiser: Denoiser, seed: int, *, side: int = 16, texts: int = 5) -> Drawing:
-    """A drawing with a random prompt; true CFG, and another guidance, for odd seeds."""
-    config, rng = denoiser._folder.flux, np.random.default_rng(seed)
-    ids = TokenBuffer(np.arange(1, 4))
-    negative: dict[str, Any] = {
-        "negative_tokens": ids,
-        "negative_tokens_2": ids,
-        "true_cfg_scale": 2.0,
-    }
-    unit, channels = denoiser._folder.pixels_per_token, config.in_channels
-    noise = rng.standard_normal((side * 32 // unit**2, channels)).astype(np.float32)
+    """A drawing with a random prompt; a negative prompt, and another guidance, for odd seeds."""
+    family, rng = denoiser._folder.family, np.random.default_rng(seed)
+    ids, odd = TokenBuffer(np.arange(1, 4)), bool(seed % 2)
+    fields: dict[str, Any] = {"guidance_scale": 2.0 + seed}
+    shapes: dict[str, tuple[int, ...]] = {"prompt": (texts, family.text_width)}
+    if family.pooled_width:  # Flux
+        fields["tokens_2"] = ids
+        shapes["pooled"] = (family.pooled_width,)
+        if odd:
+            fields |= {"negative_tokens": ids, "negative_tokens_2": ids, "true_cfg_scale": 2.0}
+    elif odd:
+        fields["negative_tokens"] = ids
+    else:
+        fields["guidance_scale"] = 0.0
+    unit = denoiser._folder.pixels_per_token
+    noise = rng.standard_normal((side * 32 // unit**2, family.token_width)).astype(np.float32)
     context = PixelContext(
-        tokens=ids, tokens_2=ids, height=side, width=32, num_inference_steps=STEPS,
-        guidance_scale=2.0 + seed, latents=noise, **(negative if seed % 2 else {}),
-    )  # fmt: skip
-    shapes = {"prompt": (texts, config.joint_attention_dim)}
-    shapes["pooled"] = (config.pooled_projection_dim,)
-    names = [p + name for p in (("", "negative_") if seed % 2 else ("",)) for name in shapes]
+        tokens=ids, height=side, width=32, num_inference_steps=STEPS, latents=noise, **fields
+    )
+    names = [p + name for p in (("", "negative_") if odd else ("",)) for name in shapes]
     state = {
         name: rng.standard_normal(shapes[name.removeprefix("negative_")]).astype(np.float32)
         for name in names
@@ -71,11 +76,16 @@ def latents_of(denoiser: Denoiser, *, seeds: tuple[int, ...] = (2, 4)) -> list[L
     return found
 
 
-@pytest.fixture(scope="module")
-def expected(host_device: HostDevice) -> list[Latents]:
-    denoiser = new_denoiser(host_device)
+def launched(device: HostDevice, family: str) -> list[Latents]:
+    """Latents of steps that are launched kernel by kernel."""
+    denoiser = new_denoiser(device, family=family)
     steps_of(denoiser)._refused = True
     return latents_of(denoiser)
+
+
+@pytest.fixture(scope="module")
+def expected(host_device: HostDevice) -> list[Latents]:
+    return launched(host_device, "flux")
 
 
 def same(found: list[Latents], expected: list[Latents]) -> bool:
@@ -88,6 +98,13 @@ def test_latents_are_those_of_single_launches(
 ) -> None:
     """Also on a device that carries its queue out late."""
     denoiser = new_denoiser(host_device if seed is None else host_device.late(seed))
+    assert same(latents_of(denoiser), expected)
+    assert steps_of(denoiser).replays > STEPS
+
+
+def test_latents_of_z_image_are_those_of_single_launches(host_device: HostDevice) -> None:
+    expected = launched(host_device, "zimage")
+    denoiser = new_denoiser(host_device.late(4), family="zimage")
     assert same(latents_of(denoiser), expected)
     assert steps_of(denoiser).replays > STEPS
 
@@ -183,7 +200,7 @@ def test_kept_graphs_are_few_and_share_the_arrays_of_the_largest_shape(
 ) -> None:
     """Decoding pixels frees all."""
     denoiser, alone = new_denoiser(host_device), new_denoiser(host_device)
-    steps, space = steps_of(denoiser), denoiser.flux._space
+    steps, space = steps_of(denoiser), denoiser.transformer._space
     steps_of(alone)._refused = True
     largest, most = (0, 0), 0
     for shape in ((64, 9), (32, 3), (48, 4), (32, 7), (16, 2), (64, 9), (80, 4)):
@@ -195,7 +212,7 @@ def test_kept_graphs_are_few_and_share_the_arrays_of_the_largest_shape(
             alone.step([begun(alone, 2, side=shape[0], texts=shape[1])])
             assert len(steps._calls) == 1, "a larger shape drops all others"
             most = steps.nbytes
-        assert space.nbytes == alone.flux._space.nbytes
+        assert space.nbytes == alone.transformer._space.nbytes
         assert len(steps._calls) <= captured.MAX_KEPT
         assert steps.nbytes <= captured.MAX_KEPT * most
     assert steps.replays >= 6

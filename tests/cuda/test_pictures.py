@@ -300,7 +300,7 @@ def test_the_demo_s_heads_of_24_channels_are_padded(device):
         num_inference_steps=2,
     )
     exact, halves = Halves(DEMO, load_backend("numpy")), Halves(DEMO, CudaPictures(device))
-    assert halves.denoiser.flux._dim == 64
+    assert halves.denoiser.transformer._heads.wide == 64
     right, drawing = exact.draw(request), halves.draw(request)
     latents = halves.denoiser._backend.download(drawing.latents)
     assert distance(latents, right.latents) < CLOSE
@@ -320,7 +320,7 @@ def test_a_bug_makes_another_picture(host_device, exact, monkeypatch, bug, seen)
     device = host_device.with_defines(f"BATON_PLANT_{bug}") if bug.isupper() else host_device
     kernels = CudaPictures(device)
     if bug == "halves":
-        monkeypatch.setattr("baton.engine.pictures.flux.padded_heads", unscaled)
+        monkeypatch.setattr("baton.engine.pictures.joint.padded_heads", unscaled)
     if bug == "negative":
         mix = kernels.mix
         monkeypatch.setattr(

@@ -13,7 +13,7 @@ from baton.engine.kernels import load_backend
 from baton.engine.pictures.draw import PictureEngine
 from baton.engine.pictures.flux import FluxTransformer, latent_image_ids
 from baton.engine.pictures.folder import open_folder
-from baton.engine.pictures.memory import decode_bytes, largest_picture, picture_bytes, row_bytes
+from baton.engine.pictures.memory import decode_bytes, largest_picture, picture_bytes
 from baton.engine.pictures.pipeline import Denoiser, PromptEncoder
 from baton.engine.pictures.sampler import normals, philox_words, reduced
 from baton.engine.pictures.vae import VaeDecoder
@@ -171,7 +171,7 @@ def test_rotated_halves_instead_of_neighbours_are_noticed(monkeypatch):
     def unchanged(heads, dim):
         return np.arange(heads * dim)
 
-    monkeypatch.setattr("baton.engine.pictures.flux._halves_order", unchanged)
+    monkeypatch.setattr("baton.engine.pictures.joint.halves_order", unchanged)
     assert wrong(load("auto"), "plain")[0] > 0.01
 
 
@@ -180,9 +180,9 @@ def test_rows_and_columns_swapped_are_noticed(compiled, monkeypatch):
         "baton.engine.pictures.flux.latent_image_ids",
         lambda rows, columns: latent_image_ids(rows, columns)[:, [0, 2, 1]],
     )
-    monkeypatch.setattr(compiled.denoiser.flux, "_shapes", {})
+    monkeypatch.setattr(compiled.denoiser.transformer, "_shapes", {})
     far = wrong(compiled, "plain")[0]
-    compiled.denoiser.flux._shapes.clear()
+    compiled.denoiser.transformer._shapes.clear()
     assert far > 0.01
 
 
@@ -232,16 +232,16 @@ def test_batches_beyond_the_limit_are_split(compiled):
 
 @pytest.mark.parametrize(("tokens", "together"), [(1, 1), (79, 1), (80, 2), (1 << 20, 4)])
 def test_the_tokens_of_a_call_are_limited(compiled, monkeypatch, tokens, together):
-    nbytes = tokens * row_bytes(open_folder(FOLDER).flux)
+    nbytes = tokens * open_folder(FOLDER).family.row_bytes
     limited = Denoiser(open_folder(FOLDER), load_backend("cpu"), memory=nbytes)
     monkeypatch.setattr(compiled.denoiser, "_max_tokens", limited._max_tokens)
-    right, sizes = compiled.denoiser.flux.execute, []
+    right, sizes = compiled.denoiser.transformer.execute, []
 
     def counted(inputs):
         sizes.append(len(inputs.latents))
         return right(inputs)
 
-    monkeypatch.setattr(compiled.denoiser.flux, "execute", counted)
+    monkeypatch.setattr(compiled.denoiser.transformer, "execute", counted)
     contexts = [context_of("guided", request_id=RequestID(name)) for name in ("one", "two")]
     drawings = [compiled.denoiser.start(c, compiled.encoder.encode(c)) for c in contexts]
     compiled.denoiser.step(drawings)
@@ -273,10 +273,10 @@ def test_the_memory_of_a_step_is_as_computed(compiled):
     for side in (128, 256):
         context = context_of("plain", latents=False, width=side, height=side)
         drawing = compiled.denoiser.start(context, compiled.encoder.encode(context))
-        compiled.denoiser.flux.release()
+        compiled.denoiser.transformer.release()
         peaks.append(traced(compiled.denoiser.step, [drawing]))
         rows.append(drawing.rows * drawing.columns)
-    needed = row_bytes(compiled.denoiser.flux.config)
+    needed = open_folder(FOLDER).family.row_bytes
     assert 0.7 * needed < (peaks[1] - peaks[0]) / (rows[1] - rows[0]) <= needed
 
 

@@ -152,7 +152,11 @@ def test_first_noise_equals_that_of_diffusers(tmp_path, backend):
     folder = open_folder(tmp_path)
     denoiser = Denoiser(folder, load_backend(backend))
     context = PixelContext(
-        tokens=tokens(found, "clip"), latents=found["start"], num_inference_steps=2, **case
+        tokens=tokens(found, "clip"),
+        tokens_2=tokens(found, "t5"),
+        latents=found["start"],
+        num_inference_steps=2,
+        **case,
     )
     state = {"prompt": found["prompt"], "pooled": found["pooled"]}
     drawing = denoiser.start(context, state)
@@ -177,10 +181,10 @@ def test_older_names_of_clip_are_read(tmp_path):
 
     pipeline = maker.make_pipeline(SEED)
     pipeline.save_pretrained(tmp_path)
-    expected = PromptEncoder(open_folder(tmp_path), load_backend("numpy")).clip
+    expected = PromptEncoder(open_folder(tmp_path), load_backend("numpy")).encoders.clip
     path = tmp_path / "text_encoder" / "model.safetensors"
     save_file({f"text_model.{n}": a.clone() for n, a in load_file(path).items()}, path)
-    older = PromptEncoder(open_folder(tmp_path), load_backend("numpy")).clip
+    older = PromptEncoder(open_folder(tmp_path), load_backend("numpy")).encoders.clip
     text = np.array([98, 4, 5, 99], np.int32)
     assert np.array_equal(older.pooled([text]), expected.pooled([text]))
 

@@ -7,10 +7,16 @@ import pytest
 from baton.proto.contexts.pixels import PixelContext, encode_png, png_bytes
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.errors import InputError
+from baton.proto.ids import RequestID
 from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_RESULT_BYTES
 from baton.proto.picture_requests import (
+    FLUX,
     STATE_VOCABULARY,
+    Z_IMAGE,
+    cfg_normalization,
+    cfg_truncation,
     check_picture,
+    check_prompts,
     encoder_tokens,
     picture_seed,
     preview_steps,
@@ -20,6 +26,7 @@ from baton.proto.picture_requests import (
     step_rows,
     uses_negative,
 )
+from baton.proto.picture_runs import committed_picture, picture_run
 from baton.proto.wire.context_maps import to_map
 
 
@@ -85,7 +92,7 @@ def test_good_requests_pass(make, fields):
         ({"extra_params": {"previews": np.array([1.0])}}, r"previews must be an integer array"),
         ({"extra_params": {"previews": np.array([17])}}, r"previews must be 0 to 16, not 17"),
         ({"extra_params": {"previews": np.array([-1])}}, r"previews must be 0 to 16, not -1"),
-        ({"extra_params": {"other": np.array([1])}}, r"only seed and previews are supported"),
+        ({"extra_params": {"other": np.array([1])}}, r"only seed, previews, cfg_normalization"),
         ({"extra_params": {"seed": np.array([1, 2])}}, r"seed must be an integer array"),
         ({"negative_tokens_2": tokens(MAX_PICTURE_PROMPT_TOKENS + 1)}, r"1025 tokens, limit 1024"),
     ],
@@ -129,14 +136,14 @@ def test_the_work_of_a_step_follows_the_size_and_the_prompts(make):
     assert step_rows(make(height=1024, width=1024)) == 4096 + 5
     assert step_rows(make(height=64, width=64, **GUIDED)) == 2 * 16 + 5 + 4
     assert step_rows(make(height=64, width=64, **{**GUIDED, "true_cfg_scale": 1.0})) == 16 + 5
-    assert step_rows(msgspec.structs.replace(wire(), tokens_2=None)) == 4096
+    assert step_rows(msgspec.structs.replace(wire(), tokens_2=None)) == 4096 + 3
 
 
 def test_the_work_of_encoding_follows_the_prompts_that_take_effect(make):
     assert encoder_tokens(make(height=1024, width=1024)) == 5
     assert encoder_tokens(make(**GUIDED)) == 5 + 4
     assert encoder_tokens(make(**{**GUIDED, "true_cfg_scale": 1.0})) == 5
-    assert encoder_tokens(msgspec.structs.replace(wire(), tokens_2=None)) == 0
+    assert encoder_tokens(msgspec.structs.replace(wire(), tokens_2=None)) == 3  # one encoder
 
 
 def test_a_row_has_whole_blocks_and_one_position(make):
@@ -171,6 +178,86 @@ def test_each_prompt_changes_the_row(name):
 def test_a_missing_prompt_has_no_row(make):
     with pytest.raises(InputError, match="negative_tokens_2 are missing"):
         state_tokens(make(negative_tokens=tokens(), true_cfg_scale=2.0), 8)
+
+
+# --------------------------------------------------------------------------- one text encoder
+
+
+def single(**fields):
+    """A request for a model with one text encoder."""
+    return PixelContext(**{"tokens": tokens(), "guidance_scale": 0.0, **fields})
+
+
+CLASSIC = {"negative_tokens": tokens(9), "guidance_scale": 3.0}
+
+
+def test_guidance_makes_the_negative_prompt_take_effect():
+    assert uses_negative(single(**CLASSIC))
+    assert not uses_negative(single(**{**CLASSIC, "guidance_scale": 0.0}))
+    assert not uses_negative(single(guidance_scale=3.0))
+    assert step_rows(single(height=64, width=64, **CLASSIC)) == 2 * 16 + 3 + 9
+    assert encoder_tokens(single(**CLASSIC)) == 3 + 9
+
+
+def test_a_row_of_one_encoder_has_no_pooled_vector():
+    parts = state_parts(single(tokens=tokens(8)), 8)
+    assert [(part.texts, part.end) for part in parts] == [(8, 8)]
+    parts = state_parts(single(**CLASSIC), 8)
+    assert [(part.prefix, part.texts, part.end) for part in parts] == [
+        ("", 3, 8), ("negative_", 9, 24),
+    ]  # fmt: skip
+
+
+def test_a_committed_row_of_one_encoder_has_the_parts_of_its_prompts():
+    """The row takes the place of the tokens, whose number is ``base``."""
+    fresh = to_map(single(tokens=tokens(20), **CLASSIC))
+    run = picture_run(fresh, RequestID("r"), 8)
+    run.tokens.advance_with_token(0)
+    wire = committed_picture(run)
+    assert wire.base == 20
+    assert state_parts(wire, 8) == state_parts(fresh, 8) == run.picture.parts
+    again = picture_run(wire, RequestID("r"), 8)
+    assert again.picture.step_rows == run.picture.step_rows == step_rows(fresh)
+    assert again.picture.encoder_tokens == run.picture.encoder_tokens == encoder_tokens(fresh)
+
+
+def test_each_prompt_of_one_encoder_changes_the_row():
+    row = state_tokens(single(**CLASSIC), 8)
+    other = state_tokens(single(**{**CLASSIC, "tokens": tokens(4)}), 8)
+    negative = state_tokens(single(**{**CLASSIC, "negative_tokens": tokens(10)}), 8)
+    assert row[:8].tolist() != other[:8].tolist()
+    assert row[:8].tolist() == negative[:8].tolist()
+    assert row[8:].tolist() != negative[8:].tolist()
+    assert row[:8].tolist() != state_tokens(public(), 8)[:8].tolist()
+
+
+@pytest.mark.parametrize(
+    ("request_", "architecture", "message"),
+    [
+        (single(), FLUX, "tokens_2 are missing"),
+        (single(**CLASSIC), FLUX, "tokens_2 are missing"),
+        (public(extra_params={"cfg_truncation": np.array([0.5])}), FLUX, "cfg_truncation has no"),
+        (public(guidance_scale=0.0), Z_IMAGE, "tokens_2 has no meaning"),
+        (single(negative_tokens_2=tokens()), Z_IMAGE, "negative_tokens_2 has no meaning"),
+        (single(true_cfg_scale=2.0), Z_IMAGE, "use guidance_scale"),
+        (single(guidance=np.array([2.0])), Z_IMAGE, "use guidance_scale"),
+        (single(guidance_scale=0.5), Z_IMAGE, "needs negative_tokens"),
+    ],
+)
+def test_prompts_that_do_not_fit_the_model(request_, architecture, message):
+    with pytest.raises(InputError, match=message):
+        check_prompts(request_, architecture)
+
+
+def test_prompts_that_fit_the_model():
+    check_prompts(public(**GUIDED), FLUX)
+    check_prompts(single(), Z_IMAGE)
+    limits = {"cfg_normalization": np.array([1]), "cfg_truncation": np.array([0.5], np.float32)}
+    request = single(**CLASSIC, extra_params=limits)
+    check_picture(request)
+    check_prompts(request, Z_IMAGE)
+    assert (cfg_normalization(request), cfg_truncation(request)) == (1.0, 0.5)
+    assert (cfg_normalization(single()), cfg_truncation(single())) == (0.0, 1.0)
 
 
 def test_incompressible_pixels_fit_the_bound():

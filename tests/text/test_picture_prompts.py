@@ -13,14 +13,11 @@ from baton.deploy.config import ServeSettings
 from baton.deploy.plan.prepare import check_tokenizer
 from baton.proto.errors import CheckpointError, InputError
 from baton.router.describe import read_text_files
+from baton.text.flux_prompts import FluxTokenizer, flux_defaults
 from baton.text.model_files import PICTURE_FILES
-from baton.text.picture_prompts import (
-    MAX_PROMPT_CHARS,
-    PictureDefaults,
-    PromptTokenizer,
-    read_picture_files,
-)
+from baton.text.picture_prompts import read_picture_files
 from baton.text.plain_tokenizers import is_plain
+from baton.text.prompt_tokens import MAX_PROMPT_CHARS
 
 FOLDER = Path(__file__).parents[1] / "data" / "pictures" / "flux"
 REFERENCE = np.load(FOLDER / "reference.npz")
@@ -34,7 +31,7 @@ def files():
 @pytest.fixture(scope="module")
 def tokenizer(files):
     """As a client has it, which does not trust the files."""
-    tokenizer = PromptTokenizer(files, 77, 24)
+    tokenizer = FluxTokenizer(files, (77, 24))
     yield tokenizer
     tokenizer.close()
 
@@ -56,16 +53,16 @@ def test_the_router_sends_what_a_prompt_needs(files):
 
 def test_prompts_are_tokenized_as_by_transformers(tokenizer):
     found = tokenizer.encode(REFERENCE["text"].tobytes().decode())
-    assert found.clip.tolist() == REFERENCE["text_clip"].tolist()
+    assert found.tokens.tolist() == REFERENCE["text_clip"].tolist()
     expected = REFERENCE["text_t5"].tolist()
     cut = expected if len(expected) <= 24 else [*expected[:23], expected[-1]]
-    assert found.t5.tolist() == [*cut, *[0] * (24 - len(cut))]
+    assert found.tokens_2.tolist() == [*cut, *[0] * (24 - len(cut))]
 
 
 def test_an_older_clip_tokenizer_gives_the_same_tokens(tokenizer, files):
-    found = PromptTokenizer(older(files), 77, 24)
+    found = FluxTokenizer(older(files), (77, 24))
     for prompt in ("The cat's mat, 42!", "", "  A\tRED   house  ", "ünknown", "<|endoftext|> on"):
-        assert found.encode(prompt).clip.tolist() == tokenizer.encode(prompt).clip.tolist()
+        assert found.encode(prompt).tokens.tolist() == tokenizer.encode(prompt).tokens.tolist()
     found.close()
 
 
@@ -75,10 +72,10 @@ def test_clip_is_tokenized_in_this_process(files):
 
 def test_long_prompts_are_cut_and_keep_their_end(tokenizer):
     found = tokenizer.encode("cat " * 500)
-    assert len(found.clip) == 77
-    assert (found.clip[0], found.clip[-1]) == (98, 99)
-    assert len(found.t5) == 24
-    assert found.t5[-1] == 1
+    assert len(found.tokens) == 77
+    assert (found.tokens[0], found.tokens[-1]) == (98, 99)
+    assert len(found.tokens_2) == 24
+    assert found.tokens_2[-1] == 1
     with pytest.raises(InputError, match="prompt too long"):
         tokenizer.encode("a" * (MAX_PROMPT_CHARS + 1))
 
@@ -88,7 +85,7 @@ def test_a_missing_file_is_named(files, missing):
     changed = older(files)
     del changed[missing]
     with pytest.raises(CheckpointError, match="neither"):
-        PromptTokenizer(changed)
+        FluxTokenizer(changed)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +99,7 @@ def test_a_missing_file_is_named(files, missing):
 )
 def test_malformed_files_are_checkpoint_errors(files, name, content, said):
     with pytest.raises(CheckpointError, match=said):
-        PromptTokenizer({**older(files), name: content})
+        FluxTokenizer({**older(files), name: content})
 
 
 def test_a_damaged_tokenizer_is_found_before_any_process_starts(tmp_path):
@@ -119,16 +116,16 @@ def test_a_damaged_tokenizer_is_found_before_any_process_starts(tmp_path):
 
 class TestDefaults:
     def test_dev_has_guidance_and_many_steps(self, files):
-        found = PictureDefaults.from_files(files, "m")
+        found = flux_defaults(files, "m")
         assert (found.takes_guidance, found.steps, found.guidance) == (True, 28, 3.5)
-        assert (found.clip_length, found.t5_length) == (77, 512)
+        assert found.lengths == (77, 512)
 
     def test_schnell_has_few_steps(self, files):
         config = json.loads(files["transformer/config.json"]) | {"guidance_embeds": False}
         changed = {**files, "transformer/config.json": json.dumps(config).encode()}
-        found = PictureDefaults.from_files(changed, "m")
+        found = flux_defaults(changed, "m")
         assert (found.takes_guidance, found.steps, found.guidance) == (False, 4, 0.0)
-        assert found.t5_length == 256
+        assert found.lengths == (77, 256)
 
     @pytest.mark.parametrize(
         ("name", "content", "said"),
@@ -141,4 +138,4 @@ class TestDefaults:
     )
     def test_wrong_configs(self, files, name, content, said):
         with pytest.raises(CheckpointError, match=said):
-            PictureDefaults.from_files({**files, name: content}, "m")
+            flux_defaults({**files, name: content}, "m")
