@@ -193,12 +193,12 @@ def test_the_command_shows_steps_on_a_terminal(draw, monkeypatch):
         (["a"], 2, "missing -o/--output"),
         (["a", "-o", "/nowhere/a.png"], 2, "cannot write /nowhere/a.png: there is no folder"),
         (["a", "-o", "/"], 2, "cannot write /: it is a folder"),
-        (["a", "-o", "a.png", "--width=40"], 1, "width must be a multiple of 16"),
+        (["a", "-o", "a.png", "--width=40"], 2, "width must be a multiple of 16"),
         (["a", "-o", "a.png", "--width=4e2"], 2, "--width: '4e2' is not a whole number"),
-        (["a", "-o", "a.png", "--steps=0"], 1, "steps must be a whole number, 1 to 250"),
-        (["a", "-o", "a.png", "--previews=17"], 1, "previews must be a whole number, 0 to 16"),
+        (["a", "-o", "a.png", "--steps=0"], 2, "steps must be a whole number, 1 to 250"),
+        (["a", "-o", "a.png", "--previews=17"], 2, "previews must be a whole number, 0 to 16"),
         (["a", "-o", "-", "--previews=1"], 2, "--previews needs a file"),
-        (["a", "-o", "a.png", "--guidance=nan"], 1, "guidance must be a number"),
+        (["a", "-o", "a.png", "--guidance=nan"], 2, "guidance must be a number"),
     ],
 )
 def test_the_command_refuses(draw, tmp_path, words, code, said):
