@@ -12,8 +12,10 @@ import pytest
 from baton.engine.kernels.cuda.device import CaptureFailed
 from baton.engine.kernels.cuda.kept import CapturedWork
 from baton.engine.kernels.cuda.pictures import CudaPictures
+from baton.engine.models.workspace import Workspace
 from baton.engine.pictures import captured
 from baton.engine.pictures.captured import CapturedSteps
+from baton.engine.pictures.flux import FluxTransformer
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.pipeline import Denoiser, Drawing
 from baton.proto.contexts.pixels import PixelContext
@@ -35,6 +37,11 @@ def new_denoiser(device: Any, samples: int = 8, family: str = "flux") -> Denoise
 def steps_of(denoiser: Denoiser) -> CapturedSteps:
     assert isinstance(denoiser._steps, CapturedSteps)
     return denoiser._steps
+
+
+def space_of(denoiser: Denoiser) -> Workspace:
+    assert isinstance(denoiser.transformer, FluxTransformer)
+    return denoiser.transformer._space
 
 
 def begun(denoiser: Denoiser, seed: int, *, side: int = 16, texts: int = 5) -> Drawing:
@@ -200,7 +207,7 @@ def test_kept_graphs_are_few_and_share_the_arrays_of_the_largest_shape(
 ) -> None:
     """Decoding pixels frees all."""
     denoiser, alone = new_denoiser(host_device), new_denoiser(host_device)
-    steps, space = steps_of(denoiser), denoiser.transformer._space
+    steps, space = steps_of(denoiser), space_of(denoiser)
     steps_of(alone)._refused = True
     largest, most = (0, 0), 0
     for shape in ((64, 9), (32, 3), (48, 4), (32, 7), (16, 2), (64, 9), (80, 4)):
@@ -212,7 +219,7 @@ def test_kept_graphs_are_few_and_share_the_arrays_of_the_largest_shape(
             alone.step([begun(alone, 2, side=shape[0], texts=shape[1])])
             assert len(steps._calls) == 1, "a larger shape drops all others"
             most = steps.nbytes
-        assert space.nbytes == alone.transformer._space.nbytes
+        assert space.nbytes == space_of(alone).nbytes
         assert len(steps._calls) <= captured.MAX_KEPT
         assert steps.nbytes <= captured.MAX_KEPT * most
     assert steps.replays >= 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -237,9 +237,12 @@ def test_gates_without_tanh_are_noticed(compiled, monkeypatch):
 
 
 def test_times_that_fall_are_noticed(compiled, monkeypatch):
-    right = ZImageTransformer._embedding
-    falling = lambda self, timesteps: right(self, np.float32(1000) - timesteps)  # noqa: E731
-    monkeypatch.setattr(ZImageTransformer, "_embedding", falling)
+    right = ZImageTransformer.conditions
+
+    def falling(self, inputs):
+        return right(self, replace(inputs, timesteps=np.float32(1000) - inputs.timesteps))
+
+    monkeypatch.setattr(ZImageTransformer, "conditions", falling)
     assert far(compiled, "plain") > FAR
 
 
