@@ -1,5 +1,7 @@
 # Signatures of the C extension; csrc/cpu_module.c checks the arguments.
 
+from collections.abc import Callable
+
 from .backend import F32, I32, I64, U8, Weights
 
 def instruction_sets() -> list[tuple[int, str, int, int]]: ...
@@ -41,10 +43,26 @@ def soft_clip(isa: int, x: F32, out: F32, /) -> None: ...
 def activate(isa: int, kind: int, x: F32, out: F32, /) -> None: ...
 def add_scaled(isa: int, x: F32, scale: F32, residual: F32, /) -> None: ...
 def group_norm(
-    isa: int, x: F32, groups: int, weight: F32, bias: F32, eps: float, silu: bool, out: F32, /
+    isa: int,
+    x: F32,
+    groups: int,
+    weight: F32,
+    bias: F32,
+    eps: float,
+    silu: bool,
+    out: F32,
+    after_part: Callable[[], object] | None,
+    /,
 ) -> None: ...
 def dense_attention(
-    isa: int, q: F32, kv: F32, bias: F32 | None, scale: float, out: F32, /
+    isa: int,
+    q: F32,
+    kv: F32,
+    bias: F32 | None,
+    scale: float,
+    out: F32,
+    after_part: Callable[[], object] | None,
+    /,
 ) -> None: ...
 def rope_append(
     isa: int,

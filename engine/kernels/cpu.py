@@ -18,7 +18,7 @@ from .audio import HostAudio, with_margins
 from .backend import ACTIVATIONS, F32, I32, I64, U8, Activation, PackedLinear, Weights
 from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
-from .host_backend import HostPictures
+from .host_backend import AfterPart, HostPictures
 from .memory import Arena
 
 REVISIONS = {"amx": 4, "avx512": 1, "avx2": 1, "plain": 1}
@@ -225,9 +225,17 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         """``out = tanh(x)``, ``[N]``."""
         _cpu.soft_clip(self._isa, x, out)
 
-    def dense_attention(self, q: F32, kv: F32, bias: F32 | None, scale: float, out: F32) -> None:
+    def dense_attention(
+        self,
+        q: F32,
+        kv: F32,
+        bias: F32 | None,
+        scale: float,
+        out: F32,
+        after_part: AfterPart | None = None,
+    ) -> None:
         """``out[T, H * D] = softmax(scale * q[T, H, D] @ k.T + bias) @ v``; ``kv[2, H, S, D]``."""
-        _cpu.dense_attention(self._isa, q, kv, bias, scale, out)
+        _cpu.dense_attention(self._isa, q, kv, bias, scale, out, after_part)
 
     def activate(self, x: F32, kind: Activation, out: F32) -> None:
         """Apply an activation to every element; see the protocol."""
@@ -241,10 +249,18 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         _cpu.add_scaled(self._isa, x, scale, residual)
 
     def group_norm(
-        self, x: F32, groups: int, weight: F32, bias: F32, eps: float, silu: bool, out: F32
+        self,
+        x: F32,
+        groups: int,
+        weight: F32,
+        bias: F32,
+        eps: float,
+        silu: bool,
+        out: F32,
+        after_part: AfterPart | None = None,
     ) -> None:
         """Normalise ``x[P, C]`` over all rows and the channels of each group."""
-        _cpu.group_norm(self._isa, x, groups, weight, bias, eps, silu, out)
+        _cpu.group_norm(self._isa, x, groups, weight, bias, eps, silu, out, after_part)
 
     def gather_blocks(
         self, pool: F32, layer_start: int, layer_count: int, block_ids: I32, out: U8

@@ -7,6 +7,7 @@ a convolution is then a product of patches with a packed matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from .audio import AudioBackend
 from .backend import F32, U8, Backend, PackedLinear, Weights
+
+AfterPart = Callable[[], object]
+"""Called between the parts of a long call; an exception of it ends the call."""
 
 PATCH_BYTES = 4 << 20
 """Patches that are multiplied at once; limits the memory of a convolution."""
@@ -118,7 +122,29 @@ class HostBackend(AudioBackend, PictureBackend, Protocol):
     computes: Backend | None
     """The device that computes, if these kernels only move blocks."""
 
-    def dense_attention(self, q: F32, kv: F32, bias: F32 | None, scale: float, out: F32) -> None:
+    def group_norm(
+        self,
+        x: F32,
+        groups: int,
+        weight: F32,
+        bias: F32,
+        eps: float,
+        silu: bool,
+        out: F32,
+        after_part: AfterPart | None = None,
+    ) -> None:
+        """Normalise as :meth:`PictureBackend.group_norm`."""
+        ...
+
+    def dense_attention(
+        self,
+        q: F32,
+        kv: F32,
+        bias: F32 | None,
+        scale: float,
+        out: F32,
+        after_part: AfterPart | None = None,
+    ) -> None:
         """Attention of all rows to all keys.
 
         ``out[T, H * D] = softmax(scale * q[T, H, D] @ k.T + bias) @ v``; ``kv[2, H, S, D]`` are
@@ -215,12 +241,19 @@ def pack_conv(backend: Backend, weight: Weights, bias: F32) -> PackedLinear:
 
 
 def conv2d(
-    backend: Backend, x: F32, weight: PackedLinear, kernel: int, out: F32, *, scale: int = 1
+    backend: Backend,
+    x: F32,
+    weight: PackedLinear,
+    kernel: int,
+    out: F32,
+    *,
+    scale: int = 1,
+    after_band: AfterPart | None = None,
 ) -> None:
     """Convolve in host memory; see :meth:`PictureBackend.conv2d`.
 
     ``out`` may begin at the first element of ``x``: rows of ``x`` are read before they are
-    replaced.
+    replaced. ``after_band()`` is called between bands of rows; its exceptions end the call.
     """
     height, width, channels = x.shape
     columns = kernel * kernel * channels
@@ -238,6 +271,8 @@ def conv2d(
     source = np.zeros((min(step, len(out)) + 2 * margin, wide + 2 * margin, channels), np.float32)
     for top in range(0, len(out), step):
         rows, known = min(step, len(out) - top), 0
+        if top and after_band is not None:
+            after_band()
         if top:  # the first rows of this band are the last ones of the band before
             known = 2 * margin
             source[:known] = source[step : step + known].copy()

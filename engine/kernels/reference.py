@@ -22,7 +22,7 @@ from .audio import HostAudio, with_margins
 from .backend import F32, I32, I64, U8, Activation, PackedLinear, Weights
 from .digest import payload_digest
 from .host_arrays import HostArrays
-from .host_backend import HostPictures
+from .host_backend import AfterPart, HostPictures
 
 Floats = npt.NDArray[Any]
 
@@ -57,6 +57,10 @@ class NumpyLinear:
     def nbytes(self) -> int:
         """Bytes of memory."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+MOST_SCORES = 1 << 24
+"""Scores of attention over whole rows that are held at once."""
 
 
 class NumpyBackend(HostArrays, HostAudio, HostPictures):
@@ -255,21 +259,28 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
         _shape("out", out, x.shape)
         np.tanh(x, out=out)
 
-    def dense_attention(self, q: F32, kv: F32, bias: F32 | None, scale: float, out: F32) -> None:
+    def dense_attention(
+        self,
+        q: F32,
+        kv: F32,
+        bias: F32 | None,
+        scale: float,
+        out: F32,
+        after_part: AfterPart | None = None,
+    ) -> None:
         """``out[T, H * D] = softmax(scale * q[T, H, D] @ k.T + bias) @ v``; ``kv[2, H, S, D]``."""
         rows, heads, dim = q.shape
         _shape("kv", kv, (2, heads, None, dim))
         _shape("out", out, (rows, heads * dim))
-        keys, values = kv
-        scores = q.transpose(1, 0, 2) @ keys.transpose(0, 2, 1) * q.dtype.type(scale)
-        if bias is not None:
-            if bias.shape not in ((1, *scores.shape[1:]), scores.shape):
-                raise ValueError(f"bias has shape {bias.shape}, scores {scores.shape}")
-            scores += bias
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        mixed = scores @ values / scores.sum(axis=-1, keepdims=True)
-        out[:] = mixed.transpose(1, 0, 2).reshape(rows, heads * dim)
+        plane = rows, kv.shape[2]
+        if bias is not None and bias.shape not in ((1, *plane), (heads, *plane)):
+            raise ValueError(f"bias has shape {bias.shape}, scores {(heads, *plane)}")
+        each = max(1, MOST_SCORES // (heads * kv.shape[2]))
+        for start in range(0, rows, each):
+            if start and after_part is not None:
+                after_part()
+            part = slice(start, start + each)
+            out[part] = _dense(q[part], kv, None if bias is None else bias[:, part], scale)
 
     def activate(self, x: F32, kind: Activation, out: F32) -> None:
         """Apply an activation to every element; see the protocol."""
@@ -300,7 +311,15 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
         residual += x * scale
 
     def group_norm(
-        self, x: F32, groups: int, weight: F32, bias: F32, eps: float, silu: bool, out: F32
+        self,
+        x: F32,
+        groups: int,
+        weight: F32,
+        bias: F32,
+        eps: float,
+        silu: bool,
+        out: F32,
+        after_part: AfterPart | None = None,
     ) -> None:
         """Normalise ``x[P, C]`` over all rows and the channels of each group."""
         rows, width = x.shape
@@ -311,6 +330,8 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
             raise ValueError(f"{width} columns do not divide into {groups} groups")
         grouped = x.reshape(rows, groups, -1).transpose(1, 0, 2).reshape(groups, -1)
         normed = _standardized(grouped, eps).reshape(groups, rows, -1).transpose(1, 0, 2)
+        if after_part is not None:
+            after_part()
         out[:] = normed.reshape(x.shape) * weight + bias
         if silu:
             self.activate(out, "silu", out)
@@ -401,6 +422,18 @@ def _mask(positions: I32, keys_at: npt.NDArray[np.int64], window: int) -> npt.ND
     behind = positions[:, None] - keys_at[None, :]
     seen = behind >= 0
     return seen & (behind < window) if window else seen
+
+
+def _dense(q: Floats, kv: Floats, bias: Floats | None, scale: float) -> Floats:
+    """Return the attention ``[rows, heads * dim]`` of all rows to all keys."""
+    keys, values = kv
+    scores = q.transpose(1, 0, 2) @ keys.transpose(0, 2, 1) * q.dtype.type(scale)
+    if bias is not None:
+        scores += bias
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    mixed: Floats = scores @ values / scores.sum(axis=-1, keepdims=True)
+    return mixed.transpose(1, 0, 2).reshape(len(q), -1)
 
 
 def _attend(q: Floats, blocks: Floats, seen: npt.NDArray[np.bool_], scale: float) -> Floats:

@@ -8,6 +8,7 @@ depend on its request and state alone, not on the batch or the step at which it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -20,8 +21,10 @@ from ...proto.limits import MAX_PREVIEW_PIXELS
 from ...proto.picture_requests import check_picture, picture_seed, uses_negative
 from ..kernels.backend import F32
 from ..kernels.host_backend import PictureBackend
+from ..kernels.parts import in_parts
 from ..models.weights import Progress
 from .captured import captured
+from .configs import no_watch
 from .family import EncodedPrompt, StepInputs
 from .folder import PictureFolder
 from .sampler import normals, reduced, sigmas_of, unpack_latents
@@ -48,12 +51,18 @@ class PromptEncoder:
     def __init__(
         self, folder: PictureFolder, backend: PictureBackend, on_progress: Progress | None = None
     ) -> None:
+        self._watch = no_watch
+        backend = in_parts(backend, self._after_part)
         self._family = folder.family
         self.encoders = self._family.load_encoders(folder.part, backend, on_progress)
+        self.encoders.watch(self._after_part)
 
     def watch(self, after_layer: Callable[[], None]) -> None:
-        """Call ``after_layer`` after every layer; its exceptions end the encoding."""
-        self.encoders.watch(after_layer)
+        """Call ``after_layer`` after every layer, and after every part of a long one on the host.
+
+        An exception of it ends the encoding.
+        """
+        self._watch = after_layer
 
     def encode(self, context: PixelContext) -> StateArrays:
         """Return the state that the denoising steps need. Raises InputError for a bad request."""
@@ -74,6 +83,9 @@ class PromptEncoder:
         self._family.check_request(context)
         return self.encoders.encode(context, prefix)
 
+    def _after_part(self) -> None:
+        self._watch()
+
 
 @dataclass(slots=True, eq=False)
 class Drawing:
@@ -83,7 +95,8 @@ class Drawing:
     those before step ``step``, on the device that computes; ``uploaded``: arrays of the state that
     are there too. ``sigmas`` ``[steps + 1]``. ``rows``, ``columns``: of latent tokens.
     ``texts``: vectors of the prompt ("") and of the negative prompt ("negative_"). ``noise``: that
-    the last step found in the latents before it, if a step was computed here.
+    the last step found in the latents before it, if a step was computed here. ``has_left()``:
+    whether nobody needs the picture any more; a call for such drawings alone ends early.
     """
 
     context: PixelContext
@@ -96,6 +109,7 @@ class Drawing:
     step: int = 0
     noise: F32 | None = None
     uploaded: dict[str, F32] = field(default_factory=dict)
+    has_left: Callable[[], bool] = bool
 
     @property
     def is_done(self) -> bool:
@@ -108,13 +122,17 @@ class Drawing:
         return self.step / (len(self.sigmas) - 1)
 
 
+class LeftError(Exception):
+    """All requests of a call have left."""
+
+
 @dataclass(slots=True)
 class _Sample:
     """One input of the transformer: a drawing with its prompt or its negative prompt."""
 
     drawing: Drawing
     prefix: str
-    noise: F32 = field(default_factory=lambda: np.zeros(0, np.float32))
+    noise: F32 | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -139,20 +157,55 @@ class Denoiser:
         max_samples: int = MAX_SAMPLES,
         memory: int = 0,
     ) -> None:
+        self._watch = no_watch
+        self._current: Sequence[Drawing] = ()  # whose pictures the running call computes
+        backend = in_parts(backend, self.after_part)
         self._folder, self._max_samples, self._backend = folder, max_samples, backend
         self._family = family = folder.family
         self._max_tokens = min(MAX_TOKENS, memory // family.row_bytes if memory else MAX_TOKENS)
         self.transformer = family.load_transformer(folder.part, backend, on_progress)
         self._steps = captured(self.transformer, backend)
         self.vae = VaeDecoder(folder.part("vae"), folder.vae, backend, on_progress)
+        self._steps.watch(self.after_part)
+        self.vae.after_layer = self.after_part
 
     def watch(self, after_layer: Callable[[], None]) -> None:
-        """Call ``after_layer`` after every layer; of a captured step, once it is queued.
+        """Call ``after_layer`` after every layer, and after every part of a long one on the host.
 
-        An exception of it ends a step, and no drawing has changed then.
+        For a captured step it is called once the step is queued.
+
+        An exception of it ends a step, and no drawing has changed then. :meth:`release` frees what
+        the step has allocated.
         """
-        self._steps.watch(after_layer)
-        self.vae.after_layer = after_layer
+        self._watch = after_layer
+
+    def after_part(self) -> None:
+        """Call what watches this object. Raises LeftError if the call's requests have left."""
+        self._watch()
+        self.check_left()
+
+    def check_left(self) -> None:
+        """Raise LeftError if the requests of the running call have left."""
+        if self._current and all(drawing.has_left() for drawing in self._current):
+            raise LeftError
+
+    @contextmanager
+    def computing(self, drawings: Sequence[Drawing]) -> Iterator[None]:
+        """Within the context, :meth:`after_part` ends a call once these drawings have left."""
+        self._current = drawings
+        try:
+            yield
+        finally:
+            self._current = ()
+
+    def release(self) -> None:
+        """Free the arrays of a step that was ended, as large as gigabytes.
+
+        A device may still compute the step, so it keeps them for the next one.
+        """
+        if self._backend.on_host:
+            self._steps.release()
+            self.vae.release()
 
     def start(
         self,
@@ -192,17 +245,25 @@ class Denoiser:
     def step(self, batch: Sequence[Drawing]) -> None:
         """Compute the next step of every unfinished drawing.
 
-        A drawing that is left out of later batches is aborted; nothing else refers to it.
+        A drawing that is left out of later batches is aborted; nothing else refers to it. One that
+        has left meanwhile may stay at its step.
         """
         active = [drawing for drawing in batch if not drawing.is_done]
         samples = [self._samples(drawing) for drawing in active]
         for group in self._groups([sample for both in samples for sample in both]):
-            self._execute(group)
+            try:
+                with self.computing([sample.drawing for sample in group]):
+                    self._execute(group)
+            except LeftError:
+                self.release()
         for drawing, both in zip(active, samples, strict=True):
-            noise = both[0].noise
-            if len(both) == 2:  # away from the noise of the negative prompt
+            found = [sample.noise for sample in both if sample.noise is not None]
+            if len(found) < len(both):
+                continue  # it has left
+            noise = found[0]
+            if len(found) == 2:  # away from the noise of the negative prompt
                 guide = self._family.guidance
-                noise = guide.combine(drawing.context, noise, both[1].noise, self._backend)
+                noise = guide.combine(drawing.context, noise, found[1], self._backend)
             at = drawing.step
             change = drawing.sigmas[at + 1] - drawing.sigmas[at]
             drawing.latents = self._backend.mix(noise, None, drawing.latents, change)
@@ -293,6 +354,7 @@ class Denoiser:
         return count + -count % self._family.row_multiple
 
     def _execute(self, group: list[_Sample]) -> None:
+        self.check_left()
         drawings = [sample.drawing for sample in group]
         train = np.float32(self._folder.scheduler.num_train_timesteps)
         levels = np.array([d.sigmas[d.step] for d in drawings], np.float32)

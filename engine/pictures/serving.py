@@ -38,9 +38,10 @@ from ..scheduling.plan import (
     abandoned_step,
 )
 from .family import EncodedPrompt
-from .pipeline import Denoiser, Drawing, PromptEncoder
+from .pipeline import Denoiser, Drawing, LeftError, PromptEncoder
 
 Failures = dict[bytes, BatonError]
+_LEFT = "the request has left"
 
 
 class _Abandoned(Exception):
@@ -55,7 +56,7 @@ class PicturePipeline(ABC):
 
     def __init__(self, kv: KVManager, pooled: int) -> None:
         self.kv, self.pool = kv, kv.pool
-        self.layers_done = 0  # since the start; other threads may read it
+        self.layers_done = 0  # and parts of long layers; other threads may read it
         self._pooled = pooled
         self._unwanted: Unwanted | None = None
 
@@ -68,6 +69,8 @@ class PicturePipeline(ABC):
     ) -> StepResult:
         """Run a plan. Once ``unwanted()`` returns True, it ends after the current layer.
 
+        On the host it ends within a layer that takes long. So does the work for a request that has
+        left, if no other one needs it; the step then continues with the others.
         ``on_layers`` is not called: a row is complete at the end of its step. Nor is ``applied``:
         no step is planned ahead.
         """
@@ -78,9 +81,13 @@ class PicturePipeline(ABC):
             self._check_wanted()
             sampled = self._run([c for c in plan.chunks if self._fits(c, failed)], failed)
         except _Abandoned:
+            self._release()
             return abandoned_step(plan, time.perf_counter() - began)
         seconds = time.perf_counter() - began
-        return StepResult(plan.step, tuple(sampled), seconds, plan.num_tokens, failed)
+        left = any(chunk.has_left is not None and chunk.has_left() for chunk in plan.chunks)
+        return StepResult(
+            plan.step, tuple(sampled), seconds, plan.num_tokens, failed, abandoned=left
+        )
 
     @abstractmethod
     def _run(self, chunks: list[Chunk], failed: Failures) -> list[Sampled]:
@@ -89,6 +96,10 @@ class PicturePipeline(ABC):
     @abstractmethod
     def trials(self) -> list[Chunk]:
         """Return chunks that compute little, for the first steps of a worker."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Free the memory of a step that was abandoned."""
 
     def clear(self, block: int) -> None:
         """Zero a block of the pool; no request may hold it."""
@@ -184,6 +195,9 @@ class EncodingPipeline(PicturePipeline):
         if pooled is not None:
             row[part.texts, :size] = pooled
 
+    def _release(self) -> None:
+        """Keep the encoders' arrays: the next prompt needs them."""
+
     def trials(self) -> list[Chunk]:
         """Return the shortest prompt, twice."""
         picture = self._least_picture(PICTURE_MULTIPLE)
@@ -265,10 +279,14 @@ class DrawingPipeline(PicturePipeline):
         if drawing is None or drawing.step > step:
             drawing = self._denoiser.start(picture.request, state)
         drawing.state = state
+        if chunk.has_left is not None:
+            drawing.has_left = chunk.has_left
         if step >= len(drawing.sigmas) - 1:
             raise InternalError(f"step {step + 1} of {len(drawing.sigmas) - 1}")
         while drawing.step < step:
             self._denoiser.step([drawing])
+            if drawing.has_left():
+                raise InternalError(_LEFT)
         return drawing
 
     def _finish(self, failed: Failures) -> list[Sampled]:
@@ -276,11 +294,15 @@ class DrawingPipeline(PicturePipeline):
         sampled = []
         for request, drawing in list(self._drawings.items()):
             try:
-                if not self._denoiser.is_finite(drawing):
-                    raise InternalError("the model produced numbers that are not finite")
-                png = self._png_of(drawing)
+                with self._denoiser.computing([drawing]):
+                    png = self._result_of(drawing)
             except _Abandoned:
                 raise
+            except LeftError:
+                self._denoiser.release()
+                failed[request] = InternalError(_LEFT)
+                del self._drawings[request]
+                continue
             except Exception as error:  # whatever the error, the loop must continue
                 why = error if isinstance(error, BatonError) else InternalError(describe(error))
                 failed[request] = why
@@ -291,17 +313,26 @@ class DrawingPipeline(PicturePipeline):
                 del self._drawings[request]
         return sampled
 
-    def _png_of(self, drawing: Drawing) -> bytes | None:
+    def _result_of(self, drawing: Drawing) -> bytes | None:
         """Return the finished picture, a preview if the request has one after this step, or None.
 
-        A step that is computed again for a request that was resumed here has no preview.
+        A step that is computed again for a request that was resumed here has no preview. Raises
+        LeftError if the request has left, and InternalError if the latents are not finite.
         """
+        denoiser = self._denoiser
+        denoiser.check_left()
+        if not denoiser.is_finite(drawing):
+            raise InternalError("the model produced numbers that are not finite")
         if drawing.is_done:
-            return encode_png(self._denoiser.finish(drawing))
+            return encode_png(denoiser.finish(drawing), denoiser.after_part)
         if drawing.step not in preview_steps(drawing.context):
             return None
-        png = encode_png(self._denoiser.preview(drawing))
+        png = encode_png(denoiser.preview(drawing), denoiser.after_part)
         return png if len(png) <= MAX_CHUNK_BYTES else None
+
+    def _release(self) -> None:
+        self._drawings = {}
+        self._denoiser.release()
 
     def trials(self) -> list[Chunk]:
         """Return the only step of the smallest picture, twice."""

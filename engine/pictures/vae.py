@@ -84,6 +84,10 @@ class VaeDecoder:
         self._out = self._conv("decoder.conv_out", widths[-1], config.out_channels, 3)
         loader.finish(unused=("encoder.", "quant_conv."))
 
+    def release(self) -> None:
+        """Free what a decoding that was ended has left."""
+        self._space.clear()
+
     def decode(self, latents: F32) -> U8:
         """Return the pixels ``[scale * h, scale * w, 3]`` of latents ``[h, w, C]`` on the host.
 

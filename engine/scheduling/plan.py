@@ -94,6 +94,8 @@ class Chunk:
     ``images``: parts of images in the chunk. ``rope_positions``: int32 ``[3, n]``, or None if they
     are the positions plus ``rope_delta``, which holds for all tokens after the last image.
     ``picture``: of a request for a picture. ``seen``: the images that cross-attention reads.
+    ``has_left()``: of a picture, whether its request has ended meanwhile, so that nobody needs its
+    part of the step; it may be called on any thread.
     """
 
     request: bytes
@@ -107,6 +109,7 @@ class Chunk:
     rope_delta: int = 0
     picture: Picture | None = None
     seen: SeenImages | None = None
+    has_left: Callable[[], bool] | None = None
 
     @property
     def rows(self) -> int:
@@ -150,7 +153,8 @@ class Sampled:
 class StepResult:
     """The result of a plan. ``failed``: requests whose step failed, and the reason.
 
-    ``abandoned``: the step was not finished, so ``seconds`` must not be used for estimates.
+    ``abandoned``: the step was not finished for all its requests, so ``seconds`` must not be used
+    for estimates.
     ``encode_seconds``: the part of ``seconds`` that encoded images.
     """
 

@@ -138,8 +138,10 @@ class Sequence:
         table = self.allocation.block_table
         tokens, images = self._tokens(start, end), self.images
         if images is None:
-            picture = self.picture
-            return Chunk(self.request, start, tokens, table, sample, stream_layers, picture=picture)
+            chunk = Chunk(self.request, start, tokens, table, sample, stream_layers)
+            if self.picture is not None:
+                chunk.picture, chunk.has_left = self.picture, lambda: self.aborted
+            return chunk
         return Chunk(
             self.request,
             start,

@@ -9,8 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.engine.kernels import host_backend, parts
 from baton.engine.loading.loader import RunnerConfig, folder_task
 from baton.engine.loading.warm_up import warm_up
+from baton.engine.pictures import serving
 from baton.engine.pictures.draw import PictureEngine
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.loading import load_denoiser, load_encoder
@@ -21,6 +23,7 @@ from baton.engine.scheduling.plan import StepPlan
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.sequence import Sequence
 from baton.engine.scheduling.step_time import StepTime
+from baton.proto.contexts import pixels
 from baton.proto.contexts.pixels import encode_png
 from baton.proto.errors import CheckpointError, ConfigError, InputError
 from baton.proto.ids import RequestID
@@ -312,11 +315,15 @@ def test_a_picture_joins_and_leaves_between_steps(pair, ask, engine):
 def test_a_step_that_nobody_needs_ends_after_a_layer(pair, ask, engine):
     pair.adopt("a", ask())
     plan = pair.decode.scheduler.plan(0.0)
-    pair.decode.scheduler.abort(b"a")
-    assert pair.decode.scheduler.take_unwanted() == [plan.step]
     before = pair.decode.pipeline.layers_done
-    ends = iter([False, True])
-    result = pair.decode.pipeline.execute(plan, None, lambda: next(ends))
+
+    def unwanted():
+        if pair.decode.pipeline.layers_done == before:
+            return False
+        pair.decode.scheduler.abort(b"a")
+        return pair.decode.scheduler.take_unwanted() == [plan.step]
+
+    result = pair.decode.pipeline.execute(plan, None, unwanted)
     assert result.abandoned
     assert pair.decode.pipeline.layers_done == before + 1
     assert pair.decode.scheduler.apply(result, 0.0) == []
@@ -375,3 +382,126 @@ def test_a_commit_with_another_row_is_refused(pair, ask):
     for fields in ({"base": 0}, {"num_inference_steps": 0}, {"height": 8}):
         with pytest.raises(InputError):
             check_continued(msgspec.structs.replace(wire, **fields), pair.decode.runner.card)
+
+
+# --------------------------------------------------------------------------- requests that leave
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Make a part of each layer, so that every kernel and the PNG have several."""
+    monkeypatch.setattr(parts, "PART_PRODUCTS", 1)
+    monkeypatch.setattr(parts, "LEAST_ROWS", 16)
+    monkeypatch.setattr(parts, "PART_NUMBERS", 2048)
+    monkeypatch.setattr(host_backend, "PATCH_BYTES", 1 << 16)
+    monkeypatch.setattr(pixels, "PNG_PART", 256)
+
+
+def stages(pipeline, monkeypatch):
+    """Note the stage in which each check of a step comes."""
+    denoiser, now, found = pipeline._denoiser, ["transformer"], []
+    for stage, owner, name in (
+        ("transformer", denoiser.transformer, "execute"),
+        ("vae", denoiser.vae, "decode"),
+        ("png", serving, "encode_png"),
+    ):
+        before = getattr(owner, name)
+
+        def entered(*args, stage=stage, before=before):
+            now[0] = stage
+            return before(*args)
+
+        monkeypatch.setattr(owner, name, entered)
+    return now, found
+
+
+@pytest.mark.parametrize("leave", ["alone", "among others"])
+def test_no_work_follows_in_any_stage_once_a_request_has_left(
+    pair, ask, engine, small_parts, monkeypatch, leave
+):
+    """Leave at the first, a middle and the last check of each stage, also of a preview."""
+    pipeline, scheduler = pair.decode.pipeline, pair.decode.scheduler
+    now, _ = stages(pipeline, monkeypatch)
+    request = ask(height=64, width=64, num_inference_steps=2)
+    request.extra_params["previews"] = np.array([1])
+    small = ask(num_inference_steps=3) if leave == "among others" else None
+    expected_small = png(engine, ask(num_inference_steps=3))
+
+    def run(step, stop):
+        """Return the checks for "big" in each stage of a step; leave at ``stop``."""
+        if small is not None:
+            pair.adopt("small", small)
+        pair.adopt("big", request)
+        for _ in range(step):
+            pair.decode.step()
+        seen = []
+
+        def check():
+            if [d.columns for d in pipeline._denoiser._current] == [8]:
+                seen.append(now[0])
+                if len(seen) - 1 == stop:
+                    scheduler.abort(b"big")
+
+        plan = scheduler.plan(0.0)
+        before = pipeline._denoiser._watch
+        pipeline._denoiser.watch(lambda: (check(), before()))
+        unwanted = lambda: bool(scheduler.take_unwanted())  # noqa: E731
+        result = pipeline.execute(plan, None, unwanted)
+        pipeline._denoiser.watch(before)
+        events = scheduler.apply(result, 0.0)
+        assert not any(event.request == b"big" for event in events) or stop is None
+        assert result.abandoned == (stop is not None)
+        if stop is not None:
+            assert len(seen) == stop + 1  # no check follows, so no part does
+            held = pipeline._denoiser
+            assert held.vae._space.nbytes == 0
+            assert small is not None or (
+                held.transformer._space.nbytes == 0 and not pipeline._drawings
+            )
+            assert b"big" not in pipeline._drawings
+        scheduler.abort(b"big")
+        results = pair.finish()[1]
+        if small is not None:
+            assert results["small"].result == expected_small
+        return seen
+
+    for step, expected in ((0, {"transformer", "vae", "png"}), (1, {"transformer", "vae", "png"})):
+        seen = run(step, None)
+        assert set(seen) == expected
+        for stage in sorted(expected):
+            at = [n for n, name in enumerate(seen) if name == stage]
+            for stop in {at[0], at[len(at) // 2], at[-1]}:
+                run(step, stop)
+
+
+def test_an_ended_encoding_leaves_no_blocks(pair, ask, small_parts):
+    run = picture_run(to_map(ask("ended")), RequestID("r"), SIZE)
+    sequence = pair.prefill.sequence("a", run)
+    pair.prefill.scheduler.add(sequence, 0.0)
+    plan = pair.prefill.scheduler.plan(0.0)
+    seen = []
+
+    def unwanted():
+        seen.append(1)
+        if len(seen) == 20:
+            pair.prefill.scheduler.abort(b"a")
+        return bool(pair.prefill.scheduler.take_unwanted())
+
+    result = pair.prefill.pipeline.execute(plan, None, unwanted)
+    assert result.abandoned
+    assert len(seen) == 20
+    assert pair.prefill.scheduler.apply(result, 0.0) == []
+
+
+def test_steps_of_a_request_that_left_are_not_computed_again(pair, ask):
+    """A request that needs its earlier steps again, and leaves in the first of them."""
+    pair.adopt("a", ask())
+    pair.decode.step()
+    pair.decode.step()
+    pair.decode.pipeline._drawings.clear()
+    plan = pair.decode.scheduler.plan(0.0)
+    pair.decode.scheduler.abort(b"a")
+    result = pair.decode.pipeline.execute(plan)
+    assert result.failed[b"a"].code == "internal"
+    assert result.abandoned
+    pair.decode.scheduler.apply(result, 0.0)

@@ -498,7 +498,31 @@ static PyObject *py_add_scaled(PyObject *self, PyObject *const *a, Py_ssize_t n)
     return done(&arrays);
 }
 
-/* group_norm(isa, x, groups, weight, bias, eps, silu, out) */
+/* A Python function that a kernel calls while it runs, with or without the GIL. */
+typedef struct {
+    PyObject *call;
+    PyThreadState *lock; /* from let_go */
+} Watcher;
+
+#define RAISED (-2)
+
+static int call_watcher(void *at) {
+    Watcher *watcher = at;
+    PyThreadState *lock = watcher->lock;
+    take_back(lock);
+    PyObject *result = PyObject_CallNoArgs(watcher->call);
+    int failed = result ? 0 : RAISED;
+    Py_XDECREF(result);
+    watcher->lock = lock ? PyEval_SaveThread() : NULL;
+    return failed;
+}
+
+static Watch watch_of(Watcher *watcher) {
+    return (Watch){.after_part = watcher->call == Py_None ? NULL : call_watcher,
+                   .argument = watcher};
+}
+
+/* group_norm(isa, x, groups, weight, bias, eps, silu, out, after_part or None) */
 static PyObject *py_group_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     Arrays arrays = {.count = 0};
@@ -506,7 +530,7 @@ static PyObject *py_group_norm(PyObject *self, PyObject *const *a, Py_ssize_t n)
     const Kernels *k;
     GroupNorm g;
     int failed;
-    if (!has_arguments(n, 8) || !(k = chosen(a[0])) || !get_int(a[2], &g.groups)) return NULL;
+    if (!has_arguments(n, 9) || !(k = chosen(a[0])) || !get_int(a[2], &g.groups)) return NULL;
     if (!get_float(a[5], &g.eps) || !get_int(a[6], &g.silu)) return NULL;
     if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
     if (!(weight = take(&arrays, a[3], "weight", 'f', 1, 0))) return refuse(&arrays);
@@ -524,10 +548,13 @@ static PyObject *py_group_norm(PyObject *self, PyObject *const *a, Py_ssize_t n)
     }
     if (x->buf != y->buf && !apart(x, y, "x and out")) return refuse(&arrays);
     g.x = x->buf, g.weight = weight->buf, g.bias = bias->buf, g.y = y->buf;
-    PyThreadState *lock = let_go(x->len);
+    Watcher watcher = {.call = a[8]};
+    g.watch = watch_of(&watcher);
+    watcher.lock = let_go(x->len);
     failed = k->group_norm(&g);
-    take_back(lock);
+    take_back(watcher.lock);
     drop(&arrays);
+    if (failed == RAISED) return NULL;
     if (failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
@@ -557,19 +584,22 @@ static int take_dense(Arrays *arrays, PyObject *const *a, DenseAttention *t) {
     return get_float(a[4], &t->scale);
 }
 
-/* dense_attention(isa, q, kv, bias or None, scale, out) */
+/* dense_attention(isa, q, kv, bias or None, scale, out, after_part or None) */
 static PyObject *py_dense_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     Arrays arrays = {.count = 0};
     const Kernels *k;
     DenseAttention t;
     int failed;
-    if (!has_arguments(n, 6) || !(k = chosen(a[0]))) return NULL;
+    if (!has_arguments(n, 7) || !(k = chosen(a[0]))) return NULL;
     if (!take_dense(&arrays, a, &t)) return refuse(&arrays);
-    PyThreadState *lock = let_go(t.rows * t.keys * t.heads * t.dim / 4);
+    Watcher watcher = {.call = a[6]};
+    t.watch = watch_of(&watcher);
+    watcher.lock = let_go(t.rows * t.keys * t.heads * t.dim / 4);
     failed = k->dense_attention(&t);
-    take_back(lock);
+    take_back(watcher.lock);
     drop(&arrays);
+    if (failed == RAISED) return NULL;
     if (failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }

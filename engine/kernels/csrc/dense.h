@@ -5,6 +5,8 @@
 
 /* Rows of queries whose scores are held at once. */
 #define DENSE_ROWS 48
+/* Numbers of scores between two calls of after_part, at least; each has 2 dim products. */
+#define DENSE_PART (1 << 20)
 
 /* Copy values[keys, dim] into panels for the product of weights[rows, keys] with them. */
 static void pack_values(const float *values, float *panels, int64_t keys, int64_t dim) {
@@ -79,17 +81,23 @@ static int dense_attention(const DenseAttention *a) {
     s.q = cut(&at, DENSE_ROWS * dim), s.sums = cut(&at, DENSE_ROWS * dim);
     s.scores = cut(&at, DENSE_ROWS * a->keys);
     memset(s.keys + (keys - width) * dim, 0, (size_t)(width * dim) * sizeof(float));
-    for (int64_t head = 0; head < a->heads; head++) {
+    int64_t scores = 0;
+    int ended = 0;
+    for (int64_t head = 0; head < a->heads && !ended; head++) {
         const float *from = a->kv + head * a->keys * dim;
         pack(from, 0, s.keys, 0, 0, a->keys, dim);
         pack_values(from + a->heads * a->keys * dim, s.values, a->keys, dim);
-        for (int64_t row = 0; row < a->rows; row += DENSE_ROWS) {
+        for (int64_t row = 0; row < a->rows && !ended; row += DENSE_ROWS) {
             int64_t rows = a->rows - row < DENSE_ROWS ? a->rows - row : DENSE_ROWS;
             dense_rows(a, &s, head, row, rows);
+            scores += rows * a->keys;
+            if (scores < DENSE_PART || !a->watch.after_part) continue;
+            ended = a->watch.after_part(a->watch.argument);
+            scores = 0;
         }
     }
     free(memory);
-    return 0;
+    return ended;
 }
 
 static inline vf v_sigmoid_mul(vf x, vf u) { /* x / (1 + e^-u) */
@@ -127,10 +135,21 @@ static void add_scaled(const float *x, const float *scale, float *residual, int6
 
 /* Rows whose float sums are added to the double sums at once. */
 #define NORM_ROWS 64
+/* Numbers that are read between two calls of after_part, at least. */
+#define NORM_PART (1 << 22)
+
+/* Call after_part if `done` rows end a part, whose rows are a multiple of NORM_ROWS. */
+static int after_rows(const GroupNorm *a, int64_t done) {
+    if (!a->watch.after_part || done % NORM_ROWS) return 0;
+    int64_t part = (NORM_PART / a->width / NORM_ROWS + 1) * NORM_ROWS;
+    return done % part ? 0 : a->watch.after_part(a->watch.argument);
+}
 
 /* sums[c] = sum over rows of x - mean, or of its square */
-static void channel_sums(const float *x, const float *mean, int squares, float *part, double *sums,
-                         int64_t rows, int64_t width) {
+static int channel_sums(const GroupNorm *a, const float *mean, int squares, float *part,
+                        double *sums) {
+    const int64_t rows = a->rows, width = a->width;
+    const float *x = a->x;
     for (int64_t c = 0; c < width; c++) sums[c] = 0;
     for (int64_t row = 0; row < rows; row += NORM_ROWS) {
         int64_t stop = row + NORM_ROWS < rows ? row + NORM_ROWS : rows;
@@ -143,7 +162,10 @@ static void channel_sums(const float *x, const float *mean, int squares, float *
                 v_store_n(part + c, squares ? v_fma(v, v, p) : v_add(p, v), n);
             }
         for (int64_t c = 0; c < width; c++) sums[c] += part[c];
+        int ended = after_rows(a, stop);
+        if (ended) return ended;
     }
+    return 0;
 }
 
 /* mean over rows and the channels of each group, written to all channels of the group */
@@ -158,24 +180,38 @@ static void group_means(const double *sums, float *mean, int64_t rows, int64_t w
     }
 }
 
-static int group_norm(const GroupNorm *a) {
+/* y = (x - mean) * scale + bias, then silu */
+static int normalise(const GroupNorm *a, const float *mean, const float *scale) {
     const int64_t width = a->width;
-    double *sums = malloc((size_t)width * (sizeof(double) + 3 * sizeof(float)));
-    if (!sums) return -1;
-    float *part = (float *)(sums + width), *mean = part + width, *scale = mean + width;
-    memset(mean, 0, (size_t)width * sizeof(float));
-    channel_sums(a->x, mean, 0, part, sums, a->rows, width);
-    group_means(sums, mean, a->rows, width, a->groups);
-    channel_sums(a->x, mean, 1, part, sums, a->rows, width);
-    group_means(sums, scale, a->rows, width, a->groups);
-    for (int64_t c = 0; c < width; c++) scale[c] = a->weight[c] / sqrtf(scale[c] + a->eps);
-    for (int64_t t = 0; t < a->rows; t++)
+    for (int64_t t = 0; t < a->rows; t++) {
         for (int64_t c = 0; c < width; c += LANES) {
             int n = width - c < LANES ? (int)(width - c) : LANES;
             vf v = v_sub(v_load_n(a->x + t * width + c, n), v_load_n(mean + c, n));
             v = v_fma(v, v_load_n(scale + c, n), v_load_n(a->bias + c, n));
             v_store_n(a->y + t * width + c, a->silu ? v_sigmoid_mul(v, v) : v, n);
         }
-    free(sums);
+        int ended = after_rows(a, t + 1);
+        if (ended) return ended;
+    }
     return 0;
+}
+
+static int group_norm(const GroupNorm *a) {
+    const int64_t width = a->width;
+    double *sums = malloc((size_t)width * (sizeof(double) + 3 * sizeof(float)));
+    if (!sums) return -1;
+    float *part = (float *)(sums + width), *mean = part + width, *scale = mean + width;
+    memset(mean, 0, (size_t)width * sizeof(float));
+    int ended = channel_sums(a, mean, 0, part, sums);
+    if (!ended) {
+        group_means(sums, mean, a->rows, width, a->groups);
+        ended = channel_sums(a, mean, 1, part, sums);
+    }
+    if (!ended) {
+        group_means(sums, scale, a->rows, width, a->groups);
+        for (int64_t c = 0; c < width; c++) scale[c] = a->weight[c] / sqrtf(scale[c] + a->eps);
+        ended = normalise(a, mean, scale);
+    }
+    free(sums);
+    return ended;
 }

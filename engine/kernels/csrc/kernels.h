@@ -64,6 +64,12 @@ typedef struct {
     int64_t rows, width, taps, dilation;
 } Depthwise;
 
+/* Called between parts of a long call. A result other than 0 ends the call and is its result. */
+typedef struct {
+    int (*after_part)(void *); /* or NULL */
+    void *argument;
+} Watch;
+
 typedef struct {
     const float *q;    /* [rows, heads, dim] */
     const float *kv;   /* [2, heads, keys, dim] */
@@ -71,6 +77,7 @@ typedef struct {
     float *out;        /* [rows, heads * dim] */
     float scale;
     int64_t rows, keys, heads, dim, bias_heads;
+    Watch watch;
 } DenseAttention;
 
 typedef struct {
@@ -79,6 +86,7 @@ typedef struct {
     float eps;
     int64_t silu; /* whether silu follows */
     int64_t rows, width, groups;
+    Watch watch;
 } GroupNorm;
 
 /* Kinds of activate. */
