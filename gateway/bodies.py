@@ -329,7 +329,7 @@ class BodyReader(Generic[B]):
         try:
             body = self._decoder.decode(content)
         except msgspec.ValidationError as error:
-            raise _wrong_field(str(error), self._kind) from None
+            raise _wrong_field(str(error), self._kind, content) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InputError(f"the body is not valid JSON: {error}") from None
         except RecursionError:
@@ -351,13 +351,19 @@ _MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)
 _WRONG = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 
 
+MAX_SHOWN_CHARS = 40
+_RANGE = re.compile(r"Expected `(?:int|float)` [<>]")
+_STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+)\]")
 _ENUM = re.compile(r"Invalid enum value (.*)$", re.DOTALL)
 _TYPES = re.compile(r"\b(int|float|str|bool)\b(?=[^']*$)")
 _JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 
-def _wrong_field(said: str, kind: type[Body]) -> InputError:
-    """Return an error that names the wrong field of a ``kind`` of body, from msgspec's message."""
+def _wrong_field(said: str, kind: type[Body], content: bytes) -> InputError:
+    """Return an error that names the wrong field of a ``kind`` of body, from msgspec's message.
+
+    For a number out of range it also names the number in ``content``.
+    """
     for pattern, text in ((_UNKNOWN, "{} is not a known parameter"), (_MISSING, "{} is missing")):
         found = pattern.match(said)
         if found:
@@ -370,7 +376,23 @@ def _wrong_field(said: str, kind: type[Body]) -> InputError:
     if wrong is not None:
         known = ", ".join(_values_of(kind, found[2]))
         return ParameterError(f"{found[2]} must be one of {known}, not {wrong[1]}", found[2])
-    return ParameterError(f"{found[2] or 'the body'}: {_plain(found[1])}", found[2])
+    text = f"{found[2] or 'the body'}: {_plain(found[1])}"
+    if _RANGE.match(found[1]):
+        text += _but_got(content, found[2])
+    return ParameterError(text, found[2])
+
+
+def _but_got(content: bytes, place: str) -> str:
+    """Return ``, not`` with the value at a place of a body, "" if the place names no value."""
+    if "..." in place:  # some value of an object
+        return ""
+    value = msgspec.json.decode(content)
+    try:
+        for name, index in _STEP.findall(place):
+            value = value[name] if name else value[int(index)]
+    except (KeyError, IndexError, TypeError):
+        return ""
+    return f", not {value}"[:MAX_SHOWN_CHARS]
 
 
 def _plain(said: str) -> str:
