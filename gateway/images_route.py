@@ -76,6 +76,7 @@ _NAMES = {
     "picture": "size",
     "guidance": "guidance_scale",
     "true_cfg": "true_cfg_scale",
+    "previews": "partial_images",
 }
 """Fields of the body by the first word of the client's error, if the two differ."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..client.options import RequestOptions
-from ..proto.errors import InputError
+from ..proto.errors import InputError, PromptTooLong, SchemaTooComplex
 from ..proto.json_schema import check_pattern
 from ..proto.sampling import (
     MAX_SEED,
@@ -107,6 +107,36 @@ def renamed(error: InputError, fields: tuple[str, ...]) -> InputError:
                 said = said.replace(native, public)
                 name = public if name == native else name
     return ParameterError(said, name) if name in fields else error
+
+
+_PROMPTS = ("messages", "input", "prompt")
+"""The field of a body that has the prompt, with its images."""
+
+
+def named(error: InputError, body: SamplingBody) -> InputError:
+    """Return the cluster's error with the names of the body, and its field where it is known."""
+    kind, fields = type(error), body.__struct_fields__
+    if kind not in (InputError, PromptTooLong, SchemaTooComplex):
+        return error
+    if kind is InputError:
+        error = renamed(error, fields)
+    field = ""
+    if kind is PromptTooLong or str(error).startswith("images"):
+        field = next((name for name in _PROMPTS if name in fields), "")
+    elif kind is SchemaTooComplex or str(error).startswith(("json_schema", "grammar")):
+        field = _constraining_field(body)
+    if not field or isinstance(error, ParameterError):
+        return error
+    return ParameterError(str(error), field, error.code)
+
+
+def _constraining_field(body: SamplingBody) -> str:
+    """Return the name of the field that constrains the answer."""
+    if body.structured_outputs is not None:
+        return "structured_outputs"
+    if body.answer_format() is None:
+        return "tools"
+    return "response_format" if "response_format" in body.__struct_fields__ else "text.format"
 
 
 def options_of(body: SamplingBody) -> RequestOptions:

@@ -20,10 +20,11 @@ from starlette.responses import Response
 
 from ..client.async_generation import AsyncGeneration
 from ..client.output import Output
+from ..proto.errors import InputError
 from .answers import Choice, TokenTexts
 from .bodies import BodyReader
 from .messages import ImageUrl
-from .parameters import content_of, options_of, sampling_of
+from .parameters import content_of, named, options_of, sampling_of
 from .reader import MessageReader
 from .responses_bodies import (
     RESPONSES_REFUSED,
@@ -82,9 +83,12 @@ async def responses(request: Request) -> Response | EventStream:
     reader = plan.new_reader and plan.new_reader()
     items = ResponseItems(name, reader, streamed=bool(body.stream))
     answer = ResponseAnswer(body, name, served.name, items, token_texts(model, body))
-    if body.stream:
-        return await EventStream.begin(request.receive, answer.events(generation))
-    content = await unless_gone(request.receive, answer.whole(generation))
+    try:
+        if body.stream:
+            return await EventStream.begin(request.receive, answer.events(generation))
+        content = await unless_gone(request.receive, answer.whole(generation))
+    except InputError as error:
+        raise named(error, body) from None
     return Response(content, media_type="application/json")
 
 

@@ -39,7 +39,7 @@ from .exchange import Exchange
 from .grammars import constraint_of
 from .messages import ImageUrl, messages_of
 from .metrics import OutputTimes, current_clock
-from .parameters import content_of, options_of, prompts_of, renamed, sampling_of
+from .parameters import content_of, named, options_of, prompts_of, sampling_of
 from .served import Served, name_of, origin_of, read_body, target_of
 from .tools import tools_of
 
@@ -151,9 +151,7 @@ async def _respond(
     try:
         await deliver(exchange, answer, generations, len(starts), body).run()
     except InputError as error:
-        if type(error) is InputError:
-            raise renamed(error, body.__struct_fields__) from None
-        raise
+        raise named(error, body) from None
 
 
 def _without_special_tokens(

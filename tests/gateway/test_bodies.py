@@ -16,12 +16,12 @@ from baton.gateway.bodies import (
     GenerationBody,
     TokenizeBody,
 )
-from baton.gateway.errors import ParameterError
+from baton.gateway.errors import ParameterError, error_json, status_of
 from baton.gateway.grammars import Content, constraint_of
 from baton.gateway.messages import messages_of
-from baton.gateway.parameters import content_of, list_of, options_of, sampling_of
+from baton.gateway.parameters import content_of, list_of, named, options_of, sampling_of
 from baton.gateway.responses_bodies import RESPONSES_REFUSED, ResponsesBody
-from baton.proto.errors import InputError, SchemaTooComplex
+from baton.proto.errors import DuplicateRequest, InputError, PromptTooLong, SchemaTooComplex
 from baton.proto.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -334,3 +334,40 @@ def test_the_page_has_every_field():
     for name, (neutral, reason) in (*REFUSED.items(), *RESPONSES_REFUSED.items()):
         shown = ", ".join(f"`{json.dumps(value)}`" for value in neutral) or "null"
         assert f"| `{name}` | {reason} | {shown} |" in page, name
+
+
+FORMAT = {"response_format": FORM}
+OUTPUTS = {"structured_outputs": {"regex": "a+"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "parameter"),
+    [
+        (FORMAT, SchemaTooComplex("too many states"), "response_format"),
+        (FORMAT, InputError("json_schema: no token can follow"), "response_format"),
+        (OUTPUTS, InputError("grammar: unknown rule"), "structured_outputs"),
+        ({}, InputError("grammar is too long"), "tools"),
+        ({}, PromptTooLong("prompt too long: 9 tokens, limit 8"), "messages"),
+        ({}, InputError("images[1]: this is no image"), "messages"),
+        ({}, InputError("max_new_tokens must be smaller"), "max_tokens"),
+        ({}, InputError("something else"), None),
+        ({}, DuplicateRequest("json_schema of another request"), None),
+    ],
+    ids=str,
+)
+def test_an_error_of_the_cluster_names_its_field(fields, error, parameter):
+    found = named(error, chat(**fields))
+    assert json.loads(error_json(found))["error"]["param"] == parameter
+    assert (found.code, status_of(found)) == (error.code, status_of(error))
+
+
+def test_the_field_of_a_late_error_depends_on_the_body():
+    too_long = PromptTooLong("prompt too long")
+    assert named(too_long, completion()).parameter == "prompt"
+    reader = BodyReader(ResponsesBody, RESPONSES_REFUSED)
+    body = reader.read(b'{"input": "hello"}')
+    assert named(too_long, body).parameter == "input"
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    content = json.dumps({"input": "hello", "text": {"format": form}}).encode()
+    body = reader.read(content)
+    assert named(SchemaTooComplex("x"), body).parameter == "text.format"
