@@ -1,4 +1,4 @@
-"""The sampling flags of ``generate`` and ``chat``."""
+"""The sampling flags of ``generate``, ``chat`` and ``speak``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ _FLAGS = (
 )
 
 
-def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Register the flags. Their defaults come from the model's generation config."""
+def add_sampling(
+    parser: argparse.ArgumentParser, max_new_tokens: int, *, stop: bool = True
+) -> None:
+    """Register the flags. Their defaults come from the model's generation config.
+
+    ``stop``: whether the answers are texts, which stop strings can end.
+    """
     group = parser.add_argument_group("sampling", "defaults: the model's generation config")
     group.add_argument(
         "--max-new-tokens",
@@ -29,9 +34,11 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     )
     for flag, kind, metavar, text in _FLAGS:
         group.add_argument(flag, type=kind, metavar=metavar, help=text)
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="text that ends the answer; repeatable"
-    )
+    parser.set_defaults(stop=None)
+    if stop:
+        group.add_argument(
+            "--stop", action="append", metavar="TEXT", help="text that ends the answer; repeatable"
+        )
 
 
 def sampling_of(arguments: argparse.Namespace) -> SamplingParamsInput:

@@ -44,7 +44,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--voice-text", metavar="TEXT", default="", help="text that is spoken in --voice-from"
     )
-    add_sampling(parser, max_new_tokens=MAX_NEW_TOKENS)
+    add_sampling(parser, max_new_tokens=MAX_NEW_TOKENS, stop=False)
     add_deadline(parser)
     parser.set_defaults(run=run)
 

@@ -56,8 +56,14 @@ def speech_format(model: ServedModel) -> SpeechFormat:
 def speech_context(
     model: ServedModel, text: str, voice: str | AudioPrompt | None, sampling: Sampling
 ) -> TTSContext:
-    """Make the request for a text. Raises InputError for an empty text or an unusable voice."""
+    """Make the request for a text.
+
+    Raises InputError for an empty text, an unusable voice, or stop strings.
+    """
     speech = speech_format(model)
+    params = sampling_with_defaults(sampling, model)
+    if sampling is not None and sampling.stop:
+        raise InputError("stop has no effect on speech, which contains no text")
     if isinstance(voice, AudioPrompt):
         check_spoken(text)
         example, prompt = _example(model, speech, voice), text
@@ -69,7 +75,7 @@ def speech_context(
     return TTSContext(
         max_length=model.card.max_length,
         tokens=TokenBuffer(tokens),
-        sampling_params=sampling_with_defaults(sampling, model),
+        sampling_params=params,
         eos_token_ids={*model.card.eos_token_ids, *speech.stop_tokens},
         model_name=model.card.name,
         streaming=True,

@@ -34,3 +34,10 @@ def test_a_name_of_another_format_is_refused_before_the_cluster_is_asked(
 def test_a_folder_that_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match="there is no folder"):
         check_output(str(tmp_path / "none" / "a.wav"), FORMATS)
+
+
+def test_stop_strings_are_no_option_of_speech(capsys):
+    command = ["speak", "one", "-o", "a.wav", "--address", "ipc:///nowhere", "--stop", "x"]
+    with pytest.raises(SystemExit, match="2"):
+        main(command)
+    assert "--stop" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from baton.client.speech import AudioPrompt, speech_context, speech_format
 from baton.engine.audio.pcm import wav_header
 from baton.proto.errors import CheckpointError, ConfigError, InputError, TaskMismatch
 from baton.proto.layout import AudioCard, KVLayout, ModelCard
+from baton.proto.sampling import SamplingParams
 
 CODEC = Path(__file__).parents[1] / "data" / "codecs" / "snac"
 AUDIO = AudioCard(sample_rate=8000, frame_samples=96, frame_tokens=7, codebook_size=10)
@@ -106,6 +107,12 @@ def test_audio_tokens_that_cannot_be_a_voice_are_refused(given, error):
         speech_context(speaker(**VOICED), "Hi", AudioPrompt(given), None)
     with pytest.raises(InputError, match="text to speak is empty"):
         speech_context(speaker(**VOICED), " ", AudioPrompt([0] * 7), None)
+
+
+def test_stop_strings_are_refused():
+    with pytest.raises(InputError, match="stop has no effect on speech"):
+        speech_context(speaker(), "Hi", None, SamplingParams(stop=["x"]))
+    assert speech_context(speaker(), "Hi", None, SamplingParams(temperature=0.5)).tokens
 
 
 @pytest.mark.parametrize(
