@@ -1,6 +1,7 @@
 """Fresh random Flux models written by diffusers, computed by both."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
 pytest.importorskip("transformers", reason="transformers is not installed; run make test-oracle")
 pytest.importorskip("diffusers", reason="diffusers is not installed; run make test-oracle")
+from diffusers.models import embeddings  # noqa: E402
 
 
 def _script():
@@ -84,6 +86,37 @@ def rounded(pipeline):
         for parameter in getattr(pipeline, name).parameters():
             parameter.data = parameter.data.bfloat16().float()
     return pipeline
+
+
+def exact_sinusoid(timesteps, embedding_dim, **options):
+    """The sinusoid of diffusers with angles in float64."""
+    half = embedding_dim // 2
+    exponents = torch.arange(half, dtype=torch.float64) * -math.log(
+        options.pop("max_period", 10000)
+    )
+    angles = timesteps.double()[:, None] * torch.exp(
+        exponents / (half - options.pop("downscale_freq_shift", 1))
+    )
+    parts = [torch.sin(angles), torch.cos(angles)]
+    if options.pop("flip_sin_to_cos", False):
+        parts.reverse()
+    assert options.pop("scale", 1) == 1 and not options and embedding_dim % 2 == 0
+    return torch.cat(parts, dim=-1).float()
+
+
+@pytest.fixture(autouse=True)
+def exact_sinusoids(monkeypatch):
+    """Angles go up to 1,000, and in float32 they are off by 1e-4, as far as results may differ."""
+    usual = embeddings.get_timestep_embedding
+
+    def exact(timesteps, embedding_dim, **options):
+        found = exact_sinusoid(timesteps, embedding_dim, **options)
+        torch.testing.assert_close(
+            found, usual(timesteps, embedding_dim, **options), atol=3e-4, rtol=0
+        )
+        return found
+
+    monkeypatch.setattr(embeddings, "get_timestep_embedding", exact)
 
 
 def tokens(found, name):
