@@ -17,6 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -136,8 +137,27 @@ class _Start:
         return compile_schema(self.tokenizer, self.schema)
 
 
-_Edits = tuple[tuple[int, int], ...]
+_WordBits = tuple[tuple[int, int], ...]
 """Indexes of words of a mask, and bits of each."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class _Edits:
+    """Bits to clear in llguidance's masks, and bits to set where the text is complete.
+
+    Matchers with the same edits share one object, so grouping by it compares no contents.
+    """
+
+    removed: _WordBits
+    added: _WordBits
+
+
+@lru_cache(CACHED_SCHEMAS)
+def _edits(size: int, eos: frozenset[int], foreign: frozenset[int]) -> _Edits:
+    """Return the edits for rows of ``size`` logits; see :class:`GrammarMatcher`."""
+    ends = sorted(token for token in eos if 0 <= token < size)
+    unused = range(size, -(-size // 32) * 32)
+    return _Edits(_word_bits([*ends, *sorted(foreign), *unused]), _word_bits(ends))
 
 
 class GrammarMatcher:
@@ -150,7 +170,7 @@ class GrammarMatcher:
 
     __slots__ = (
         "_alone", "_bits", "_edits", "_ended", "_eos", "_eos_ids", "_foreign", "_foreign_ids",
-        "_matcher", "_size", "_start", "_tokens",
+        "_mask_bytes", "_matcher", "_size", "_start", "_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -166,9 +186,8 @@ class GrammarMatcher:
         self._eos_ids = _ids(token for token in self._eos if 0 <= token < size)
         self._foreign = frozenset(foreign) - self._eos
         self._foreign_ids = _ids(self._foreign)
-        ends = (*self._eos_ids.tolist(), *self._foreign_ids.tolist())
-        unused = range(size, -(-size // 32) * 32)
-        self._edits = _word_bits([*ends, *unused]), _word_bits(self._eos_ids.tolist())
+        self._edits = _edits(size, self._eos, self._foreign)
+        self._mask_bytes = 4 * -(-start.tokenizer.vocab_size // 32)
         self._ended = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> GrammarMatcher:
@@ -238,6 +257,20 @@ class GrammarMatcher:
                 raise self._too_complex()
         return self._bits
 
+    def _write_following(self, row: memoryview, address: int) -> bytes:
+        """Write the bitmask of allowed tokens to ``row``, whose memory is at ``address``.
+
+        Returns :meth:`_following`. After an error the row's contents are undefined.
+        """
+        if self._bits is None and len(row) == self._mask_bytes:
+            self._matcher.unsafe_compute_mask_ptr(address, self._mask_bytes)
+            if not self._matcher.is_error():
+                self._bits = row.tobytes()
+                return self._bits
+        bits = self._following()[: len(row)]
+        row[:] = bits
+        return bits
+
     def _fits(self, token: int) -> bool:
         """True if the grammar allows the token, from the cached bitmask if there is one."""
         if self._bits is not None:
@@ -269,32 +302,39 @@ def write_words(
     """Write :meth:`GrammarMatcher.allowed` of each matcher into its row of ``words``.
 
     ``words``: uint32 ``[R, ceil(size / 32)]``, a bit per token, the lowest id in the lowest bit.
-    Returns the indexes of the matchers whose rows were not written: ``allowed`` of such a matcher
-    may raise. This takes less time than ``allowed`` of each.
+    Returns the indexes of the matchers whose rows have undefined contents: ``allowed`` of such a
+    matcher may raise. This takes less time than ``allowed`` of each. Raises InternalError if a row
+    is outside ``words``.
     """
-    flat, width = words.data.cast("B"), 4 * words.shape[1]
+    if rows and not 0 <= min(rows) <= max(rows) < len(words):
+        raise InternalError("a mask's row is outside the array")
+    flat, width, address = words.data.cast("B"), 4 * words.shape[1], words.ctypes.data
+    none = bytes(width)
     left: list[int] = []
-    edits: dict[tuple[_Edits, _Edits], tuple[list[int], list[int]]] = {}
+    edits: dict[_Edits, tuple[list[int], list[int]]] = {}
     for index, (matcher, row) in enumerate(zip(matchers, rows, strict=True)):
+        if matcher._ended:
+            left.append(index)
+            continue
+        at = row * width
         try:
-            bits, ends = matcher._following(), matcher._edits[1]
+            bits = matcher._write_following(flat[at : at + width], address + at)
             complete = matcher._matcher.is_accepting()
         except InputError:
             left.append(index)
             continue
         # Without an end that may follow, a token must. An end's bits are not a token's.
-        if matcher._ended or (not ends if complete else bits == bytes(len(bits))):
+        if not matcher._edits.added if complete else bits == none:
             left.append(index)
             continue
-        flat[row * width : (row + 1) * width] = bits[:width]
         written, accepting = edits.setdefault(matcher._edits, ([], []))
         written.append(row)
         if complete:
             accepting.append(row)
-    for (removed, added), (written, accepting) in edits.items():
-        for word, some in removed:
+    for shared, (written, accepting) in edits.items():
+        for word, some in shared.removed:
             words[written, word] &= np.uint32(~some & 0xFFFFFFFF)
-        for word, some in added:
+        for word, some in shared.added:
             words[accepting, word] |= np.uint32(some)
     return left
 
@@ -414,7 +454,7 @@ def _ids(tokens: Iterable[int]) -> npt.NDArray[np.intp]:
     return np.array(sorted(tokens), np.intp)
 
 
-def _word_bits(tokens: Iterable[int]) -> _Edits:
+def _word_bits(tokens: Iterable[int]) -> _WordBits:
     """Return the words of a mask that have bits of the tokens, with these bits."""
     words: dict[int, int] = {}
     for token in tokens:

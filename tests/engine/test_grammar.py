@@ -24,7 +24,13 @@ from baton.engine.scheduling.plan import SampleSpec
 from baton.engine.scheduling.scheduler import SchedulerConfig
 from baton.engine.scheduling.sequence import Sequence
 from baton.proto.contexts.text import TextContext
-from baton.proto.errors import BatonError, CapacityError, InputError, InternalError
+from baton.proto.errors import (
+    BatonError,
+    CapacityError,
+    InputError,
+    InternalError,
+    SchemaTooComplex,
+)
 from baton.proto.limits import MAX_JSON_SCHEMA_CHARS, MAX_JSON_SCHEMA_DEPTH
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire.context_maps import context_to_run, request_map
@@ -182,9 +188,7 @@ def test_masks_written_as_words_are_the_same(extra):
         before = words.copy()
         left = write_words(matchers, rows, words)
         for index, (matcher, row) in enumerate(zip(matchers, rows, strict=True)):
-            if index in left:
-                np.testing.assert_array_equal(words[row], before[row])
-            else:
+            if index not in left:
                 np.testing.assert_array_equal(words[row], bits(matcher.allowed()))
                 written += 1
         others = sorted(set(range(40)) - set(rows))
@@ -203,14 +207,53 @@ def test_masks_written_as_words_are_the_same(extra):
     assert ended > 10
 
 
-def test_a_mask_without_any_token_is_not_written():
+def test_a_mask_without_any_token_is_left_to_its_request():
     matcher = GrammarCompiler(DEMO_MODEL, VOCABULARY, EOS).compile(task(INTEGER, eos=()))
     words = np.full((1, VOCABULARY // 32), 7, np.uint32)
     matcher._bits = bytes(4 * words.shape[1])
     assert write_words([matcher], [0], words) == [0]
     with pytest.raises(InputError, match="no token can follow"):
         matcher.allowed()
-    assert (words == 7).all()
+
+
+@pytest.mark.parametrize("row", [-1, 3])
+def test_no_mask_is_written_outside_the_array(row, compiler):
+    matchers = [compiler.compile(task(INTEGER)) for _ in range(2)]
+    memory = np.full((5, VOCABULARY // 32), 7, np.uint32)
+    with pytest.raises(InternalError, match="outside"):
+        write_words(matchers, [0, row], memory[1:4])
+    assert (memory == 7).all()
+
+
+def test_one_failing_mask_among_many_loses_only_its_request(tokenizer):
+    """A state that even a schema of its own cannot continue, beside one that this saves."""
+    compiler = GrammarCompiler(DEMO_MODEL, VOCABULARY, EOS)
+    hard = {"type": "string", "pattern": "^(a|b)*a(a|b){60}c$"}
+    failing, saved = (compiler.compile(task(hard)) for _ in range(2))
+    for token in tokenizer.encode('"abab').tolist():
+        assert failing.consume_token(token)
+        assert saved.consume_token(token)
+    others = [compiler.compile(task(SCHEMAS[name])) for name in ("order", "digit", "date")]
+    expected = [bits(matcher.allowed()) for matcher in (copy.deepcopy(saved), *others)]
+    for matcher in (failing, saved):
+        break_state(matcher)
+    failing._alone = True  # compiled for it alone before
+    matchers = [others[0], failing, saved, *others[1:]]
+    words = np.zeros((8, VOCABULARY // 32), np.uint32)
+    assert write_words(matchers, [6, 1, 4, 3, 0], words) == [1]
+    np.testing.assert_array_equal(words[[4, 6, 3, 0]], expected)
+    with pytest.raises(SchemaTooComplex):
+        failing.allowed()
+    for matcher in (saved, *others):
+        assert matcher.consume_token(int(np.flatnonzero(matcher.allowed())[0]))
+
+
+def break_state(matcher) -> None:
+    """Leave llguidance's state in an error, as after a limit."""
+    refused = int(np.flatnonzero(~matcher.allowed())[-1])
+    matcher._bits = None
+    assert not matcher._matcher.consume_token(refused)
+    assert matcher._matcher.is_error()
 
 
 def test_too_complex_on_the_way_is_said(compiler, tokenizer):
