@@ -244,8 +244,10 @@ class TextHost(WorkerHost):
         if isinstance(result, Exception):
             _log.error("engine.step_failed", error=repr(result))
             result = failed_step(plan, result)
-        self.feed(StepDone(result))
-        self._applied.set(plan.step)
+        try:
+            self.feed(StepDone(result))
+        finally:  # the loop continues after an error, so the compute thread must too
+            self._applied.set(plan.step)
 
     def _tick(self) -> None:
         # The first failed call may be one of the thread that moves blocks.
