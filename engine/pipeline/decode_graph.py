@@ -73,6 +73,11 @@ class _Part:
         self._device, self._work = device, work
         self._graph: Graph | None = None
 
+    @property
+    def is_captured(self) -> bool:
+        """True if :meth:`run` is a replay."""
+        return self._graph is not None
+
     def run(self) -> bool:
         """Queue the launches; True if it is a replay. See :meth:`DecodeGraph.launch`."""
         if self._graph is not None:
@@ -113,6 +118,7 @@ class DecodeGraph:
         self._plan = GraphPlan(device, count, sizes.max_length, sizes.pool_tokens, TURNS)
         self._space = sampler.workspace(count)
         self._parts: list[_Part] = []
+        self._logits: list[Any] = []  # of runs of the forward pass that were not sampled yet
 
     def fits(self) -> bool:
         """True if the work of the placed rows fits into the buffers."""
@@ -125,6 +131,8 @@ class DecodeGraph:
         """
         self._fill(turn)
         self._parts = self._parts or self._make_parts(pool)
+        # A step may have failed before its sampling. A replay writes the captured run's logits.
+        self._logits = self._logits[-1:] if self._parts[0].is_captured else []
         return self._parts[0].run()
 
     def sample(self) -> bool:
@@ -178,11 +186,13 @@ class DecodeGraph:
             return [_Part(self._device, lambda: sample(forward()))]
         # A part runs twice when it is captured. Each run of the sampling needs the logits of the
         # same run of the forward pass, which may be other memory.
-        runs: list[Any] = []
         return [
-            _Part(self._device, lambda: runs.append(forward())),
-            _Part(self._device, lambda: sample(runs.pop(0) if len(runs) > 1 else runs[0])),
+            _Part(self._device, lambda: self._logits.append(forward())),
+            _Part(self._device, lambda: sample(self._next_logits())),
         ]
+
+    def _next_logits(self) -> Any:
+        return self._logits.pop(0) if len(self._logits) > 1 else self._logits[0]
 
 
 class QueuedStep:

@@ -449,6 +449,40 @@ def test_parts_that_cannot_be_captured_are_launched_kernel_by_kernel(
     assert found == expected
 
 
+def test_a_step_that_fails_while_it_is_captured_leaves_no_logits(
+    folder: Path, host_device: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next capture of this shape samples its own logits, which are in other memory by then."""
+    engine = LLMEngine(load(folder, CudaBackend(host_device.late(3))))
+    capture, captures = HostDevice.capture, [0]
+
+    def out_of_memory(device: HostDevice, work: Callable[[], None]) -> HostGraph:
+        graph = capture(device, work)
+        captures[0] += 1
+        if captures[0] == 1:
+            raise MemoryError("the graph cannot be made")
+        return graph
+
+    monkeypatch.setattr(HostDevice, "capture", out_of_memory)
+
+    def run(count: int, *, constrained: bool) -> list[list[int]]:
+        contexts = [engine._context([5 + n, 6, 7], replace(DRAWN, seed=n)) for n in range(count)]
+        for n, context in enumerate(contexts):
+            if constrained:
+                context.set_matcher(Every(n))
+            engine.add(context)
+        while engine.has_work:
+            engine.step()
+        return [context.tokens.generated.tolist() for context in contexts]
+
+    failed = run(2, constrained=True)
+    assert max(map(len, failed)) < DRAWN.max_new_tokens
+    run(8, constrained=False)  # the logits get larger memory
+    found = run(2, constrained=True)
+    engine = LLMEngine(load(folder, CudaBackend(host_device)), look_ahead=False)
+    assert found == run(2, constrained=True)
+
+
 @pytest.mark.parametrize(
     "bug", ["of the step before", "sampled before", "other row", "not waited for"]
 )
