@@ -320,7 +320,7 @@ def write_words(
         try:
             bits = matcher._write_following(flat[at : at + width], address + at)
             complete = matcher._matcher.is_accepting()
-        except InputError:
+        except Exception:  # one grammar's error is not the others'
             left.append(index)
             continue
         # Without an end that may follow, a token must. An end's bits are not a token's.

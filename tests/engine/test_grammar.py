@@ -248,6 +248,24 @@ def test_one_failing_mask_among_many_loses_only_its_request(tokenizer):
         assert matcher.consume_token(int(np.flatnonzero(matcher.allowed())[0]))
 
 
+def test_an_unexpected_error_of_one_mask_loses_only_its_request(compiler, monkeypatch):
+    """The caller makes the mask again, alone, and so finds the error of this request."""
+    failing, other = (compiler.compile(task(INTEGER)) for _ in range(2))
+    expected = bits(copy.deepcopy(other).allowed())
+
+    write = type(failing)._write_following
+
+    def compute_mask(matcher, row, address):
+        if matcher is failing:
+            raise MemoryError
+        return write(matcher, row, address)
+
+    monkeypatch.setattr(type(failing), "_write_following", compute_mask)
+    words = np.zeros((2, VOCABULARY // 32), np.uint32)
+    assert write_words([failing, other], [0, 1], words) == [0]
+    np.testing.assert_array_equal(words[1], expected)
+
+
 def break_state(matcher) -> None:
     """Leave llguidance's state in an error, as after a limit."""
     refused = int(np.flatnonzero(~matcher.allowed())[-1])
