@@ -124,8 +124,7 @@ def _check_tiled(wire: WireVisionContext, *, committed: bool, card: ModelCard | 
     for name in (IDS, MASK):
         if named[name].dtype != _INT32:
             _refuse_array(name, named[name], "int32")
-    if len(canvases_of(named[IDS], named[MASK])) != len(images):
-        raise InputError(f"{IDS} must have {len(images)} images")
+    canvases_of(named[IDS], named[MASK], len(images))
     position = 1
     for number, image in enumerate(images):
         place = f"images[{number}]"

@@ -74,16 +74,19 @@ def ratio_args(ratio_ids: Sequence[int], max_tiles: int) -> dict[str, Int32]:
 
 
 def canvases_of(
-    ids: npt.NDArray[np.generic], mask: npt.NDArray[np.generic]
+    ids: npt.NDArray[np.generic], mask: npt.NDArray[np.generic], images: int
 ) -> list[tuple[int, int]]:
-    """Return rows and columns in tiles of each image. Raises InputError for contradictions."""
-    images, tiles = ids.shape[-1], mask.shape[-1]
+    """Return rows and columns in tiles of each of so many images.
+
+    Raises InputError for contradictions.
+    """
     whole = ids.dtype.kind in "iu" and mask.dtype.kind in "iu"
-    if not whole or ids.shape != (1, images) or mask.shape != (1, images, tiles):
+    if not whole or ids.shape != (1, images) or mask.shape[:-1] != (1, images):
         raise InputError(
-            f"{IDS} and {MASK} must be integers [1, images] and [1, images, tiles], not "
+            f"{IDS} and {MASK} must be integers [1, {images}] and [1, {images}, tiles], not "
             f"{ids.dtype} of {ids.shape} and {mask.dtype} of {mask.shape}"
         )
+    tiles = mask.shape[-1]
     if not 1 <= tiles <= MAX_TILES:
         raise InputError(f"{MASK} has {tiles} tiles, limit {MAX_TILES}")
     ratios = aspect_ratios(tiles)
@@ -132,9 +135,7 @@ def seen_images(context: TextAndVisionContext) -> SeenImages:
     named = context.extra_model_args
     if MASK not in named:
         raise InputError(f"{MASK} is missing in extra_model_args")
-    canvases = canvases_of(named[IDS], named[MASK])
-    if len(canvases) != len(context.images):
-        raise InputError(f"{IDS} has {len(canvases)} images, the request has {len(context.images)}")
+    canvases = canvases_of(named[IDS], named[MASK], len(context.images))
     prompt = context.tokens.all[: context.prompt_length]
     spans = [(image.start_idx, image.end_idx) for image in context.images]
     places = check_row(prompt, spans, named[IDS][0].tolist(), context.vision_token_ids[0])

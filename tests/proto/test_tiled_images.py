@@ -12,6 +12,7 @@ from baton.proto.contexts.tiled_images import (
     MASK,
     SeenImages,
     aspect_ratios,
+    canvases_of,
     image_row,
     ratio_args,
     seen_images,
@@ -142,6 +143,9 @@ GOOD = ratio_args((2, 3), TILES)
         ({IDS: GOOD[IDS] * 0}, "0 for image 0"),
         ({IDS: GOOD[IDS] + 7}, "9 for image 0"),
         ({IDS: GOOD[IDS][:, :1]}, "must be integers"),
+        ({IDS: GOOD[IDS][0, 0].reshape(())}, "must be integers"),
+        ({MASK: GOOD[MASK][0, 0, 0].reshape(())}, "must be integers"),
+        ({name: array[:, :1] for name, array in GOOD.items()}, "must be integers"),
         ({IDS: GOOD[IDS].astype(np.int64)}, "must be int32"),
         ({MASK: 1 - GOOD[MASK]}, "does not fit"),
         ({MASK: GOOD[MASK][..., :0]}, "0 tiles"),
@@ -153,6 +157,18 @@ GOOD = ratio_args((2, 3), TILES)
 def test_a_contradiction_is_refused(changed, message):
     with pytest.raises(InputError, match=message):
         request(**changed)
+
+
+def test_many_ids_are_refused_before_they_are_read():
+    """A router has one thread; a loop over the ids would stop it for seconds."""
+
+    class Unread(np.ndarray):
+        def tolist(self):
+            raise AssertionError("read")
+
+    many = np.ones((1, 100), np.int32)
+    with pytest.raises(InputError, match="must be integers"):
+        canvases_of(many.view(Unread), many[..., None], 2)
 
 
 def test_the_model_decides_where_images_are():
