@@ -87,7 +87,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     they never prevent a handoff. ``audio``: of a speech model, whose decode workers have its codec.
     ``max_pixels``: of a picture, by the memory of the process; 0: as many as the protocol allows.
     ``image_positions``: positions whose KV memory holds an image that cross-attention reads, before
-    the text; 0: images are in the place of their tokens.
+    the text; 0: images are in the place of their tokens. ``image_tiles``: tiles of such an image at
+    most, which give the ids of aspect ratios a meaning; 0: not known.
     """
 
     name: str
@@ -108,6 +109,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     audio: AudioCard | None = None
     max_pixels: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     image_positions: Annotated[int, Meta(ge=0, le=MAX_SIZE)] = 0
+    image_tiles: Annotated[int, Meta(ge=0, le=MAX_SIZE)] = 0
 
     def mismatch(self, other: ModelCard) -> tuple[str, str, str] | None:
         """Return the first field that prevents a handoff, ``(field, mine, theirs)``, or None."""

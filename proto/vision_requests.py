@@ -137,6 +137,10 @@ def _check_tiled(wire: WireVisionContext, *, committed: bool, card: ModelCard | 
     prompt = wire.tokens.array[: wire.prompt_length]
     check_row(prompt, spans, named[IDS][0].tolist(), wire.vision_token_ids[0])
     if card is not None:
+        tiles = named[MASK].shape[-1]
+        if card.image_tiles not in (0, tiles):
+            # With other tiles an id is another canvas, but the keys of blocks would be the same.
+            raise InputError(f"{MASK} has {tiles} tiles, the model {card.image_tiles}")
         size = card.layout.block_size
         length = block_count(card.image_positions, size) * size
         if spans[0][1] != length:

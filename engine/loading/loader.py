@@ -347,6 +347,7 @@ def _card(
     weights_bytes: int,
 ) -> ModelCard:
     speech = _speech(checkpoint)
+    cross = checkpoint.config if isinstance(checkpoint.config, CrossConfig) else None
     name = config.name or model_name(str(Path(config.model).resolve()))
     if not name:
         raise CheckpointError(f"{config.model}: no model name can be taken from this path; set one")
@@ -359,7 +360,8 @@ def _card(
         max_length=length,
         eos_token_ids=sorted(checkpoint.generation.eos_token_ids),
         layout=layout,
-        image_positions=_image_positions(checkpoint),
+        image_positions=0 if cross is None else cross.image_positions,
+        image_tiles=0 if cross is None else cross.vision.max_tiles,
         weights_bytes=weights_bytes,
         kinds=_kinds(checkpoint, speech),
         features=list(FEATURES),
@@ -383,11 +385,6 @@ def _kinds(checkpoint: Checkpoint, speech: AudioCard | None) -> list[str]:
     """Return the kinds of contexts that the folder's model takes."""
     kinds = architecture_of(checkpoint.config, checkpoint.folder).kinds
     return [*kinds, TTSContext.__name__] if speech is not None else list(kinds)
-
-
-def _image_positions(checkpoint: Checkpoint) -> int:
-    config = checkpoint.config
-    return config.image_positions if isinstance(config, CrossConfig) else 0
 
 
 def _speech(checkpoint: Checkpoint) -> AudioCard | None:

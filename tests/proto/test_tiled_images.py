@@ -31,6 +31,7 @@ CARD = ModelCard(
     name="crosser", architecture="x", fingerprint="f", numerics="n", vocab_size=100, max_length=500,
     eos_token_ids=[2], layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4),
     kinds=["TextContext", "TextAndVisionContext"], image_positions=10,
+    image_tiles=TILES,
 )  # fmt: skip
 TEXT = (5, PAD, 6, 7, PAD, 8)
 
@@ -178,6 +179,14 @@ def test_the_model_decides_where_images_are():
         check_wire_context(request(block_size=16), CARD)
     with pytest.raises(InputError, match="image_grid_thw"):
         check_wire_context(request(), replace(CARD, image_positions=0))
+
+
+def test_the_mask_has_as_many_tiles_as_the_model():
+    """An id means another canvas among other tiles, but blocks are cached under the id."""
+    fewer = {MASK: ratio_args((2, 3), 3)[MASK]}
+    with pytest.raises(InputError, match="3 tiles, the model 4"):
+        check_wire_context(request(**fewer), CARD)
+    check_wire_context(request(**fewer), replace(CARD, image_tiles=0))  # of an older worker
 
 
 def test_a_users_own_context_gets_hashes_and_narrow_arrays():
