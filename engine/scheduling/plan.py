@@ -47,8 +47,8 @@ class SampleSpec:
     """How to sample the token after a chunk.
 
     ``position``: absolute index of the sampled token (the Philox counter).
-    ``history``: int32, all earlier tokens, or empty if no penalty needs them. In a plan ahead the
-    last one is missing, until :func:`realized`.
+    ``history``: int32, all earlier tokens of the text, or empty if no penalty needs them. In a plan
+    ahead the last one is missing, until :func:`realized`.
     ``prompt_length``: boundary in ``history`` between prompt and generated tokens.
     ``banned``: token ids that must not be sampled (EOS before ``min_new_tokens``).
     ``logprobs``: 0 = off, n = also the n most likely tokens.

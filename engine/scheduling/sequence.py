@@ -203,11 +203,13 @@ class Sequence:
         return self.context.tokens.all[start:end].astype(np.int32)
 
     def _sample_spec(self, position: int) -> SampleSpec:
+        # Penalties are for tokens of the text: the ids of aspect ratios before it are no tokens.
+        before = 0 if self.images is None else self.images.num_before
         return SampleSpec(
             self.context.sampling_params,
             position,
-            self._tokens(0, position) if self.needs_history else _NO_HISTORY,
-            self.prompt_length,
+            self._tokens(before, position) if self.needs_history else _NO_HISTORY,
+            self.prompt_length - before,
             self.eos if position < self.min_length else (),
             self.context.log_probabilities,
             self.mask,
@@ -227,14 +229,15 @@ class SequenceImages:
 
     ``delta``: rope position minus position of the tokens after the last image. ``salt``: of the
     tenant and model; the hash of an image comes from the client, so features are not shared between
-    tenants. ``seen``: the images if cross-attention reads them, else None. Raises InputError if
-    images and grids contradict each other.
+    tenants. ``seen``: the images if cross-attention reads them, else None. ``num_before``: their
+    positions before the text. Raises InputError if images and grids contradict each other.
     """
 
     def __init__(self, context: TextAndVisionContext, salt: bytes) -> None:
         self._spans = context.image_spans()
         self._places = spans_of(context)
         self.seen = seen_images(context) if is_tiled(context) else None
+        self.num_before = 0 if self.seen is None else self.seen.end
         self._merged: list[tuple[int, int]] = []
         if self.seen is None:
             grids = np.asarray(context_grids(context))
@@ -287,7 +290,7 @@ class SequenceImages:
 
     def unread(self, start: int, end: int) -> int:
         """Return how many of the tokens the layers do not compute: those before the text."""
-        return 0 if self.seen is None else max(0, min(end, self.seen.end) - start)
+        return max(0, min(end, self.num_before) - start)
 
     def parts(self, start: int, end: int) -> tuple[ChunkImage, ...]:
         """Return the parts of images among the tokens ``[start, end)``."""

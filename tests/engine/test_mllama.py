@@ -215,7 +215,7 @@ def test_contradictions_are_refused():
 def test_a_worker_reads_requests_for_text_and_with_images():
     card = load().card
     assert card.kinds == ["TextContext", "TextAndVisionContext"]
-    assert (card.vocab_size, card.image_positions) == (264, 34)
+    assert (card.vocab_size, card.image_positions, card.image_tiles) == (264, 34, 4)
     case = cases()[0]
     read = read_context(card.architecture, request_map(case.context()), RequestID("r"))
     assert read.images == case.context().images
@@ -235,6 +235,23 @@ def test_tokens_after_the_vocabulary_are_never_sampled():
     assert len(found) == 200
     assert len(set(found)) > 80
     assert max(found) < 256
+
+
+def test_penalties_are_for_tokens_of_the_text():
+    """As in transformers: the aspect ratio ids before the text are ids of other tokens there."""
+    case = next(one for one in with_images() if np.setdiff1d(one.ids, one.prompt).size)
+    ratio = int(np.setdiff1d(case.ids, case.prompt)[0])
+    context = case.context(new=2)
+    # The biased token wins by 1 if nothing but the tokens of the text is penalized.
+    bias = {ratio: 1 + float(case.logits[-1].max() - case.logits[-1][ratio])}
+    context.sampling_params = SamplingParams(
+        temperature=0, repetition_penalty=10.0, logit_bias=bias, max_new_tokens=2
+    )
+    assert finish(LLMEngine(load()), [context])[0][0] == ratio
+    spec = Sequence(b"r", context, block_size=4)._sample_spec(len(context.tokens))
+    assert spec.history[: spec.prompt_length].tolist() == case.prompt.tolist()
+    assert spec.history[spec.prompt_length :].tolist() == context.tokens.all[-2:].tolist()
+    assert spec.position == len(context.tokens)
 
 
 def test_positions_of_images_do_not_count_as_the_cost_of_tokens():
