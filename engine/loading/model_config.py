@@ -161,6 +161,8 @@ Size = Annotated[int, Meta(le=MAX_SIZE)]
 """A dimension. Whether it is positive is checked later, with a readable message."""
 Layers = Annotated[int, Meta(le=MAX_LAYERS)]
 Positions = Annotated[int, Meta(le=MAX_POSITIONS)]
+Token = Annotated[int, Meta(ge=-MAX_SIZE, le=MAX_SIZE)]
+"""An id of a token, which may lie outside the vocabulary."""
 
 
 class _Raw(msgspec.Struct, kw_only=True):
@@ -183,13 +185,13 @@ class _Raw(msgspec.Struct, kw_only=True):
     use_sliding_window: bool = False
     max_window_layers: int = 28
     layer_types: list[str] | None = None
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: Token | list[Token] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
 
 
 class _RawGeneration(msgspec.Struct, kw_only=True):
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: Token | list[Token] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

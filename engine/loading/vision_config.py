@@ -106,7 +106,7 @@ class ImageScale(msgspec.Struct, kw_only=True):
 
     image_mean: Triple
     image_std: Triple
-    rescale_factor: float = 1 / 255
+    rescale_factor: Annotated[float, Meta(ge=1e-9, le=1e9)] = 1 / 255
     do_rescale: bool = True
     do_normalize: bool = True
 
@@ -199,7 +199,7 @@ def read_image_scale(
     """Read the image processor's settings, in the file of the hub or of transformers 5.
 
     ``mean``, ``std``: defaults. Returns the scale and all settings, which are empty without a file.
-    Raises CheckpointError if the processor neither rescales nor normalizes.
+    Raises CheckpointError for wrong values, and if the processor does not rescale or normalize.
     """
     settings: dict[str, Any] = {}
     for name in ("preprocessor_config.json", "processor_config.json"):
@@ -209,7 +209,10 @@ def read_image_scale(
             nested = raw.get("image_processor")
             settings = nested if isinstance(nested, dict) else raw
             break
-    scale = msgspec.convert({"image_mean": mean, "image_std": std, **settings}, ImageScale)
+    try:
+        scale = msgspec.convert({"image_mean": mean, "image_std": std, **settings}, ImageScale)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"preprocessor_config.json: {error}") from error
     if not scale.do_rescale or not scale.do_normalize or min(scale.image_std) <= 0:
         raise CheckpointError("preprocessor_config.json: pixels must be rescaled and normalized")
     return scale, settings

@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from ...proto.errors import CheckpointError
+from ...proto.limits import MAX_POSITIONS
 
 F32 = npt.NDArray[np.float32]
+Positive = Annotated[float, Meta(gt=0)]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,18 +39,18 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rope_type: str = "default"
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     max_position_embeddings: int
-    original_max_position_embeddings: int | None = None
-    factor: float | None = None
+    original_max_position_embeddings: Annotated[int, Meta(ge=0, le=MAX_POSITIONS)] | None = None
+    factor: Positive | None = None
     attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0

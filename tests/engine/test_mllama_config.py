@@ -39,6 +39,7 @@ def test_a_config_without_sizes_is_that_of_the_11b_model():
         ("text_config", {"cross_attention_layers": [1, 2, 3, 4]}, "at most half"),
         ("text_config", {"tie_word_embeddings": True}, "tied"),
         ("text_config", {"hidden_act": "gelu"}, "hidden_act"),
+        ("text_config", {"eos_token_id": 10**30}, "eos_token_id"),
         ("vision_config", {"hidden_act": "quick_gelu"}, "hidden_act"),
         ("vision_config", {"num_channels": 1}, "channels"),
         ("vision_config", {"attention_heads": 3}, "heads"),
@@ -60,7 +61,12 @@ def test_other_settings_are_refused(tmp_path, part, changed, message):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"max_image_tiles": 2}, {"size": {"height": 32, "width": 32}}, {"do_rescale": False}],
+    [
+        {"max_image_tiles": 2},
+        {"size": {"height": 32, "width": 32}},
+        {"do_rescale": False},
+        {"rescale_factor": 0},
+    ],
 )
 def test_image_settings_of_another_model_are_refused(tmp_path, changed):
     settings = json.loads((DATA / "preprocessor_config.json").read_text())

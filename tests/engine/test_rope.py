@@ -78,6 +78,23 @@ def test_unknown_settings_are_refused(parameters):
         rope_of(parameters)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_theta", 0.0),
+        ("factor", 0.0),
+        ("low_freq_factor", 0.0),
+        ("high_freq_factor", -1.0),
+        ("beta_fast", 0.0),
+        ("original_max_position_embeddings", -8),
+        ("original_max_position_embeddings", 10**30),
+    ],
+)
+def test_numbers_that_are_divided_by_are_positive(field, value):
+    with pytest.raises(msgspec.ValidationError, match=field):
+        rope_of({**ROPES["llama3"], field: value})
+
+
 def test_missing_factor_is_named():
     with pytest.raises(CheckpointError, match="'linear' needs 'factor'"):
         cos_sin_table(rope_of({"rope_type": "linear"}), HEAD_DIM, 8)
