@@ -62,6 +62,8 @@ MAX_PREVIEWS = 16
 MAX_PREVIEW_PIXELS = 256 * 256
 """Most pixels of a preview: smaller than the picture if that has more."""
 MAX_GUIDANCE = 1000.0
+MAX_LATENT = 1e6
+"""Largest latent of a request; noise has a variance of 1, and larger ones overflow in a model."""
 MAX_CHUNK_BYTES = 1 << 20
 """Largest media of one token run."""
 MAX_RESULT_BYTES = 14 << 20

@@ -30,6 +30,7 @@ from .layout import ModelCard
 from .limits import (
     MAX_CONTROL_BYTES,
     MAX_GUIDANCE,
+    MAX_LATENT,
     MAX_PICTURE_PIXELS,
     MAX_PICTURE_PROMPT_TOKENS,
     MAX_PICTURE_SIDE,
@@ -291,8 +292,8 @@ def _check_arrays(request: PixelContext | WirePixelContext) -> None:
         few = latents.size <= pixels and latents.nbytes <= MAX_CONTROL_BYTES
         if latents.dtype.kind != "f" or latents.ndim != 2 or not few:
             raise InputError("latents must be floats [tokens, channels]")
-        if not np.isfinite(latents).all():
-            raise InputError("latents contain numbers that are not finite")
+        if not (np.abs(latents) <= np.float64(MAX_LATENT)).all():  # nor is NaN
+            raise InputError(f"latents must be finite numbers of at most {MAX_LATENT:g}")
 
 
 def _ids(buffer: TokenBuffer | WireTokens) -> npt.NDArray[Any]:
