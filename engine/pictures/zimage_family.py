@@ -134,7 +134,8 @@ class ZImageFamily:
 
 def _read_text(path: Path) -> ModelConfig:
     raw = read_json(path)
-    kind = next(iter(raw.get("architectures") or ()), None)
+    names = raw.get("architectures")
+    kind = names[0] if isinstance(names, list) and names else None
     if kind not in (_DECODER, _BARE):
         raise CheckpointError(f"{path}: a {str(kind)[:80]} is not supported, only {_DECODER}")
     try:

@@ -362,6 +362,7 @@ def test_wrong_requests_are_input_errors(compiled, fields, message):
         ("transformer/config.json", {"in_channels": 8}, "in_channels"),
         ("transformer/config.json", {"dim": "wide"}, "dim"),
         ("text_encoder/config.json", {"architectures": ["LlamaModel"]}, "LlamaModel"),
+        ("text_encoder/config.json", {"architectures": 1}, "None is not supported"),
         (
             "text_encoder/config.json",
             {"num_hidden_layers": 1, "layer_types": None},
