@@ -157,7 +157,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     with a first token, since the router's start. ``queued_tokens``: prompt tokens of requests
     without a first token. ``image_tokens``: tokens of all admitted prompts that stand for images;
     ``queued_image_tokens``: of those without a first token. ``encoder_tokens``: tokens that the
-    second text encoder reads for all admitted pictures; ``queued_encoder_tokens``: of those without
+    last text encoder reads for all admitted pictures; ``queued_encoder_tokens``: of those without
     a first token. ``picture_rows``: work of the steps of all admitted pictures;
     ``queued_picture_rows``: of the steps not yet computed.
     ``cached_tokens``: prompt tokens of finished requests that came from a prefix cache.

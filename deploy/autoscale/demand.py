@@ -10,8 +10,8 @@ report the seconds for that, so the cost of these tokens is measured by itself, 
 mix of prompts counts at once.
 
 **Pictures.** Prefill workers encode the prompts of pictures. Their work is the tokens that the
-second text encoder reads, with those of a negative prompt. The tokens of the request are those of
-the first encoder, which are no measure of it.
+last text encoder reads, with those of a negative prompt. The first of two encoders reads others,
+which are no measure of it.
 
 Decode workers compute the steps of pictures. The decode pool of a picture model is sized like the
 prefill pool, by rows of steps instead of tokens: the work of a picture is the rows of a step times
@@ -368,7 +368,7 @@ class PrefillDemand(QueueDemand):
 
 
 class EncoderDemand(QueueDemand):
-    """Prompts of pictures: their work is the tokens that the second text encoder reads."""
+    """Prompts of pictures: their work is the tokens that the last text encoder reads."""
 
     def _received(self, router: RouterSample) -> int:
         return router.encoder_tokens
