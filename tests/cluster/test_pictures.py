@@ -149,7 +149,7 @@ def test_wrong_requests_end_with_one_error(client, reference):
         "num_inference_steps must be": {"num_inference_steps": 0},
         "must be .* in 1..250": {"num_inference_steps": 10**6},
         "latents must be floats": {"latents": np.zeros((3, 3), np.float32)},
-        "not finite": {"latents": np.full((24, 16), np.inf, np.float32)},
+        "latents must be finite": {"latents": np.full((24, 16), np.inf, np.float32)},
         "true_cfg_scale must be": {"true_cfg_scale": -1.0},
     }
     for message, fields in wrong.items():

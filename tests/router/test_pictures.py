@@ -156,7 +156,7 @@ def test_a_replay_may_repeat_all_steps(bench, draws):
         ({"steps": 10**6}, "num_inference_steps must be"),
         ({"texts": 60}, "need .* positions of KV memory, limit 64"),
         ({"extra_params": {"seed": np.zeros(2)}}, "seed must be"),
-        ({"latents": np.full((2, 2), np.nan, np.float32)}, "not finite"),
+        ({"latents": np.full((2, 2), np.nan, np.float32)}, "latents must be finite"),
         ({"tokens_2": None}, "tokens_2 are missing"),
     ],
 )
