@@ -1,12 +1,12 @@
 """How long a GPU would idle between two decode steps, and the host's work that makes it idle.
 
 The device is a model: a captured step takes a given time on it, a twentieth of it for sampling, and
-computes nothing; what is queued while it runs follows without a gap. Its clock is the CPU time of
-this thread, which stands still while the thread waits, plus the time that the model says was
-waited. So other processes of this machine do not count. With grammars, each row writes JSON that
-follows a schema. The device draws its tokens from a text, so the states vary. CuPy's and the
-driver's calls, some microseconds each, do not count either: their number per step is printed. The
-host's work is the whole loop of an engine: plan, begin, wait, apply.
+computes nothing; a step that is queued while another runs follows without a gap. Its clock is the
+CPU time of this thread, which stands still while the thread waits, plus the waits by the model. So
+other processes of this machine do not count. With grammars, each row writes JSON that follows a
+schema. The device draws its tokens from a text, so the states vary. CuPy's and the driver's calls,
+some microseconds each, do not count either: their number per step is printed. The host's work is
+the whole loop of an engine: plan, begin, wait, apply.
 
     python -m baton.benchmarks.device_idle [--rows 1 64 256] [--step-ms 2 10] [--steps 100]
 """

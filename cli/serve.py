@@ -95,7 +95,7 @@ def _metavar(field: str, kind: type) -> str:
 
 
 Adapt = Callable[[ServeSettings, Container[str]], ServeSettings]
-"""Changes merged settings; it also gets the names of those that the user has set."""
+"""Changes merged settings; it also gets the names of the settings that the user has given."""
 
 
 def settings_of(arguments: argparse.Namespace, adapt: Adapt = with_worker_per_gpu) -> ServeSettings:

@@ -33,7 +33,7 @@ _SAME = (
 )
 _scalars = attrgetter(*(name for name in _SAME if name != "stop_token_ids"))
 _known: dict[object, SamplingParams] = {}
-"""Checked parameters with the model's defaults, by what they depend on."""
+"""Checked parameters with the model's defaults, by the fields and defaults that decide them."""
 _MOST_KNOWN = 1024
 _OTHER = {
     "max_new_tokens": ("max_tokens", "max_output_tokens"),

@@ -22,8 +22,9 @@ CHAT_PROMPT_TOKENS = 512
 class PromptTokens:
     """A prompt for the text encoders of a model.
 
-    ``tokens``: int32, for the first one. ``tokens_2``: int32, for the second one, padded to a fixed
-    length; None if there is none. ``length``: tokens for the last one without the padding.
+    ``tokens``: int32, for the first encoder. ``tokens_2``: int32, for the second encoder, padded to
+    a fixed length; None for a model with one encoder. ``length``: tokens for the last encoder
+    without the padding.
     """
 
     tokens: Int32

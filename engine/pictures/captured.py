@@ -2,8 +2,8 @@
 
 A graph is captured per shape: latent rows and columns, samples, and text rows. The first call of a
 shape runs kernel by kernel and allocates the transformer's arrays. The second one is captured,
-later ones are replays. Latents, prompts and what depends on noise level and guidance are copied
-into fixed memory before each replay, and the noise out of it, so that callers own what they get.
+later ones are replays. Latents, prompts, and the sinusoids of noise level and guidance are copied
+into fixed memory before each replay, and the noise out of it, so that callers own their arrays.
 
 Memory: graphs of smaller shapes share the arrays of the largest one. A larger shape drops all of
 them first, and so does :meth:`CapturedSteps.release`, after which the VAE may use the memory.
@@ -101,7 +101,7 @@ class CapturedSteps:
 
 
 class _Call:
-    """A call of one shape. ``inputs``: those that it is captured with."""
+    """A call of one shape. ``inputs`` are the first ones, with which it is captured."""
 
     def __init__(self, model: Transformer, backend: CudaPictures, inputs: StepInputs) -> None:
         self._model, self._backend = model, backend

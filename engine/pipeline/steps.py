@@ -39,8 +39,8 @@ class StepComputer(Protocol):
     ) -> Queued | None:
         """Queue a decode step without waiting for it; None if :meth:`run` must compute it.
 
-        ``fed``: the tokens of the chunks are those that the step queued last draws; it need not be
-        over. At most two steps are queued at a time. ``applied``: called before masks are read.
+        ``fed``: the step that was queued last draws the tokens of the chunks, and may still run. At
+        most two steps are queued at a time. ``applied``: called before masks are read.
         """
         ...
 
