@@ -1,9 +1,5 @@
 """Fresh random checkpoints written by transformers, computed by both."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -13,21 +9,14 @@ from baton.engine.models.rope import cos_sin_table, parse_rope
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.sampling import SamplingParams
 
+from .makers import load_maker
+
 pytestmark = pytest.mark.oracle
 pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
 pytest.importorskip("transformers", reason="transformers is not installed; run make test-oracle")
 
 
-def _script():
-    path = Path(__file__).with_name("make_checkpoints.py")
-    spec = importlib.util.spec_from_file_location("make_checkpoints", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_checkpoints"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-maker = _script()
+maker = load_maker("make_checkpoints")
 SEED = int(np.random.SeedSequence().entropy % (1 << 31))
 EMPTY = np.empty(0, np.int32)
 

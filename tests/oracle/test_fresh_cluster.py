@@ -1,9 +1,6 @@
 """Fresh random checkpoints written by transformers, served by a whole cluster."""
 
-import importlib.util
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,22 +8,14 @@ import pytest
 from ..cluster.conftest import cluster, start_cluster  # noqa: F401 -- fixtures
 from ..cluster.driver import Job, all_handoffs, ask_all, greedy
 from ..cluster.reference import Case
+from .makers import load_maker
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(300)]
 pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
 pytest.importorskip("transformers", reason="transformers is not installed; run make test-oracle")
 
 
-def _script():
-    path = Path(__file__).with_name("make_checkpoints.py")
-    spec = importlib.util.spec_from_file_location("make_checkpoints", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_checkpoints"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-maker = _script()
+maker = load_maker("make_checkpoints")
 SEED = int(np.random.SeedSequence().entropy % (1 << 31))
 NEW_TOKENS = 64
 TOP = 20

@@ -1,6 +1,5 @@
 """Fresh random SNAC codecs written by the snac package, decoded by both."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from baton.engine.kernels.cuda.audio import CudaAudio
 
 from ..cuda.host.builder import why_not
 from ..cuda.host_device import HostDevice
+from .makers import load_maker
 
 pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
@@ -24,16 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEED = int(np.random.SeedSequence().entropy % (1 << 31))
 
 
-def _script():
-    path = Path(__file__).with_name("make_codecs.py")
-    spec = importlib.util.spec_from_file_location("make_codecs", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_codecs"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-maker = _script()
+maker = load_maker("make_codecs")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,5 @@
 """Fresh random embedding checkpoints written by transformers, computed by both."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -13,21 +9,14 @@ from baton.proto.contexts.text import TextContext
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.ids import RequestID
 
+from .makers import load_maker
+
 pytestmark = pytest.mark.oracle
 pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
 pytest.importorskip("transformers", reason="transformers is not installed; run make test-oracle")
 
 
-def _script():
-    path = Path(__file__).with_name("make_embedders.py")
-    spec = importlib.util.spec_from_file_location("make_embedders", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_embedders"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-maker = _script()
+maker = load_maker("make_embedders")
 SEED = int(np.random.SeedSequence().entropy % (1 << 31))
 
 

@@ -1,9 +1,6 @@
 """Fresh random Flux models written by diffusers, computed by both."""
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,23 +12,15 @@ from baton.engine.pictures.t5 import relative_buckets
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.tokens import TokenBuffer
 
+from .makers import load_maker
+
 pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
 pytest.importorskip("transformers", reason="transformers is not installed; run make test-oracle")
 pytest.importorskip("diffusers", reason="diffusers is not installed; run make test-oracle")
 from diffusers.models import embeddings  # noqa: E402
 
-
-def _script():
-    path = Path(__file__).with_name("make_pictures.py")
-    spec = importlib.util.spec_from_file_location("make_pictures", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_pictures"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-maker = _script()
+maker = load_maker("make_pictures")
 SEED = int(np.random.SeedSequence().entropy % (1 << 31))
 WIDE = {
     "flux": {

@@ -1,9 +1,6 @@
 """Fresh random checkpoints with vision written by transformers, computed by both."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,22 +11,14 @@ from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.sequence import Sequence
 
 from ..engine.vision_cases import Case, load, prompt_logits
+from .makers import load_maker
 
 pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
 pytest.importorskip("transformers", reason="transformers is not installed; run make test-oracle")
 
 
-def _script():
-    path = Path(__file__).with_name("make_vision.py")
-    spec = importlib.util.spec_from_file_location("make_vision", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_vision"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-maker = _script()
+maker = load_maker("make_vision")
 SEED = int(np.random.SeedSequence().entropy % (1 << 31))
 CLOSE = 1e-3
 """Gap between the two best logits below which rounding may decide."""

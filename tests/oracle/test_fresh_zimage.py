@@ -1,9 +1,5 @@
 """Fresh random Z-Image models written by diffusers, computed by both."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,22 +10,15 @@ from baton.engine.pictures.pipeline import Denoiser, PromptEncoder
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.tokens import TokenBuffer
 
+from .makers import load_maker
+
 pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
 pytest.importorskip("transformers", reason="transformers is not installed; run make test-oracle")
 pytest.importorskip("diffusers", reason="diffusers is not installed; run make test-oracle")
 
 
-def _script():
-    path = Path(__file__).with_name("make_zimage.py")
-    spec = importlib.util.spec_from_file_location("make_zimage", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_zimage"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-maker = _script()
+maker = load_maker("make_zimage")
 SEED = int(np.random.SeedSequence().entropy % (1 << 31))
 WIDE = {
     "transformer": {
