@@ -11,7 +11,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from ...proto.errors import CheckpointError
 from .model_config import (
@@ -45,14 +44,7 @@ class Checkpoint:
 
         Raises :class:`CheckpointError` with the tensor's name, the expected and the found shape.
         """
-        found = self.tensors.entry(name).shape
-        if found != shape:
-            raise CheckpointError(
-                f"{self.tensors.path(name)}: tensor '{name}' has shape {list(found)}, "
-                f"config.json requires {list(shape)}"
-            )
-        tensor = self.tensors.tensor(name)
-        return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
+        return self.tensors.take(name, shape)
 
     def weight_dtypes(self) -> tuple[str, ...]:
         """Return the dtypes of the tensors in the file, sorted."""

@@ -120,6 +120,20 @@ class TensorStore:
         """Return a view of a tensor; see :meth:`SafetensorsFile.tensor`."""
         return self._file(name).tensor(name)
 
+    def take(self, name: str, shape: tuple[int, ...]) -> Weights:
+        """Return a tensor as float32 or as uint16 bfloat16 bits; float16 is widened to float32.
+
+        Raises CheckpointError if the tensor is missing or has another shape.
+        """
+        found = self.entry(name).shape
+        if found != shape:
+            raise CheckpointError(
+                f"{self.path(name)}: tensor '{name}' has shape {list(found)}, "
+                f"config.json requires {list(shape)}"
+            )
+        tensor = self.tensor(name)
+        return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
+
     def raw(self, name: str) -> memoryview:
         """Return the bytes of a tensor of any dtype."""
         return self._file(name).raw(name)

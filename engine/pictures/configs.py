@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from ...proto.errors import CheckpointError
@@ -166,14 +165,7 @@ class ModelPart:
 
         Raises CheckpointError if the tensor is missing or has another shape.
         """
-        found = self.tensors.entry(name).shape
-        if found != shape:
-            raise CheckpointError(
-                f"{self.tensors.path(name)}: tensor '{name}' has shape {list(found)}, "
-                f"config.json requires {list(shape)}"
-            )
-        tensor = self.tensors.tensor(name)
-        return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
+        return self.tensors.take(name, shape)
 
 
 def read_config(path: Path, kind: type[C]) -> C:
