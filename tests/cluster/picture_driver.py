@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
 import queue
+import signal
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from baton.client import Client
 from baton.client.events import Ended, NewTokens, RequestSpec
@@ -18,6 +23,12 @@ from baton.engine.pictures.draw import PictureEngine
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.wire.context_maps import to_map
 from baton.proto.wire.wire_context import WireContext
+
+from ..processes import wait_until
+from .driver import lost_requests
+
+if TYPE_CHECKING:
+    from .conftest import Cluster
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "pictures" / "flux"
 PROMPT_TOKENS = 48
@@ -127,3 +138,55 @@ class Reference:
             }
         )
         return self.engine.draw(copy)
+
+
+def lose(
+    pools: Cluster,
+    client: Client,
+    reference: Reference,
+    name: str,
+    step: int | None,
+    requests: Sequence[PixelContext],
+) -> None:
+    """Kill a worker when the first picture has reached a step; all pixels must be right."""
+    expected = [reference.draw(request) for request in requests]
+    before = lost_requests(pools)
+    for attempt in range(6):  # on a busy machine the blow may come when all is over
+        if attempt and name.startswith("decode"):  # pictures of known prompts go to the other one
+            name = f"decode-{1 - int(name[-1])}"
+        pid = pools.pids()[name]
+        running = [Drawing(client, request) for request in requests]
+        if step is not None:
+            running[0].until(step)
+        os.kill(pid, signal.SIGKILL)
+        for drawing, request, pixels in zip(running, requests, expected, strict=True):
+            assert np.array_equal(drawing.pixels(), pixels)
+            assert drawing.steps == list(range(request.num_inference_steps + 1))
+        pools.wait_replaced(name, pid)
+        if lost_requests(pools) > before:
+            return
+    pytest.fail("nothing ran on the lost worker")
+
+
+def lose_a_stopped_one(
+    pools: Cluster,
+    client: Client,
+    reference: Reference,
+    role: str,
+    requests: Sequence[PixelContext],
+) -> None:
+    """Stop both workers of a role while pictures begin, and kill one; all pixels must be right."""
+    names = [f"{role}-0", f"{role}-1"]
+    pids = [pools.pids()[name] for name in names]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    running = [Drawing(client, request) for request in requests]
+    wait_until(
+        lambda: client.status()["router"]["requests"]["in_flight"] == len(requests),
+        what="requests at workers",
+    )
+    os.kill(pids[0], signal.SIGKILL)
+    os.kill(pids[1], signal.SIGCONT)
+    for drawing, request in zip(running, requests, strict=True):
+        assert np.array_equal(drawing.pixels(), reference.draw(request))
+    pools.wait_replaced(names[0], pids[0])

@@ -57,10 +57,7 @@ def clean(pools):
     """All workers are there, and afterwards none holds a block."""
     pools.wait_ready()
     yield
-    wait_until(
-        lambda: all(w["kv_blocks_used"] == 0 for w in pools.workers().values()),
-        what="all blocks to be free",
-    )
+    pools.wait_idle()
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +278,4 @@ def test_a_preempted_request_with_images_is_computed_again(cluster, folder):
     before = lost_requests(small)
     assert tokens(run(small.address, work)) == alone
     assert lost_requests(small) > before
-    wait_until(
-        lambda: all(w["kv_blocks_used"] == 0 for w in small.workers().values()),
-        what="all blocks to be free",
-    )
+    small.wait_idle()

@@ -36,10 +36,7 @@ def clean(pools):
     """All workers are there, and afterwards none holds a block."""
     pools.wait_ready()
     yield
-    wait_until(
-        lambda: all(w["kv_blocks_used"] == 0 for w in pools.workers().values()),
-        what="all blocks to be free",
-    )
+    pools.wait_idle()
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from baton.proto.requests import build_wire_context
 from baton.proto.sampling import SamplingParams
 
 from ..processes import wait_until
-from .driver import lost_requests
-from .picture_driver import FOLDER, Drawing, Reference
+from .picture_driver import FOLDER, Drawing, Reference, lose, lose_a_stopped_one
 
 pytestmark = pytest.mark.cluster
 
@@ -186,27 +185,6 @@ def many(reference, count=6, **fields):
     ]
 
 
-def lose(pools, client, reference, name, step, requests):
-    """Kill a worker when the first picture has reached a step; all pixels must be right."""
-    expected = [reference.draw(request) for request in requests]
-    before = lost_requests(pools)
-    for attempt in range(6):  # on a busy machine the blow may come when all is over
-        if attempt and name.startswith("decode"):  # pictures of known prompts go to the other one
-            name = f"decode-{1 - int(name[-1])}"
-        pid = pools.pids()[name]
-        running = [Drawing(client, request) for request in requests]
-        if step is not None:
-            running[0].until(step)
-        os.kill(pid, signal.SIGKILL)
-        for drawing, pixels in zip(running, expected, strict=True):
-            assert np.array_equal(drawing.pixels(), pixels)
-            assert drawing.steps == list(range(LONG + 1))
-        pools.wait_replaced(name, pid)
-        if lost_requests(pools) > before:
-            return
-    pytest.fail("nothing ran on the lost worker")
-
-
 def test_a_decode_worker_dies_between_steps(pools, client, reference):
     lose(pools, client, reference, "decode-0", 30, many(reference, 4))
 
@@ -223,20 +201,7 @@ def test_a_decode_worker_dies_at_another_step(pools, client, reference, name, st
 def test_workers_die_while_a_prompt_is_encoded_or_sent(pools, client, reference, role):
     """Stopped prefill workers encode nothing; stopped decode workers grant no blocks."""
     requests = [reference.request(f"{role} {n}", seed=n) for n in range(4)]
-    names = [f"{role}-0", f"{role}-1"]
-    pids = [pools.pids()[name] for name in names]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    running = [Drawing(client, request) for request in requests]
-    wait_until(
-        lambda: client.status()["router"]["requests"]["in_flight"] == len(requests),
-        what="requests at workers",
-    )
-    os.kill(pids[0], signal.SIGKILL)
-    os.kill(pids[1], signal.SIGCONT)
-    for drawing, request in zip(running, requests, strict=True):
-        assert np.array_equal(drawing.pixels(), reference.draw(request))
-    pools.wait_replaced(names[0], pids[0])
+    lose_a_stopped_one(pools, client, reference, role, requests)
 
 
 @pytest.mark.long

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
 import pytest
 
 from baton.engine.pictures.draw import PictureEngine
 from baton.proto.errors import InputError
 
-from ..processes import wait_until
-from .driver import lost_requests
-from .picture_driver import FOLDER, Drawing, Reference
+from .picture_driver import FOLDER, Drawing, Reference, lose, lose_a_stopped_one
 
 pytestmark = pytest.mark.cluster
 
@@ -127,39 +122,13 @@ def test_a_decode_worker_dies_between_steps(pools, client, reference):
     requests = [
         reference.request(f"picture {n}", seed=n, num_inference_steps=LONG) for n in range(4)
     ]
-    expected = [reference.draw(request) for request in requests]
-    before = lost_requests(pools)
-    for attempt in range(6):  # on a busy machine the blow may come when all is over
-        name = f"decode-{attempt % 2}"
-        pid = pools.pids()[name]
-        running = [Drawing(client, request) for request in requests]
-        running[0].until(30)
-        os.kill(pid, signal.SIGKILL)
-        for drawing, pixels in zip(running, expected, strict=True):
-            assert np.array_equal(drawing.pixels(), pixels)
-        pools.wait_replaced(name, pid)
-        if lost_requests(pools) > before:
-            return
-    pytest.fail("nothing ran on the lost worker")
+    lose(pools, client, reference, "decode-0", 30, requests)
 
 
 def test_a_prefill_worker_dies_while_it_encodes(pools, client, reference):
     """Stopped prefill workers encode nothing; one of them dies."""
     requests = [reference.request(f"prefill {n}", seed=n) for n in range(4)]
-    names = ["prefill-0", "prefill-1"]
-    pids = [pools.pids()[name] for name in names]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    running = [Drawing(client, request) for request in requests]
-    wait_until(
-        lambda: client.status()["router"]["requests"]["in_flight"] == len(requests),
-        what="requests at workers",
-    )
-    os.kill(pids[0], signal.SIGKILL)
-    os.kill(pids[1], signal.SIGCONT)
-    for drawing, request in zip(running, requests, strict=True):
-        assert np.array_equal(drawing.pixels(), reference.draw(request))
-    pools.wait_replaced(names[0], pids[0])
+    lose_a_stopped_one(pools, client, reference, "prefill", requests)
 
 
 def test_wrong_requests_end_with_one_error(client, reference):
