@@ -192,29 +192,33 @@ def cfg_truncation(request: PixelContext | WirePixelContext) -> float:
 
 
 def _real(request: PixelContext | WirePixelContext, name: str, default: float) -> float:
-    found = request.extra_params.get(name)
+    found = _single(request, name, "iuf", "number")
     if found is None:
         return default
-    if found.size != 1 or found.dtype.kind not in "iuf":
-        raise InputError(
-            f"{name} must be an array of one number, not {found.dtype} of shape {found.shape}"
-        )
-    value = float(found.reshape(-1)[0])
+    value = float(found)
     if not math.isfinite(value):
         raise InputError(f"{name} must be finite, not {value}")
     return value
 
 
 def _number(request: PixelContext | WirePixelContext, name: str) -> int | None:
+    found = _single(request, name, "iu", "integer")
+    return None if found is None else int(found)
+
+
+def _single(
+    request: PixelContext | WirePixelContext, name: str, kinds: str, what: str
+) -> np.generic | None:
+    """Return the only element of an extra parameter, None without one. ``kinds``: its dtypes'."""
     found = request.extra_params.get(name)
     if found is None:
         return None
-    if found.size != 1 or found.dtype.kind not in "iu":
+    if found.size != 1 or found.dtype.kind not in kinds:
         raise InputError(
-            f"{name} must be an integer array of one element, not {found.dtype} of shape "
-            f"{found.shape}"
+            f"{name} must be an array of one {what}, not {found.dtype} of shape {found.shape}"
         )
-    return int(found.reshape(-1)[0])
+    only: np.generic = found.reshape(-1)[0]
+    return only
 
 
 def _check_size(height: int, width: int) -> None:

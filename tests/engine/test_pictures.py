@@ -3,7 +3,6 @@
 import json
 import shutil
 import tracemalloc
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from baton.engine.pictures.draw import PictureEngine
 from baton.engine.pictures.flux import FluxTransformer, latent_image_ids
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.memory import decode_bytes, largest_picture, picture_bytes
-from baton.engine.pictures.pipeline import Denoiser, PromptEncoder
+from baton.engine.pictures.pipeline import Denoiser
 from baton.engine.pictures.sampler import normals, philox_words, reduced
 from baton.engine.pictures.vae import VaeDecoder
 from baton.engine.sampling.philox import philox4x32
@@ -24,40 +23,23 @@ from baton.proto.errors import CheckpointError, InputError
 from baton.proto.ids import RequestID
 from baton.proto.limits import MAX_PICTURE_PIXELS
 
+from .picture_model import backends, draw, load
+
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "pictures" / "flux"
 REFERENCE = dict(np.load(FOLDER / "reference.npz"))
 CASES = ["plain", "guided"]
 
 
-def backends():
-    try:
-        load_backend("cpu")
-    except ImportError:
-        return ["numpy"]
-    return ["numpy", "cpu"]
-
-
-@dataclass
-class Loaded:
-    encoder: PromptEncoder
-    denoiser: Denoiser
-
-
-def load(backend):
-    folder, kernels = open_folder(FOLDER), load_backend(backend)
-    return Loaded(PromptEncoder(folder, kernels), Denoiser(folder, kernels))
-
-
 @pytest.fixture(scope="module", params=backends())
 def loaded(request):
-    return load(request.param)
+    return load(request.param, FOLDER)
 
 
 @pytest.fixture(scope="module")
 def compiled():
     if "cpu" not in backends():
         pytest.skip("the C kernels were not built")
-    return load("cpu")
+    return load("cpu", FOLDER)
 
 
 def reference(case, name):
@@ -78,13 +60,6 @@ def context_of(case, *, latents=True, steps=4, **changes):
         fields["latents"] = reference(case, "start")
     fields |= {"num_inference_steps": steps, **changes}
     return PixelContext(tokens=tokens(case, "clip"), tokens_2=tokens(case, "t5"), **fields)
-
-
-def draw(loaded, context):
-    drawing = loaded.denoiser.start(context, loaded.encoder.encode(context))
-    while not drawing.is_done:
-        loaded.denoiser.step([drawing])
-    return drawing
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -172,7 +147,7 @@ def test_rotated_halves_instead_of_neighbours_are_noticed(monkeypatch):
         return np.arange(heads * dim)
 
     monkeypatch.setattr("baton.engine.pictures.joint.halves_order", unchanged)
-    assert wrong(load("auto"), "plain")[0] > 0.01
+    assert wrong(load("auto", FOLDER), "plain")[0] > 0.01
 
 
 def test_rows_and_columns_swapped_are_noticed(compiled, monkeypatch):

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import shutil
 import tracemalloc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
 from baton.engine.pictures import zimage
 from baton.engine.pictures.draw import PictureEngine
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.guidance import ClassicCfg
-from baton.engine.pictures.pipeline import Denoiser, PromptEncoder
 from baton.engine.pictures.prompt_decoder import _EarlyStates
 from baton.engine.pictures.zimage import ZImageTransformer
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.errors import CheckpointError, InputError
 from baton.proto.ids import RequestID
+
+from .picture_model import backends, draw, load
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "pictures" / "zimage"
 REFERENCE = dict(np.load(FOLDER / "reference.npz"))
@@ -32,35 +32,16 @@ FAR = 0.01
 """A distance of latents that a bug makes; that of the right model is below 1e-4."""
 
 
-def backends():
-    try:
-        load_backend("cpu")
-    except ImportError:
-        return ["numpy"]
-    return ["numpy", "cpu"]
-
-
-@dataclass
-class Loaded:
-    encoder: PromptEncoder
-    denoiser: Denoiser
-
-
-def load(backend, folder=FOLDER):
-    opened, kernels = open_folder(folder), load_backend(backend)
-    return Loaded(PromptEncoder(opened, kernels), Denoiser(opened, kernels))
-
-
 @pytest.fixture(scope="module", params=backends())
 def loaded(request):
-    return load(request.param)
+    return load(request.param, FOLDER)
 
 
 @pytest.fixture(scope="module")
 def compiled():
     if "cpu" not in backends():
         pytest.skip("the C kernels were not built")
-    return load("cpu")
+    return load("cpu", FOLDER)
 
 
 def reference(case, name):
@@ -87,13 +68,6 @@ def context_of(case, *, latents=True, steps=4, **changes):
         fields["latents"] = reference(case, "start")
     fields |= {"tokens": tokens(case, "tokens"), "num_inference_steps": steps}
     return PixelContext(**{**fields, "extra_params": named, **changes})
-
-
-def draw(loaded, context):
-    drawing = loaded.denoiser.start(context, loaded.encoder.encode(context))
-    while not drawing.is_done:
-        loaded.denoiser.step([drawing])
-    return drawing
 
 
 def far(loaded, case):
@@ -154,7 +128,7 @@ def test_a_missing_pad_token_is_noticed(compiled, monkeypatch, name):
 
 def test_padding_that_is_left_out_is_noticed(monkeypatch):
     monkeypatch.setattr(zimage, "padded", lambda count: count)
-    assert far(load("auto"), "plain") > FAR
+    assert far(load("auto", FOLDER), "plain") > FAR
 
 
 @pytest.mark.parametrize(
@@ -206,7 +180,7 @@ def test_states_after_the_norm_are_noticed(compiled, monkeypatch):
 
 def test_states_after_the_last_layer_are_noticed(monkeypatch):
     monkeypatch.setattr("baton.engine.pictures.prompt_decoder._without_last", lambda config: config)
-    wrong = load("auto")
+    wrong = load("auto", FOLDER)
     assert len(wrong.encoder.encoders.decoder._decoder._layers) == 3
     state = wrong.encoder.encode(context_of("plain"))["prompt"]
     assert np.abs(state - reference("plain", "prompt")).max() > FAR
