@@ -91,7 +91,10 @@ def test_good_requests_pass(make, fields):
         ({"latents": np.full((4, 4), -3e38, np.float32)}, r"latents must be finite numbers"),
         ({"latents": np.ones((4, 4), np.int32)}, r"latents must be floats"),
         ({"extra_params": {"seed": np.array([1.0])}}, r"seed must be an array of one integer"),
-        ({"extra_params": {"previews": np.array([1.0])}}, r"previews must be an array of one integer"),
+        (
+            {"extra_params": {"previews": np.array([1.0])}},
+            r"previews must be an array of one integer",
+        ),
         ({"extra_params": {"previews": np.array([17])}}, r"previews must be 0 to 16, not 17"),
         ({"extra_params": {"previews": np.array([-1])}}, r"previews must be 0 to 16, not -1"),
         ({"extra_params": {"other": np.array([1])}}, r"only seed, previews, cfg_normalization"),
