@@ -144,7 +144,8 @@ def test_numpy_kernels_agree_in_parts(monkeypatch, call):
     whole = call(NumpyBackend(), np.random.default_rng(5))
     shrink(monkeypatch)
     kernels = in_parts(NumpyBackend(), lambda: counted.append(1))
-    np.testing.assert_allclose(call(kernels, np.random.default_rng(5)), whole, 1e-5, 1e-5)
+    # BLAS orders a sum by the shape of the call; the convolution sums 432 products of about 1.
+    np.testing.assert_allclose(call(kernels, np.random.default_rng(5)), whole, 1e-5, 1e-4)
     assert counted
 
 
