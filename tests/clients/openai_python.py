@@ -158,7 +158,7 @@ def calls_of_responses(client: OpenAI) -> None:
 def errors(client: OpenAI) -> None:
     create = client.chat.completions.create
     cases = (
-        (openai.NotFoundError, {"model": "other"}, None),
+        (openai.NotFoundError, {"model": "other"}, "model"),
         (openai.BadRequestError, {"temperature": -1}, "temperature"),
         (openai.BadRequestError, {"extra_body": {"foo": 1}}, "foo"),
     )
