@@ -68,6 +68,7 @@ def _suite(stage: Stage, files: Sequence[str]) -> Iterator[Line]:
     run = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
+    print(run.stdout, flush=True)  # the part's log shows where a test failed
     if not report.exists():
         yield wrong("pytest runs", (run.stdout + run.stderr).strip()[-300:])
         return
