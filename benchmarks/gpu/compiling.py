@@ -20,6 +20,8 @@ def compiling(stage: Stage) -> Iterator[Line]:
     if stage.cupy is None:
         yield skipped("kernels compiled for this GPU", f"{len(sources)} sources, no GPU")
         return
+    if stage.device.tuning.prefill != "wgmma":
+        sources.remove("prefill_wgmma.cu")
     began = time.monotonic()
     command = [sys.executable, "-P", "-m", __name__, stage.factory]
     running = {

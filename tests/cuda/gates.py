@@ -30,6 +30,8 @@ CALL = r"CALL.*"
 
 TARGETS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_120")
 DEFAULT_TARGET = "sm_90"
+HOPPER = ("prefill_wgmma.cu",)
+"""Sources for sm_90a alone."""
 FORBIDDEN = (r"LDL.*", r"STL.*", r"F2FP?\..*\.R[ZMP](\..*)?")
 """Local memory: spilled registers, or arrays indexed at run time. Conversions that do not round to
 nearest even, which the CPU's form of the same function would not show."""
@@ -97,6 +99,14 @@ GATES: dict[str, dict[str, Gate]] = {
         "group_stats": Gate(64, forbids=ATOMICS),
         "group_apply": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16)),
         "pixels|mix|find_infinite": Gate(32, forbids=ATOMICS),
+    },
+    "prefill_wgmma.cu": {
+        # Of one block of 384 threads; setmaxnreg then divides them anew.
+        r"prefill_wgmma_d\d+": Gate(
+            168,
+            needs=(r"HGMMA\.64x128x16\.F32\.BF16.*", COPY_OR_ZERO, r"USETMAXREG.*", PACK_BF16),
+            forbids=(COPY_ALWAYS, TENSOR),
+        ),
     },
     "skinny_linear.cu": {
         "skinny_linear_.*": Gate(128, needs=(LOAD_16, TENSOR), forbids=ATOMICS),

@@ -15,6 +15,7 @@ from .gates import (
     DEFAULT_TARGET,
     FORBIDDEN,
     GATES,
+    HOPPER,
     PACK_BF16,
     TARGETS,
     TENSOR,
@@ -25,11 +26,17 @@ from .toolkit import FIRST, CompileFailed, compile_source, disassembler, nvrtc_l
 
 INCLUDE = '#include "device.cuh"'
 SOURCES = sorted(path.name for path in CSRC.glob("*.cu"))
+
+
+def targets_of(source):
+    return ("sm_90a",) if source in HOPPER else TARGETS
+
+
 CASES = [
     pytest.param(source, target, release, id=f"{source}-{target}-{release}")
     for release in ("newest", FIRST)
     for source in SOURCES
-    for target in TARGETS
+    for target in targets_of(source)
 ]
 
 needs_toolkit = pytest.mark.skipif(
@@ -108,7 +115,8 @@ def gate_of(source, name):
 @needs_toolkit
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_gate_has_its_kernel(source, build_cache):
-    names = compile_source(cuda_source(source), DEFAULT_TARGET, build_cache)
+    target = "sm_90a" if source in HOPPER else DEFAULT_TARGET
+    names = compile_source(cuda_source(source), target, build_cache)
     idle = [p for p in GATES.get(source, {}) if not any(re.fullmatch(p, n) for n in names)]
     assert names
     assert not idle

@@ -23,8 +23,12 @@ PREFILL_DIMS = (64, 80, 128)
 _DECODE = {d: Kernel("decode_attention.cu", f"decode_attention_d{d}") for d in HEAD_DIMS}
 _COMBINE = {d: Kernel("decode_attention.cu", f"decode_combine_d{d}") for d in HEAD_DIMS}
 _PREFILL = {d: Kernel("prefill_attention.cu", f"prefill_attention_d{d}") for d in PREFILL_DIMS}
+_WGMMA = {d: Kernel("prefill_wgmma.cu", f"prefill_wgmma_d{d}") for d in HEAD_DIMS}
 _THREADS = 128
 _WARPS = 4
+_WGMMA_THREADS = 384
+_WGMMA_KEYS = 128
+_WGMMA_STAGES = 2
 _GROUP = 8
 
 
@@ -109,13 +113,24 @@ def prefill_attention(
     if plan.shape[0] == 0:
         return
     numbers = [block_tables.shape[1], kv_heads, group, block_size, window or ALL_POSITIONS]
+    arguments = [q, kv_layer, block_tables, positions, plan, out]
+    arguments += [*(np.int32(n) for n in numbers), _base2(scale)]
+    items = plan.shape[0] * kv_heads
+    if device.tuning.prefill == "wgmma" and dim in _WGMMA:
+        device.launch(
+            _WGMMA[dim],
+            (min(items, device.multiprocessors),),
+            (_WGMMA_THREADS,),
+            [*arguments, np.int32(items)],
+            # Aligned to 1,024 bytes: queries, stages of keys and of values; then barriers.
+            1024 + (PREFILL_ROWS + 2 * _WGMMA_STAGES * _WGMMA_KEYS) * dim * 2 + 256,
+        )
+        return
     device.launch(
         _PREFILL[dim],
-        (plan.shape[0] * kv_heads,),
+        (items,),
         (_THREADS,),
-        [q, kv_layer, block_tables, positions, plan, out]
-        + [np.int32(n) for n in numbers]
-        + [_base2(scale)],
+        arguments,
         (PREFILL_ROWS + 4 * PREFILL_KEYS) * _row_bytes(dim) + PREFILL_ROWS * 4 + 32,
     )
 

@@ -28,6 +28,8 @@ from .tuning import Tuning, tuning_of
 _PLAIN_SHARED_BYTES = 48 * 1024
 _PIECE = 2 << 20
 _OPTIONS = ("-std=c++17",)
+_OWN_OPTIONS = {"prefill_wgmma.cu": ("-arch=sm_90a",)}
+"""Of some sources; the compiler takes the first target, and CuPy's own comes later."""
 INSTALL_CUPY = "pip install 'cupy-cuda13x[ctk]'"
 """The extra ``ctk`` includes NVRTC, which compiles the kernels."""
 _PROOF = '#line 1 "proof.cu"\nextern "C" __global__ void proof() {}\n'
@@ -509,7 +511,8 @@ class CupyDevice:
     def _module(self, source: str) -> Any:
         module = self._modules.get(source)
         if module is None:
-            options = (*_OPTIONS, *(f"-D{define}" for define in self.tuning.defines))
+            options = (*_OPTIONS, *_OWN_OPTIONS.get(source, ()))
+            options += tuple(f"-D{define}" for define in self.tuning.defines)
             module = self._cupy.RawModule(code=self._source(source), options=options)
             self._modules[source] = module
         return module

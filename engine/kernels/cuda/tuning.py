@@ -1,7 +1,8 @@
 """Variants of the CUDA kernels that are chosen per card, by measurement.
 
 ``csrc/tuning.json`` has one entry per card, written by the part ``sweep`` of ``make gpu-bench``. A
-card without an entry gets the defaults. Only :attr:`Tuning.decode_chunk` changes bits of results.
+card without an entry gets the defaults of its compute capability. Only :attr:`Tuning.decode_chunk`
+and :attr:`Tuning.prefill` change bits of results.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ....proto.errors import ConfigError
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of a multiprocessor from sm_90 on that blocks can have, 1 KiB less for each."""
+WGMMA = "90"
+"""The compute capability whose cards have the instructions wgmma."""
 _STAGE_BYTES = 32 * 1024
 _WIDE_ROWS = 64
 
@@ -32,6 +35,8 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     from there on; empty: two tiles if those still give every multiprocessor two blocks.
     ``fuse_from``: channels of a gated MLP from which on one kernel computes gate, up and activation
     of few rows; None: where a product of gate and up takes two tiles, as the fused kernel does.
+    ``prefill``: instructions of prefill attention with heads of 64 or 128; "wgmma" exists on sm_90
+    alone.
     """
 
     decode_bounds: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
@@ -40,6 +45,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     combine_warps: Literal[1, 2, 4] = 4
     skinny_tiles: Steps = ()
     fuse_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    prefill: Literal["mma", "wgmma"] = "mma"
 
     def __post_init__(self) -> None:
         """Raise ValueError for choices that do not go together."""
@@ -74,7 +80,8 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def numerics(self) -> str:
         """What of this changes bits of results, for the name of a device; empty for defaults."""
         usual = Tuning().decode_chunk
-        return "" if self.decode_chunk == usual else f"-chunk{self.decode_chunk}"
+        chunk = "" if self.decode_chunk == usual else f"-chunk{self.decode_chunk}"
+        return chunk + "-wgmma" * (self.prefill == "wgmma")
 
     def wide(self, width: int, multiprocessors: int) -> bool:
         """Whether a block of a skinny product takes two tiles of a matrix with ``width`` rows."""
@@ -96,6 +103,11 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     capability: str
     commit: str
     tuning: Tuning
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a choice that the card cannot run."""
+        if self.tuning.prefill == "wgmma" and self.capability != WGMMA:
+            raise ValueError(f"prefill by wgmma needs capability {WGMMA}, not {self.capability}")
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,7 +140,12 @@ def tuning_of(name: str, capability: str, path: Path | None = None) -> Tuning:
     for card in read_table(path or table_path()).cards:
         if (card.name, card.capability) == (name, capability):
             return card.tuning
-    return Tuning()
+    return default_tuning(capability)
+
+
+def default_tuning(capability: str) -> Tuning:
+    """Return the choices for a card of this compute capability that nobody has measured."""
+    return Tuning(prefill="wgmma" if capability == WGMMA else "mma")
 
 
 def write_card(path: Path, card: Card) -> None:

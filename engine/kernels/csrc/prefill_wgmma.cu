@@ -1,0 +1,457 @@
+// Prefill attention on Hopper's asynchronous tensor cores (wgmma, sm_90a), otherwise like
+// prefill_attention.cu: the same plan, rows, masks and rounding.
+//
+// The schedule is that of FlashAttention-3 (https://arxiv.org/abs/2407.08608): of a block's three
+// warpgroups one copies, and two take 64 rows each. While the tensor cores multiply a tile's
+// weights and values, a warpgroup weighs the next tile's scores. The two take turns in issuing products, so that
+// one weighs while the other multiplies. The cache is paged, so tiles are copied by cp.async,
+// 16 bytes per thread, and not by the bulk copy engine: positions that nobody may read become zeros.
+//
+// Thread blocks stay: each takes every n-th tile of the plan, so that the first keys of the next are
+// copied while the last of the previous are computed. Tiles of 128 keys start at multiples of 128
+// positions whatever the chunk, and the softmax maximum is a power of two, so a row's bits are the
+// same in any chunk or batch. They differ from those of prefill_attention.cu, whose tiles have 64 keys.
+#include "hopper.cuh"
+#include "paged_kv.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+constexpr int kRows = 128, kKeys = 128;  // of a tile of the plan; of a tile of keys
+#ifndef BATON_PREFILL_STAGES
+#define BATON_PREFILL_STAGES 2
+#endif
+constexpr int kStages = BATON_PREFILL_STAGES;
+constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
+constexpr int kCopyRegisters = 56, kComputeRegisters = 224;  // 128 * 56 + 256 * 224 <= 65536
+constexpr int kPartBytes = kKeys * kSwizzleBytes;  // 64 columns of a tile
+template <int D> constexpr int kTileBytes = D / 64 * kPartBytes;
+constexpr int kGroupsPerTile = kKeys / kGroup;
+constexpr int kFound = kWarp / kGroupsPerTile;  // tiles whose rows fit into the lanes of a warp
+
+// Addresses in shared memory. "full": its content has arrived; "empty": nobody reads it any more.
+template <int D> struct Places {
+    unsigned start;
+    __device__ __forceinline__ unsigned queries() const { return start; }
+    __device__ __forceinline__ unsigned keys(unsigned stage) const {
+        return start + (1 + stage) * kTileBytes<D>;
+    }
+    __device__ __forceinline__ unsigned values(unsigned stage) const {
+        return start + (1 + kStages + stage) * kTileBytes<D>;
+    }
+    __device__ __forceinline__ unsigned barrier(int n) const {
+        return start + (1 + 2 * kStages) * kTileBytes<D> + n * 8;
+    }
+    __device__ __forceinline__ unsigned queries_full() const { return barrier(0); }
+    __device__ __forceinline__ unsigned queries_empty() const { return barrier(1); }
+    __device__ __forceinline__ unsigned keys_full(unsigned s) const { return barrier(2 + s); }
+    __device__ __forceinline__ unsigned keys_empty(unsigned s) const {
+        return barrier(2 + kStages + s);
+    }
+    __device__ __forceinline__ unsigned values_full(unsigned s) const {
+        return barrier(2 + 2 * kStages + s);
+    }
+    __device__ __forceinline__ unsigned values_empty(unsigned s) const {
+        return barrier(2 + 3 * kStages + s);
+    }
+};
+
+// A tile of the plan, as in prefill_attention.cu.
+struct Job {
+    int sequence, first_row, rows, begin;
+    int end, common_begin, common_end, nothing;
+};
+
+struct Call {
+    const bf16* q;
+    const bf16* kv_layer;
+    const int* tables;
+    const int* positions;
+    const Job* plan;
+    bf16* out;
+    int table_width, kv_heads, group, block_size, window;
+    float scale_log2;
+    int items;  // tiles of the plan times KV heads
+};
+
+__device__ __forceinline__ Job job_of(const Call& call, int item) {
+    const int4* words = (const int4*)(call.plan + item / call.kv_heads);
+    const int4 a = words[0], b = words[1];
+    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+// The item of a thread block in round r: there and back, because the plan begins with long tiles.
+__device__ __forceinline__ int item_of(int round) {
+    const int at = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    return round * gridDim.x + at;
+}
+
+__device__ __forceinline__ void copy_to(unsigned to, const bf16* from, bool wanted) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(wanted ? 16u : 0u)
+                 : "memory");
+}
+
+// ---------------------------------------------------------------- the warpgroup that copies
+
+template <int D> struct Copier {
+    static constexpr int kPieces = D / 8;  // of a row
+    static constexpr int kStep = kWarpgroup / kPieces;  // rows that all threads copy at once
+
+    const Places<D> places;
+    int thread;
+
+    // This thread's place within the first rows of a tile; step i is i * kStep rows below.
+    __device__ __forceinline__ unsigned place() const {
+        const int row = thread / kPieces, piece = thread % kPieces;
+        return piece / 8 * kPartBytes + row * kSwizzleBytes + ((piece ^ row) & 7) * 16;
+    }
+
+    __device__ __forceinline__ void queries(const Call& call, const Job& job, int kv_head) const {
+        const int heads = call.kv_heads * call.group, count = job.rows * call.group;
+        const bf16* q = call.q + (static_cast<long long>(job.first_row) * heads +
+                                  kv_head * call.group) * D + thread % kPieces * 8;
+        const unsigned to = places.queries() + place();
+#pragma unroll 4
+        for (int i = 0; i < kRows / kStep; i++) {
+            const int row = i * kStep + thread / kPieces, token = row / call.group;
+            const long long at = static_cast<long long>(token) * heads + (row - token * call.group);
+            const bool wanted = row < count;
+            copy_to(to + i * kStep * kSwizzleBytes, q + (wanted ? at * D : 0), wanted);
+        }
+    }
+
+    // Keys (or, `distance` rows after them, values) of a tile; `rows` are those of its groups.
+    __device__ __forceinline__ void rows(const PagedHead& kv, unsigned rows, int tile,
+                                         unsigned target, long long distance) const {
+        const unsigned to = target + place();
+        const bf16* pool = kv.pool + distance * D + thread % kPieces * 8;
+#pragma unroll
+        for (int i = 0; i < kKeys / kStep; i++) {
+            const int row = i * kStep + thread / kPieces;
+            const int group = tile % kFound * kGroupsPerTile + row / kGroup;
+            const unsigned at = __shfl_sync(kAllLanes, rows, group) + row % kGroup;
+            copy_to(to + i * kStep * kSwizzleBytes, pool + static_cast<long long>(at) * D,
+                    kv.readable(tile * kKeys + row));
+        }
+    }
+
+    __device__ __forceinline__ void run(const Call& call) const {
+        unsigned count = 0;  // tiles of keys so far
+        for (int round = 0, item; (item = item_of(round)) < call.items; round++) {
+            const Job job = job_of(call, item);
+            const int kv_head = item % call.kv_heads;
+            const int* table = call.tables + static_cast<long long>(job.sequence) * call.table_width;
+            const PagedHead kv = {call.kv_layer, table, call.block_size, call.kv_heads,
+                                  kv_head, job.begin, job.end};
+            barrier_wait(places.queries_empty(), (round & 1) ^ 1);
+            queries(call, job, kv_head);
+            barrier_arrive_after_copies(places.queries_full());
+            const int tiles = (job.end + kKeys - 1) / kKeys;
+            int tile = job.begin / kKeys;
+            const auto find = [&](int tile) {
+                return kv.row_of_group(tile / kFound * kWarp + thread % kWarp);
+            };
+            unsigned found = find(tile), found_ahead = find(tile + kFound);
+            for (; tile < tiles; tile++, count++) {
+                const unsigned stage = count % kStages, parity = (count / kStages & 1) ^ 1;
+                barrier_wait(places.keys_empty(stage), parity);
+                rows(kv, found, tile, places.keys(stage), 0);
+                barrier_arrive_after_copies(places.keys_full(stage));
+                barrier_wait(places.values_empty(stage), parity);
+                rows(kv, found, tile, places.values(stage), kv.value_distance());
+                barrier_arrive_after_copies(places.values_full(stage));
+                if ((tile + 1) % kFound == 0) {
+                    found = found_ahead;
+                    found_ahead = find(tile + 1 + kFound);
+                }
+            }
+        }
+        cp_async_wait_all();
+    }
+};
+
+// ---------------------------------------------------------------- a warpgroup that computes
+
+// A lane's part of 64 rows: rows g and g + 8 of its warp's 16, two of each eight columns.
+template <int D> struct Sums {
+    float out[D / 2];
+    float peak[2], weight[2];
+};
+
+struct Weights {
+    unsigned pair[kKeys / 16][4];
+};
+
+template <int D> struct Computer {
+    const Places<D> places;
+    int consumer, warp, lane;  // the warpgroup; the warp within it
+
+    __device__ __forceinline__ void scores(float (&score)[kKeys / 2], unsigned stage) const {
+        const unsigned queries = places.queries() + consumer * 64 * kSwizzleBytes;
+        const unsigned keys = places.keys(stage);
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+            const unsigned at = k / 4 * kPartBytes + k % 4 * 32;
+            wgmma_shared_n128(score, tile_descriptor(queries + at, 16),
+                              tile_descriptor(keys + at, 16), k > 0);
+        }
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void add_values(Sums<D>& sums, const Weights& weights,
+                                               unsigned stage) const {
+        const unsigned values = places.values(stage);
+#pragma unroll
+        for (int k = 0; k < kKeys / 16; k++)
+            wgmma_values(sums.out, weights.pair[k],
+                         tile_descriptor(values + k * 16 * kSwizzleBytes, kPartBytes));
+        wgmma_commit();
+    }
+
+    // seen[h] is the last position that row g + 8 h sees; it sees `window` positions up to it.
+    __device__ __forceinline__ void mask(float (&score)[kKeys / 2], const int (&seen)[2], int first,
+                                         int window) const {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int key = first + n * 8 + (lane & 3) * 2 + (i & 1), last = seen[i >> 1];
+                const bool visible = key <= last && key > last - window;
+                if (!visible) score[n * 4 + i] = minus_infinity();
+            }
+    }
+
+    // The new maxima of the rows; `by` is what sums so far are multiplied with, if some row's grew.
+    __device__ __forceinline__ bool raise(Sums<D>& sums, const float (&score)[kKeys / 2],
+                                          float (&by)[2], float scale_log2) const {
+        bool grew = false;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float top = fmaxf(score[2 * h], score[2 * h + 1]);
+#pragma unroll
+            for (int n = 1; n < kKeys / 8; n++)
+                top = fmaxf(top, fmaxf(score[n * 4 + 2 * h], score[n * 4 + 2 * h + 1]));
+            top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+            const float peak = fmaxf(sums.peak[h], ceilf(top * scale_log2));
+            grew |= peak != sums.peak[h];
+            by[h] = power_of_two(sums.peak[h] - peak);
+            sums.peak[h] = peak;
+            sums.weight[h] *= by[h];
+        }
+        return __any_sync(kAllLanes, grew);
+    }
+
+    // Turns scores into weights 2^(score - maximum), rounded to bf16, in place: the registers of the
+    // previous weights are still being read.
+    __device__ __forceinline__ void weigh(Sums<D>& sums, float (&score)[kKeys / 2],
+                                          float scale_log2) const {
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; i += 2) {
+            const float peak = sums.peak[i >> 1 & 1];
+            const float low = exp2f(fmaf(score[i], scale_log2, -peak));
+            const float high = exp2f(fmaf(score[i + 1], scale_log2, -peak));
+            const unsigned pair = pack_bf16(low, high);
+            score[i] = low_bf16(pair), score[i + 1] = high_bf16(pair);
+            sums.weight[i >> 1 & 1] += score[i] + score[i + 1];
+        }
+    }
+
+    // Two adjacent score fragments form a weight fragment.
+    __device__ __forceinline__ void pack(Weights& weights, const float (&score)[kKeys / 2]) const {
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; i++)
+            weights.pair[i / 4][i % 4] = __byte_perm(__float_as_uint(score[2 * i]),
+                                                     __float_as_uint(score[2 * i + 1]), 0x7632);
+    }
+
+    __device__ __forceinline__ void rescale(Sums<D>& sums, const float (&by)[2]) const {
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums.out[n * 4 + i] *= by[i >> 1];
+    }
+
+    __device__ __forceinline__ void write(Sums<D>& sums, const Call& call, const Job& job,
+                                          int kv_head) const {
+        const int heads = call.kv_heads * call.group;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float weight = sums.weight[h];
+            weight += __shfl_xor_sync(kAllLanes, weight, 1);
+            weight += __shfl_xor_sync(kAllLanes, weight, 2);
+            const float by = weight > 0.0f ? 1.0f / weight : 0.0f;
+            const int row = row_of(h);
+            if (row >= job.rows * call.group) continue;
+            const int token = row / call.group;
+            const long long at = static_cast<long long>(job.first_row + token) * heads +
+                                 kv_head * call.group + (row - token * call.group);
+            unsigned* to = (unsigned*)(call.out + at * D) + (lane & 3);
+#pragma unroll
+            for (int n = 0; n < D / 8; n++)
+                to[n * 4] = pack_bf16(sums.out[n * 4 + 2 * h] * by, sums.out[n * 4 + 2 * h + 1] * by);
+        }
+    }
+
+    __device__ __forceinline__ int row_of(int h) const {
+        return consumer * 64 + warp * 16 + h * 8 + (lane >> 2);
+    }
+
+    // One arrival per warp, after all its lanes.
+    __device__ __forceinline__ void leave(unsigned barrier) const {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barrier);
+    }
+
+    __device__ __forceinline__ void my_turn() const {
+#ifndef BATON_PREFILL_NO_TURNS
+        turn_wait(1 + consumer, kConsumers * kWarpgroup);
+#endif
+    }
+    __device__ __forceinline__ void your_turn() const {
+#ifndef BATON_PREFILL_NO_TURNS
+        turn_give(1 + (consumer ^ 1), kConsumers * kWarpgroup);
+#endif
+    }
+
+    // A branch on the sum of all weights, which is taken at most for NaN: the compiler moves no wait
+    // above it, and so the scores are weighed while the products still run.
+    __device__ __forceinline__ void weighed(float sum) const {
+        for (; __any_sync(kAllLanes, !(sum >= 0.0f)); sum = 0.0f) asm volatile("nanosleep.u32 1;");
+    }
+
+    // Adds the values of tile `count`, whose weights are known, and weighs the scores of the next, whose
+    // keys begin at `first`.
+    template <bool kMasked>
+    __device__ __forceinline__ void step(Sums<D>& sums, Weights& weights, const int (&seen)[2],
+                                         int first, const Call& call, unsigned count) const {
+        float score[kKeys / 2], by[2];
+        const unsigned stage = count % kStages, next = (count + 1) % kStages;
+        barrier_wait(places.keys_full(next), (count + 1) / kStages & 1);
+        barrier_wait(places.values_full(stage), count / kStages & 1);
+        shared_fence_for_wgmma();
+        my_turn();
+        wgmma_fence();
+        scores(score, next);
+        add_values(sums, weights, stage);
+        your_turn();
+        wgmma_wait<1>();
+        keep_order(score);
+        leave(places.keys_empty(next));
+        if (kMasked) mask(score, seen, first, call.window);
+        const bool grew = raise(sums, score, by, call.scale_log2);
+        weigh(sums, score, call.scale_log2);
+        weighed(sums.weight[0] + sums.weight[1]);
+        wgmma_wait<0>();
+        keep_order(sums.out);
+        leave(places.values_empty(stage));
+        if (grew) rescale(sums, by);
+        pack(weights, score);
+    }
+
+    __device__ __forceinline__ void run(const Call& call) const {
+        unsigned count = 0;
+        if (consumer == 1) your_turn();
+        for (int round = 0, item; (item = item_of(round)) < call.items; round++) {
+            const Job job = job_of(call, item);
+            const int kv_head = item % call.kv_heads;
+            int seen[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = row_of(h);
+                seen[h] = row < job.rows * call.group
+                              ? call.positions[job.first_row + row / call.group] : -1;
+            }
+            Sums<D> sums;
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) sums.out[i] = 0.0f;
+            sums.peak[0] = sums.peak[1] = kLowest, sums.weight[0] = sums.weight[1] = 0.0f;
+            Weights weights;
+            float score[kKeys / 2], by[2];
+            const int tiles = (job.end + kKeys - 1) / kKeys;
+            int tile = job.begin / kKeys;
+            const auto at_edge = [&] {
+                const int first = tile * kKeys;
+                return first < job.common_begin || first + kKeys > job.common_end;
+            };
+
+            barrier_wait(places.queries_full(), round & 1);
+            barrier_wait(places.keys_full(count % kStages), count / kStages & 1);
+            shared_fence_for_wgmma();
+            my_turn();
+            wgmma_fence();
+            scores(score, count % kStages);
+            your_turn();
+            wgmma_wait<0>();
+            keep_order(score);
+            leave(places.keys_empty(count % kStages));
+            if (at_edge()) mask(score, seen, tile * kKeys, call.window);
+            raise(sums, score, by, call.scale_log2);
+            weigh(sums, score, call.scale_log2);
+            pack(weights, score);
+            for (tile++; tile < tiles; tile++) {
+                if (at_edge())
+                    step<true>(sums, weights, seen, tile * kKeys, call, count++);
+                else
+                    step<false>(sums, weights, seen, tile * kKeys, call, count++);
+            }
+            leave(places.queries_empty());
+            const unsigned stage = count % kStages;
+            barrier_wait(places.values_full(stage), count / kStages & 1);
+            count++;
+            shared_fence_for_wgmma();
+            my_turn();
+            wgmma_fence();
+            add_values(sums, weights, stage);
+            your_turn();
+            wgmma_wait<0>();
+            keep_order(sums.out);
+            leave(places.values_empty(stage));
+            write(sums, call, job, kv_head);
+        }
+        if (consumer == 0) my_turn();  // takes the last turn that was given
+    }
+};
+
+template <int D> __device__ __forceinline__ void prefill_attention(const Call& call) {
+    DYNAMIC_SHARED(shared);
+    const unsigned base = shared_address(shared);
+    const Places<D> places = {(base + kSwizzleAtom - 1) / kSwizzleAtom * kSwizzleAtom};
+    if (threadIdx.x == 0) {
+        barrier_init(places.queries_full(), kWarpgroup);
+        barrier_init(places.queries_empty(), kConsumers * kWarpgroup / kWarp);
+        for (int s = 0; s < kStages; s++) {
+            barrier_init(places.keys_full(s), kWarpgroup);
+            barrier_init(places.values_full(s), kWarpgroup);
+            barrier_init(places.keys_empty(s), kConsumers * kWarpgroup / kWarp);
+            barrier_init(places.values_empty(s), kConsumers * kWarpgroup / kWarp);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
+    if (warpgroup == kConsumers) {
+        fewer_registers<kCopyRegisters>();
+        const Copier<D> copier = {places, thread};
+        copier.run(call);
+    } else {
+        more_registers<kComputeRegisters>();
+        const Computer<D> computer = {places, warpgroup, thread / kWarp, thread % kWarp};
+        computer.run(call);
+    }
+}
+
+#define KERNEL(D)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1) prefill_wgmma_d##D(                  \
+        const bf16* __restrict__ q, const bf16* __restrict__ kv_layer,                             \
+        const int* __restrict__ tables, const int* __restrict__ positions,                         \
+        const Job* __restrict__ plan, bf16* __restrict__ out, int table_width, int kv_heads,       \
+        int group, int block_size, int window, float scale_log2, int items) {                      \
+        prefill_attention<D>({q, kv_layer, tables, positions, plan, out, table_width, kv_heads,    \
+                              group, block_size, window, scale_log2, items});                      \
+    }
+
+KERNEL(64)
+KERNEL(128)
+
+#endif
