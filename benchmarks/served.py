@@ -80,7 +80,8 @@ class Served:
             self._process.wait()
 
     def _connect(self, workers: int) -> Client:
-        client = Client(self.address, connect_timeout=READY_S)
+        # Waits little for the router, so that a cluster that has ended is seen.
+        client = Client(self.address, connect_timeout=1.0)
         until = time.monotonic() + READY_S
         while time.monotonic() < until and self._process.poll() is None:
             try:

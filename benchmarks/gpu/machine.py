@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CARRIED = ("msgspec", "pyzmq", "structlog", "llguidance")
+CARRIED = ("msgspec", "pyzmq", "structlog", "llguidance", "httptools")
 """What a machine with CuPy may lack; wheels of 1 to 3 MB."""
 
 _MODULES = {"pyzmq": "zmq", "cupy-cuda13x": "cupy"}

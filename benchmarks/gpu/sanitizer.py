@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -33,12 +34,28 @@ def _under(stage: Stage, tool: str) -> Iterator[Line]:
         yield skipped(what, "not installed" if program is None else "needs a GPU")
         return
     out = stage.scratch / "smoke.lines"
-    command = [program, "--tool", tool, "--error-exitcode", str(_CODE), "--print-limit", "5"]
+    command = [program, "--tool", tool, "--error-exitcode", str(_CODE), "--print-limit", "50"]
     command += [sys.executable, "-P", "-m", "baton.benchmarks.gpu.child"]
     command += ["baton.benchmarks.gpu.smoke:smoke", "--out", str(out)]
     command += ["--stage", "baton.benchmarks.gpu.smoke:exact_memory"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    yield checked(what, run.returncode == 0, verdict(run.stdout + run.stderr), "0 errors")
+    output = run.stdout + run.stderr
+    print(output, flush=True)
+    # With hazards that may be meant, such as those within a warp, the exit code is not 0 either.
+    fine = run.returncode == 0 or (run.returncode == _CODE and "(0 errors" in verdict(output))
+    yield checked(what, fine, verdict(output), "0 errors")
+    for kernel, count in warned(output).items():
+        yield Line(f"{what}, warnings", f"{kernel}: {count}")
+
+
+def warned(output: str) -> dict[str, int]:
+    """How many warnings name a kernel first."""
+    found: dict[str, int] = {}
+    for report in re.split(r"^=+ Warning:", output, flags=re.MULTILINE)[1:]:
+        if match := re.search(r" in (\w+)[+(]|at (\w+)\+0x", report):
+            kernel = match[1] or match[2]
+            found[kernel] = found.get(kernel, 0) + 1
+    return found
 
 
 def verdict(output: str) -> str:

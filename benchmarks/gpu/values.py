@@ -163,10 +163,10 @@ def _by_torch(stage: Stage, case: _Case, q: Any, pool: Any, tables: Any) -> F64:
         seen = (keys_at <= at) & (keys_at > at - (case.window or end + 1))
         for head in range(KV_HEADS):
             own = slice(head * GROUP, (head + 1) * GROUP)
-            mine = torch.tensor(queries[rows, own], device=where).transpose(0, 1)
+            mine = torch.tensor(queries[rows, own], dtype=torch.float32, device=where)
             keys, values_ = (x[head].expand(GROUP, -1, -1) for x in both)
             found = torch.nn.functional.scaled_dot_product_attention(
-                mine, keys, values_, attn_mask=seen, scale=case.dim**-0.5
+                mine.transpose(0, 1), keys, values_, attn_mask=seen, scale=case.dim**-0.5
             )
             out[rows, own] = found.transpose(0, 1).cpu().numpy()
     return out

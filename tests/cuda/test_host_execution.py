@@ -125,9 +125,7 @@ def test_integers_and_bits(device, rng):
 def _perm(source, selector):
     result = 0
     for k in range(4):
-        s = selector >> 4 * k & 15
-        byte = source[s & 7]
-        result |= ((255 if byte & 128 else 0) if s & 8 else byte) << 8 * k
+        result |= source[selector >> 4 * k & 7] << 8 * k
     return result
 
 

@@ -100,7 +100,8 @@ class Cublas:
         """Queue ``out[m, N] = x[m, K] @ weight[N, K].T``; ``add`` adds to ``out``.
 
         Arguments are device addresses; ``sizes`` are m, N, K. ``x`` and ``weight`` are bf16;
-        ``out`` is float32 if ``wide``, else bf16. Sums are float32.
+        ``out`` is float32 if ``wide``, else bf16. Sums are float32. cuBLAS 13.1 was seen to round a
+        product to bf16 before it adds it to ``out`` in bf16.
         """
         rows, width, depth = sizes
         # cuBLAS is column-major: out.T = weight @ x.T.

@@ -229,13 +229,13 @@ static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shi
     uint64_t both = static_cast<uint64_t>(high) << 32 | low;
     return static_cast<unsigned>(both >> (shift & 31));
 }
+// Ignores bit 3 of each selector, unlike the instruction prmt.
 static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     uint64_t both = static_cast<uint64_t>(y) << 32 | x;
     unsigned r = 0;
     for (int i = 0; i < 4; i++) {
-        unsigned s = selector >> (4 * i), byte = static_cast<unsigned>(both >> (8 * (s & 7))) & 0xffu;
-        if (s & 8) byte = byte & 0x80u ? 0xffu : 0;  // the sign, eight times
-        r |= byte << (8 * i);
+        const unsigned s = selector >> (4 * i) & 7;
+        r |= static_cast<unsigned>(both >> (8 * s) & 0xffu) << (8 * i);
     }
     return r;
 }
