@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.kernels.cuda.cupy_device import address_range, check_allocation
+from baton.engine.kernels.cuda.cupy_device import address_range, check_allocation, described
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,19 @@ def test_without_a_driver_nothing_is_believed() -> None:
     except OSError:
         return
     pytest.fail("an address of nobody has an allocation")
+
+
+def test_the_driver_is_asked_for_a_uuid_that_cupy_cut_at_a_zero_byte() -> None:
+    whole = bytes([7, 0, *range(14)])
+    asked = []
+
+    def ask(ordinal: int) -> bytes:
+        asked.append(ordinal)
+        return whole
+
+    cut = described(3, {"name": b"NVIDIA H200", "uuid": whole[:1]}, ask)
+    assert (cut.ordinal, cut.uuid) == (3, "GPU-07000001-0203-0405-0607-08090a0b0c0d")
+    assert asked == [3]
+    complete = described(0, {"name": b"NVIDIA H200", "uuid": bytes(range(1, 17))}, ask)
+    assert complete.uuid == "GPU-01020304-0506-0708-090a-0b0c0d0e0f10"
+    assert asked == [3]

@@ -304,14 +304,10 @@ template <int D> struct Computer {
     }
 
     __device__ __forceinline__ void my_turn() const {
-#ifndef BATON_PREFILL_NO_TURNS
         turn_wait(1 + consumer, kConsumers * kWarpgroup);
-#endif
     }
     __device__ __forceinline__ void your_turn() const {
-#ifndef BATON_PREFILL_NO_TURNS
         turn_give(1 + (consumer ^ 1), kConsumers * kWarpgroup);
-#endif
     }
 
     // A branch on the sum of all weights, which is taken at most for NaN: the compiler moves no wait

@@ -39,6 +39,7 @@ _LIBRARY = "libcuda.so.1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MIG = "MIG"
 """In the UUID and in the name of an instance of a GPU that is split (Multi-Instance GPU)."""
+_UUID_BYTES = 16
 _LAZY_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess: mapping another GPU's memory makes it readable here."""
 AddressRange = Callable[[int], tuple[int, int]]
@@ -80,13 +81,22 @@ def visible_gpus() -> list[Gpu]:
 
     runtime = cupy.cuda.runtime
     found = [runtime.getDeviceProperties(each) for each in range(runtime.getDeviceCount())]
-    return [_described(ordinal, one) for ordinal, one in enumerate(found)]
+    return [described(ordinal, one) for ordinal, one in enumerate(found)]
 
 
-def _described(ordinal: int, properties: dict[str, Any]) -> Gpu:
-    name = properties["name"].decode()
+def described(
+    ordinal: int, properties: dict[str, Any], ask: Callable[[int], bytes] | None = None
+) -> Gpu:
+    """Return a GPU by its properties from the CUDA runtime; ``ask`` returns the UUID of an ordinal.
+
+    CuPy 14 ends a UUID at its first zero byte, which every sixteenth GPU has. The driver is asked
+    for such a UUID.
+    """
+    name, number = properties["name"].decode(), bytes(properties["uuid"])
+    if len(number) != _UUID_BYTES:
+        number = (ask or driver_uuid)(ordinal)
     kind = _MIG if _MIG in name.split() else "GPU"
-    return Gpu(ordinal, f"{kind}-{uuid.UUID(bytes=bytes(properties['uuid']))}", name)
+    return Gpu(ordinal, f"{kind}-{uuid.UUID(bytes=number)}", name)
 
 
 def instances_problem(shown: str | None) -> str:
@@ -532,6 +542,20 @@ def _as_passed(argument: Argument) -> Any:
     if argument is None:
         return np.uint64(0)
     return np.array([argument]) if isinstance(argument, np.void) else argument
+
+
+def driver_uuid(ordinal: int) -> bytes:
+    """Ask the driver for the UUID of a GPU, 16 bytes; of an instance of a split GPU, its own.
+
+    The CUDA runtime must have been used before. Raises ConfigError if the driver refuses.
+    """
+    library = ctypes.CDLL(_LIBRARY)
+    device, number = ctypes.c_int(), ctypes.create_string_buffer(_UUID_BYTES)
+    failure = library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(ordinal))
+    failure = failure or library.cuDeviceGetUuid_v2(number, device)
+    if failure:
+        raise ConfigError(f"the CUDA driver names no UUID for device {ordinal}: error {failure}")
+    return number.raw
 
 
 def address_range(pointer: int) -> tuple[int, int]:
