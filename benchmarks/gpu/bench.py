@@ -23,6 +23,7 @@ PARTS = (
     Part("draw", f"{_HERE}.bench_rows:drawing", 90),
     Part("products", f"{_HERE}.bench_rows:products", 90),
     Part("model", f"{_HERE}.bench_model:model", 300),
+    Part("transformers", f"{_HERE}.bench_model:transformers", 300),
 )
 
 

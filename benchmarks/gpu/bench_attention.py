@@ -156,43 +156,61 @@ def prefilling(stage: Stage) -> Iterator[Line]:
     ceiling = matrix_rate(stage)
     yield Line("matrix rate", f"{ceiling / 1e12:.0f} TFLOP/s", figures={"flops": ceiling})
     for length in (stage.size(8192, 24), stage.size(2048, 16)):
-        yield _prefill(stage, length, ceiling)
+        yield PrefillBench(stage, length).line(ceiling)
 
 
-def _prefill(stage: Stage, length: int, ceiling: float) -> Line:
-    device, backend = stage.device, CudaBackend(stage.device)
-    width = -(-length // BLOCK)
-    kv = stage.random_bf16((width, 2, KV_HEADS, BLOCK, DIM))
-    q = stage.random_bf16((length, HEADS, DIM))
-    offsets, positions = np.array([0, length], np.int32), np.arange(length, dtype=np.int32)
-    plan = backend.plan_attention(offsets, positions)
-    table = np.random.default_rng(8).permutation(width).astype(np.int32)[None]
-    tables, rows, at = (device.upload(a) for a in (table, offsets, positions))
-    out = device.empty((length, HEADS, DIM), np.uint16)
-    work = lambda: backend.attention(q, kv, tables, rows, at, SCALE, 0, out, plan)  # noqa: E731
+class PrefillBench:
+    """A causal prompt in scattered blocks."""
 
-    def sdpa() -> Runner:
+    def __init__(self, stage: Stage, length: int) -> None:
+        self.stage, self.length = stage, length
+        width = -(-length // BLOCK)
+        self.kv = stage.random_bf16((width, 2, KV_HEADS, BLOCK, DIM))
+        self.q = stage.random_bf16((length, HEADS, DIM))
+        self.output: Any = stage.device.empty((length, HEADS, DIM), np.uint16)
+        self.table = np.random.default_rng(8).permutation(width).astype(np.int32)[None]
+
+    def line(self, ceiling: float) -> Line:
+        """Ours, then the peers; ``ceiling``: operations per second of large products."""
+        peers = {"SDPA cuDNN": "CUDNN_ATTENTION", "SDPA flash": "FLASH_ATTENTION"}
+        found = {name: partial(self._sdpa, name, how) for name, how in peers.items()}
+        runners, refused = entered(found if has_torch() else {})
+        times = race(self.stage, [self.own(self.stage.device), *runners])
+        flops = 2 * HEADS * DIM * self.length * (self.length + 1)
+        line = verdict(f"prefill of {self.length}", times, Bars(flops / ceiling), refused)
+        rate = flops / times["ours"].median
+        return Line(
+            line.what, f"{rate / 1e12:.0f} TFLOP/s, {line.result}", line.bar, line.state,
+            {**line.figures, "flops": rate},
+        )  # fmt: skip
+
+    def own(self, device: Device) -> Runner:
+        """Ours on the stage's device or a tuned form of it, into :attr:`output`."""
+        backend = CudaBackend(device)
+        offsets = np.array([0, self.length], np.int32)
+        positions = np.arange(self.length, dtype=np.int32)
+        plan = backend.plan_attention(offsets, positions)
+        tables, rows, at = (device.upload(a) for a in (self.table, offsets, positions))
+
+        def work() -> None:
+            backend.attention(self.q, self.kv, tables, rows, at, SCALE, 0, self.output, plan)
+
+        return own(replace(self.stage, device=device), [work], 2)
+
+    def _sdpa(self, name: str, backend: str) -> Runner:
+        """Over keys and values without pages: an easier problem than ours."""
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        queries = as_torch(q).transpose(0, 1)[None]
-        both = as_torch(kv).permute(1, 2, 0, 3, 4).reshape(2, 1, KV_HEADS, -1, DIM)[..., :length, :]
-        best = SDPBackend.CUDNN_ATTENTION if stage.cupy is not None else SDPBackend.MATH
+        queries = as_torch(self.q).transpose(0, 1)[None]
+        both = as_torch(self.kv).permute(1, 2, 0, 3, 4).reshape(2, 1, KV_HEADS, -1, DIM)
+        keys, values = both[..., : self.length, :]
+        best = getattr(SDPBackend, backend) if self.stage.cupy is not None else SDPBackend.MATH
 
         def call() -> None:
             with sdpa_kernel(best):
                 torch.nn.functional.scaled_dot_product_attention(
-                    queries, both[0], both[1], scale=SCALE, is_causal=True, enable_gqa=True
+                    queries, keys, values, scale=SCALE, is_causal=True, enable_gqa=True
                 )
 
-        return of_torch(stage, "SDPA cuDNN", [call])
-
-    runners, refused = entered({"SDPA cuDNN": sdpa} if has_torch() else {})
-    times = race(stage, [own(stage, [work], 2), *runners])
-    flops = 2 * HEADS * DIM * length * (length + 1)
-    line = verdict(f"prefill of {length}", times, Bars(flops / ceiling), refused)
-    rate = flops / times["ours"].median
-    return Line(
-        line.what, f"{rate / 1e12:.0f} TFLOP/s, {line.result}", line.bar, line.state,
-        {**line.figures, "flops": rate},
-    )  # fmt: skip
+        return of_torch(self.stage, name, [call])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from ...engine.pipeline.device_steps import DeviceSteps
 from ...engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from ...proto.sampling import SamplingParams
 from ..checkpoints import Shape, write_checkpoint
+from .bench_cluster import served_model
 from .lines import Line, measured, skipped
 from .models import TINY
 from .races import copy_bandwidth, has_torch, matrix_rate
@@ -30,17 +32,19 @@ DECODE_BARS = {(1, 128): 0.85, (64, 2048): 0.82, (256, 1024): 0.8}
 """Shares of the time that reading weights, keys and values takes, by rows and tokens of context."""
 PREFILL_BARS = {8192: 0.6, 2048: 0.75}
 """Shares of the time of the products at the matrix rate, by tokens."""
+GIVEN = "BATON_GPU_CHECKPOINT"
+"""Environment variable: a folder that :func:`write_random` has filled with :data:`LLAMA_8B`."""
 _POOL = 1 << 26
 _ONE = 0x3F80
 """1.0 in bfloat16."""
 
 
 def model(stage: Stage) -> Iterator[Line]:
-    """Steps as a worker runs them, from a plan to its tokens, then the steps of transformers."""
+    """Steps as a worker runs them, from a plan to its tokens, then a cluster."""
     ceiling, matrix = copy_bandwidth(stage), matrix_rate(stage)
     shape = TINY if stage.tiny else LLAMA_8B
     began = time.monotonic()
-    folder = write_random(stage.scratch / "model", shape)
+    folder = _checkpoint(stage, shape)
     written = time.monotonic()
     longest = stage.size(16384, 64)
     config = RunnerConfig(
@@ -60,7 +64,18 @@ def model(stage: Stage) -> Iterator[Line]:
     del runner
     gc.collect()
     stage.memory_used()  # gives back what the pool kept
-    yield _transformers(stage, folder)
+    yield from served_model(stage, folder)
+
+
+def transformers(stage: Stage) -> Iterator[Line]:
+    """The steps of transformers with the same model."""
+    yield _transformers(stage, _checkpoint(stage, TINY if stage.tiny else LLAMA_8B))
+
+
+def _checkpoint(stage: Stage, shape: Shape) -> Path:
+    """Write the model, or take the folder that :data:`GIVEN` names."""
+    given = os.environ.get(GIVEN)
+    return Path(given) if given and not stage.tiny else write_random(stage.scratch / "model", shape)
 
 
 def write_random(folder: Path, shape: Shape) -> Path:

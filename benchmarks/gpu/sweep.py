@@ -18,8 +18,8 @@ import numpy as np
 
 from ...engine.kernels.cuda import linear
 from ...engine.kernels.cuda.reference import from_bf16
-from ...engine.kernels.cuda.tuning import Card, Tuning, table_path, write_card
-from .bench_attention import DecodeBench
+from ...engine.kernels.cuda.tuning import Card, Tuning, default_tuning, table_path, write_card
+from .bench_attention import DecodeBench, PrefillBench
 from .lines import Line, checked, skipped, wrong
 from .machine import ROOT, commit_of
 from .races import own, race
@@ -40,8 +40,10 @@ _CACHE = 256 << 20
 
 
 def sweep(stage: Stage) -> Iterator[Line]:
-    """Decode attention, its splits with the winner, products with few rows, gated products."""
+    """Attention of decode, its splits with the winner, that of prefill, products with few rows."""
     start = Tuning()
+    if stage.cupy is not None:
+        start = default_tuning(stage.cupy.cuda.Device().compute_capability)
     several = ((8, 8192), (64, 2048), (256, 1024))
     found = yield from _attention(
         stage, start, ATTENTION, ("decode_bounds", "decode_stages"), ((2, 40),), several
@@ -50,6 +52,8 @@ def sweep(stage: Stage) -> Iterator[Line]:
     found = yield from _attention(
         stage, found, SPLITS, ("decode_chunk", "combine_warps"), ((1, 600),), few
     )
+    if start.prefill == "wgmma":
+        found = yield from _prefills(stage, found)
     found = yield from _products(stage, found)
     found = yield from _gates(stage, found)
     yield _written(stage, found)
@@ -86,6 +90,25 @@ def _attention(
         yield _told(what, found)
         del bench, runners
     return tunings[_best(times)]
+
+
+def _prefills(stage: Stage, usual: Tuning) -> Any:
+    """Yield a line per length of a prompt; return the best tuning."""
+    kinds = {kind: msgspec.structs.replace(usual, prefill=kind) for kind in ("wgmma", "mma")}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for length in (stage.size(8192, 24), stage.size(1000, 16)):
+        bench, what = PrefillBench(stage, length), f"prefill of {length}"
+        runners, outputs = [], {}
+        for kind, tuning in kinds.items():
+            device = stage.device.tuned(tuning)
+            runners.append(replace(bench.own(device), name=kind))
+            outputs[kind] = from_bf16(device.download(bench.output))
+        yield _agree(what, outputs)
+        found = race(stage, runners, 10)
+        for kind, timing in found.items():
+            times[kind].append(timing.median)
+        yield _told(what, found)
+    return kinds[_best(times)]
 
 
 def _agree(what: str, outputs: Mapping[str, Any]) -> Line:
