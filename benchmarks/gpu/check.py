@@ -23,6 +23,7 @@ PARTS = (
     Part("others", f"{_HERE}.suite:others", 200, together=True),
     Part("oracle", f"{_HERE}.oracle:oracle", 120, together=True),
     Part("serving", f"{_HERE}.serving:serving", 120),
+    Part("kinds", f"{_HERE}.kinds:kinds", 120),
     Part("handoffs", f"{_HERE}.handoffs:handoffs", 90),
     Part("leaks", f"{_HERE}.leaks:leaks", 90),
     Part("memcheck", f"{_HERE}.sanitizer:memcheck", 120, together=True),

@@ -38,15 +38,23 @@ def assert_complete(text: str, report: dict[str, Any], names: list[str]) -> None
 @pytest.mark.timeout(300)
 def test_the_check_runs_without_a_gpu(tmp_path: Path, with_cupy: dict[str, str]) -> None:
     """Prefill and decode workers are two processes there, and hand blocks over as on a GPU."""
-    names = [
-        part.name for part in check.PARTS if part.name not in ("attention", "blocks", "sampling")
-    ]
+    left_out = ("attention", "blocks", "sampling", "kinds")
+    names = [part.name for part in check.PARTS if part.name not in left_out]
     text, report = run("check", names, tmp_path, with_cupy, "gpu_stage:small")
     assert_complete(text, report, names)
     found = {line["what"]: line for part in report["parts"] for line in part["lines"]}
     assert found["how blocks travelled"]["result"].startswith("cuda_ipc for ")
     assert found["another process reads memory through CUDA IPC"]["state"] == HELD
     assert found["CuPy's product while a graph is captured"]["result"].startswith("refused")
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_every_kind_is_served(tmp_path: Path, environment: dict[str, str]) -> None:
+    """On the CPU here; tests of single kinds run them on emulated GPUs."""
+    assert_complete(
+        *run("check", ["kinds"], tmp_path, environment, "host_stage:on_host"), ["kinds"]
+    )
 
 
 @pytest.mark.timeout(300)
@@ -63,7 +71,8 @@ def test_a_sweep_writes_the_card_s_entry(tmp_path: Path, with_cupy: dict[str, st
     assert (entry["name"], entry["capability"]) == ("Host memory", "80")
     same = [line for line in part["lines"] if line["what"].endswith("same results")]
     assert len(same) == 2 and all(line["state"] == HELD for line in same)
-    assert not read_table(table_path()).cards  # the installed table is only for real cards
+    # The installed table is only for real cards.
+    assert "Host memory" not in {card.name for card in read_table(table_path()).cards}
 
 
 def test_parts_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
