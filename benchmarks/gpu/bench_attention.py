@@ -94,13 +94,7 @@ class DecodeBench:
         return peers
 
     def _contiguous(self) -> list[tuple[Any, Any]]:
-        """Keys and values without pages, ``[B, Hk, T, D]``: an easier problem than ours."""
-        found = []
-        for layer in range(self.layers):
-            kv = as_torch(self.kv[layer]).reshape(self.batch, -1, 2, KV_HEADS, BLOCK, DIM)
-            kv = kv.permute(2, 0, 3, 1, 4, 5).reshape(2, self.batch, KV_HEADS, -1, DIM)
-            found.append((kv[0, :, :, : self.length], kv[1, :, :, : self.length]))
-        return found
+        return [contiguous(kv, self.batch, self.length) for kv in self.kv]
 
     def _sdpa(self, name: str, backend: str) -> Runner:
         import torch
@@ -120,13 +114,19 @@ class DecodeBench:
 
     def _flex(self) -> Runner:
         import torch
-        from torch.nn.attention.flex_attention import flex_attention
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         q = as_torch(self.q)[:, :, None]
-        call: Any = torch.compile(flex_attention, dynamic=False)
-        works = [
-            partial(call, q, k, v, scale=SCALE, enable_gqa=True) for k, v in self._contiguous()
-        ]
+        # Without a mask, torch 2.11 takes KV as one block of 2**30 tokens and divides those among
+        # the splits, so that the first split does everything; full blocks are divided by length.
+        # 3 stages are what its table means for compute capability 9.0 and then overwrites with 1.
+        mask = create_block_mask(_everything, None, None, 1, self.length, device=str(q.device))
+        options = {"num_stages": 3, "BLOCKS_ARE_CONTIGUOUS": True, "ROWS_GUARANTEED_SAFE": True}
+        call: Any = partial(
+            torch.compile(flex_attention, dynamic=False),
+            block_mask=mask, scale=SCALE, enable_gqa=True, kernel_options=options,
+        )  # fmt: skip
+        works = [partial(call, q, k, v) for k, v in self._contiguous()]
         return of_torch(self.stage, "flex_attention", works, max(1, 8 // self.layers))
 
     def _flashinfer(self) -> Runner:
@@ -135,12 +135,8 @@ class DecodeBench:
 
         space = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
-        width = self.tables.shape[1]
-        lengths = torch.full((self.batch,), (self.length - 1) % BLOCK + 1, dtype=torch.int32)
-        ends = torch.arange(self.batch + 1, dtype=torch.int32) * width
-        pages = torch.from_numpy(self.tables.reshape(-1))
         wrapper.plan(
-            ends.cuda(), pages.cuda(), lengths.cuda(), HEADS, KV_HEADS, DIM, BLOCK,
+            *pages(self.tables, self.length), HEADS, KV_HEADS, DIM, BLOCK,
             q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16, sm_scale=SCALE,
         )  # fmt: skip
         q, out = as_torch(self.q), torch.empty_like(as_torch(self.q))
@@ -152,33 +148,37 @@ class DecodeBench:
 
 
 def prefilling(stage: Stage) -> Iterator[Line]:
-    """A causal prompt, beside the matrix rate and SDPA by cuDNN."""
+    """Causal prompts, alone, together and behind a prefix, beside the matrix rate and peers."""
     ceiling = matrix_rate(stage)
     yield Line("matrix rate", f"{ceiling / 1e12:.0f} TFLOP/s", figures={"flops": ceiling})
-    for length in (stage.size(8192, 24), stage.size(2048, 16)):
-        yield PrefillBench(stage, length).line(ceiling)
+    tiny = ((1, 24, 0), (1, 16, 0), (2, 16, 0), (1, 16, 24))
+    cases = ((1, 8192, 0), (1, 2048, 0), (4, 2048, 0), (1, 2048, 6144))
+    for prompts, rows, start in tiny if stage.tiny else cases:
+        yield PrefillBench(stage, prompts, rows, start).line(ceiling)
 
 
 class PrefillBench:
-    """A causal prompt in scattered blocks."""
+    """Prompts of ``rows`` tokens each, behind ``start`` tokens whose KV is in the cache."""
 
-    def __init__(self, stage: Stage, length: int) -> None:
-        self.stage, self.length = stage, length
-        width = -(-length // BLOCK)
-        self.kv = stage.random_bf16((width, 2, KV_HEADS, BLOCK, DIM))
-        self.q = stage.random_bf16((length, HEADS, DIM))
-        self.output: Any = stage.device.empty((length, HEADS, DIM), np.uint16)
-        self.table = np.random.default_rng(8).permutation(width).astype(np.int32)[None]
+    def __init__(self, stage: Stage, prompts: int, rows: int, start: int) -> None:
+        self.stage, self.prompts, self.rows, self.start = stage, prompts, rows, start
+        self.length = start + rows
+        width = -(-self.length // BLOCK)
+        self.kv = stage.random_bf16((prompts * width, 2, KV_HEADS, BLOCK, DIM))
+        self.q = stage.random_bf16((prompts * rows, HEADS, DIM))
+        order = np.random.default_rng(8).permutation(prompts * width)
+        self.tables = order.astype(np.int32).reshape(prompts, width)
+        self.output: Any = stage.device.empty(self.q.shape, np.uint16)
+        self.flops = 2 * HEADS * DIM * prompts * rows * (2 * start + rows + 1)
 
     def line(self, ceiling: float) -> Line:
-        """Ours, then the peers; ``ceiling``: operations per second of large products."""
-        peers = {"SDPA cuDNN": "CUDNN_ATTENTION", "SDPA flash": "FLASH_ATTENTION"}
-        found = {name: partial(self._sdpa, name, how) for name, how in peers.items()}
-        runners, refused = entered(found if has_torch() else {})
+        """Ours, then the peers; ``ceiling``: operations per second of a large product."""
+        runners, refused = entered(self._peers())
         times = race(self.stage, [self.own(self.stage.device), *runners])
-        flops = 2 * HEADS * DIM * self.length * (self.length + 1)
-        line = verdict(f"prefill of {self.length}", times, Bars(flops / ceiling), refused)
-        rate = flops / times["ours"].median
+        several = f"{self.prompts} x " if self.prompts > 1 else ""
+        what = f"prefill of {several}{self.rows}" + (f" behind {self.start}" if self.start else "")
+        line = verdict(what, times, Bars(self.flops / ceiling), refused)
+        rate = self.flops / times["ours"].median
         return Line(
             line.what, f"{rate / 1e12:.0f} TFLOP/s, {line.result}", line.bar, line.state,
             {**line.figures, "flops": rate},
@@ -187,30 +187,75 @@ class PrefillBench:
     def own(self, device: Device) -> Runner:
         """Ours on the stage's device or a tuned form of it, into :attr:`output`."""
         backend = CudaBackend(device)
-        offsets = np.array([0, self.length], np.int32)
-        positions = np.arange(self.length, dtype=np.int32)
+        offsets = np.arange(self.prompts + 1, dtype=np.int32) * self.rows
+        positions = np.tile(np.arange(self.start, self.length, dtype=np.int32), self.prompts)
         plan = backend.plan_attention(offsets, positions)
-        tables, rows, at = (device.upload(a) for a in (self.table, offsets, positions))
-
-        def work() -> None:
-            backend.attention(self.q, self.kv, tables, rows, at, SCALE, 0, self.output, plan)
-
+        tables, rows, at = (device.upload(a) for a in (self.tables, offsets, positions))
+        work = partial(
+            backend.attention, self.q, self.kv, tables, rows, at, SCALE, 0, self.output, plan
+        )  # fmt: skip
         return own(replace(self.stage, device=device), [work], 2)
 
+    def _peers(self) -> Peers:
+        peers: dict[str, Callable[[], Runner]] = {}
+        if has_torch():
+            # cuDNN's causal mask begins at the upper left, which is wrong behind a prefix.
+            backends = {} if self.start else {"SDPA cuDNN": "CUDNN_ATTENTION"}
+            backends["SDPA flash"] = "FLASH_ATTENTION"
+            peers = {name: partial(self._sdpa, name, how) for name, how in backends.items()}
+        if importlib.util.find_spec("flashinfer") is not None:
+            peers |= {f"FlashInfer {how}": partial(self._flashinfer, how) for how in ("fa3", "fa2")}
+        return peers
+
     def _sdpa(self, name: str, backend: str) -> Runner:
-        """Over keys and values without pages: an easier problem than ours."""
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.attention.bias import causal_lower_right
 
-        queries = as_torch(self.q).transpose(0, 1)[None]
-        both = as_torch(self.kv).permute(1, 2, 0, 3, 4).reshape(2, 1, KV_HEADS, -1, DIM)
-        keys, values = both[..., : self.length, :]
+        q = as_torch(self.q).reshape(self.prompts, self.rows, HEADS, DIM).transpose(1, 2)
+        k, v = contiguous(self.kv, self.prompts, self.length)
         best = getattr(SDPBackend, backend) if self.stage.cupy is not None else SDPBackend.MATH
+        mask = causal_lower_right(self.rows, self.length)
 
         def call() -> None:
             with sdpa_kernel(best):
                 torch.nn.functional.scaled_dot_product_attention(
-                    queries, keys, values, scale=SCALE, is_causal=True, enable_gqa=True
+                    q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True
                 )
 
-        return of_torch(self.stage, name, [call])
+        return of_torch(self.stage, name, [call], 2)
+
+    def _flashinfer(self, backend: str) -> Runner:
+        import flashinfer
+        import torch
+
+        space = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "HND", backend=backend)
+        offsets = torch.arange(self.prompts + 1, dtype=torch.int32) * self.rows
+        wrapper.plan(
+            offsets, *pages(self.tables, self.length), HEADS, KV_HEADS, DIM, BLOCK, causal=True,
+            q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16, sm_scale=SCALE,
+        )  # fmt: skip
+        q, kv = as_torch(self.q), as_torch(self.kv)
+        work = partial(wrapper.run, q, kv, out=torch.empty_like(q))
+        return of_torch(self.stage, f"FlashInfer {backend}", [work], 2)
+
+
+def contiguous(kv: Any, batch: int, length: int) -> tuple[Any, Any]:
+    """Keys and values without pages, ``[B, Hk, T, D]``: an easier problem than ours."""
+    blocks = as_torch(kv).reshape(batch, -1, 2, KV_HEADS, BLOCK, DIM)
+    k, v = blocks.permute(2, 0, 3, 1, 4, 5).reshape(2, batch, KV_HEADS, -1, DIM)
+    return k[:, :, :length], v[:, :, :length]
+
+
+def pages(tables: Any, length: int) -> tuple[Any, Any, Any]:
+    """Block tables of sequences of one length for FlashInfer: ends, blocks, rows of the last."""
+    import torch
+
+    ends = torch.arange(len(tables) + 1, dtype=torch.int32) * tables.shape[1]
+    last = torch.full((len(tables),), (length - 1) % BLOCK + 1, dtype=torch.int32)
+    return ends, torch.from_numpy(tables.reshape(-1)), last
+
+
+def _everything(_batch: Any, _head: Any, _query: Any, key: Any) -> Any:
+    return key >= 0

@@ -216,16 +216,30 @@ def _drawn_by_others(
         return of_torch(stage, "torch", works)
 
     def by_flashinfer() -> Runner:
-        import flashinfer
+        import torch
+        from flashinfer import sampling as theirs
 
-        draw = flashinfer.sampling.top_k_top_p_sampling_from_logits
-        k, p = params.get("top_k", logits[0].shape[1]), params.get("top_p", 1.0)
-        works = [partial(draw, as_torch(each), k, p) for each in logits]
-        return of_torch(stage, "FlashInfer", works)
+        # Tensors, because the state of torch's generator cannot be read while a graph is captured.
+        seed, offset = torch.zeros((2, 1), dtype=torch.int64, device="cuda")
+        fixed = {"seed": seed, "offset": offset}
+
+        def draw(rows: Any) -> Any:
+            if "top_k" in params:  # without a temperature, as is the last
+                k, p = params["top_k"], params["top_p"]
+                return theirs.top_k_top_p_sampling_from_logits(rows, k, p, **fixed)
+            if "top_p" in params:
+                weights = theirs.softmax(rows, params["temperature"])
+                return theirs.top_p_sampling_from_probs(weights, params["top_p"], **fixed)
+            if "min_p" in params:
+                weights = theirs.softmax(rows, params["temperature"])
+                return theirs.min_p_sampling_from_probs(weights, params["min_p"], **fixed)
+            return theirs.sampling_from_logits(rows, **fixed)
+
+        return of_torch(stage, "FlashInfer", [partial(draw, as_torch(each)) for each in logits])
 
     found: dict[str, Callable[[], Runner]] = {}
     if has_torch() and name in ("greedy", "temperature"):
         found["torch"] = by_torch
-    if importlib.util.find_spec("flashinfer") is not None and "top" in name:
+    if importlib.util.find_spec("flashinfer") is not None and name not in ("greedy", "grammar"):
         found["FlashInfer"] = by_flashinfer
     return found

@@ -97,7 +97,7 @@ def _prefills(stage: Stage, usual: Tuning) -> Any:
     kinds = {kind: msgspec.structs.replace(usual, prefill=kind) for kind in ("wgmma", "mma")}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for length in (stage.size(8192, 24), stage.size(1000, 16)):
-        bench, what = PrefillBench(stage, length), f"prefill of {length}"
+        bench, what = PrefillBench(stage, 1, length, 0), f"prefill of {length}"
         runners, outputs = [], {}
         for kind, tuning in kinds.items():
             device = stage.device.tuned(tuning)
