@@ -22,7 +22,7 @@ PARTS = (
     Part("sampling", f"{_HERE}.suite:sampling", 200, together=True),
     Part("others", f"{_HERE}.suite:others", 200, together=True),
     Part("oracle", f"{_HERE}.oracle:oracle", 120, together=True),
-    Part("kinds", f"{_HERE}.kinds:kinds", 120, together=True),
+    Part("kinds", f"{_HERE}.suite:kinds", 120, together=True),
     Part("serving", f"{_HERE}.serving:serving", 120),
     Part("handoffs", f"{_HERE}.handoffs:handoffs", 90),
     Part("leaks", f"{_HERE}.leaks:leaks", 90),

@@ -18,11 +18,15 @@ from .stage import Stage, Timing, Work, readable
 
 @dataclass(frozen=True)
 class Runner:
-    """Something timed: ``seconds()`` of one replay of ``calls`` calls."""
+    """Something timed: ``seconds()`` of one replay of ``calls`` calls.
+
+    ``kept``: what a captured graph reads, which must live as long.
+    """
 
     name: str
     seconds: Callable[[], float]
     calls: int
+    kept: object = None
 
 
 def own(stage: Stage, works: Sequence[Work], rounds: int = 1, name: str = "ours") -> Runner:
@@ -76,7 +80,7 @@ def of_torch(stage: Stage, name: str, works: Sequence[Work], rounds: int = 1) ->
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
 
-    return Runner(name, seconds, rounds * len(works))
+    return Runner(name, seconds, rounds * len(works), kept=works)
 
 
 def race(stage: Stage, runners: Sequence[Runner], repeats: int = 20) -> dict[str, Timing]:

@@ -14,6 +14,7 @@ from .machine import ROOT
 from .stage import Stage
 
 TESTS = ROOT / "tests/cuda"
+CLUSTERS = ROOT / "tests/gpu"
 WORDS = "test_host_execution.py"
 """Must not run beside other parts, or before them: a hang would cost them their time."""
 
@@ -40,15 +41,21 @@ def others(stage: Stage) -> Iterator[Line]:
     return _suite(stage, names)
 
 
+def kinds(stage: Stage) -> Iterator[Line]:
+    """Pictures, images and speech: each by a prefill and a decode worker on the GPU."""
+    names = ["test_drawing.py", "test_images.py", "test_speech.py::test_a_cluster_speaks"]
+    return _suite(stage, names, CLUSTERS)
+
+
 def words(stage: Stage) -> Iterator[Line]:
     """The words of CUDA that kernels use, by themselves: one of the tests spins on a lock."""
     return _suite(stage, [WORDS])
 
 
-def _suite(stage: Stage, files: Sequence[str]) -> Iterator[Line]:
+def _suite(stage: Stage, files: Sequence[str], folder: Path = TESTS) -> Iterator[Line]:
     """One line per file; with ``tiny`` only the graphs' tests are run."""
     if stage.tiny:
-        files = ["test_graphs.py"]
+        files, folder = ["test_graphs.py"], TESTS
     report = stage.scratch / "report.xml"
     command = [
         sys.executable,
@@ -62,7 +69,7 @@ def _suite(stage: Stage, files: Sequence[str]) -> Iterator[Line]:
         "",
     ]
     command += [f"--junit-xml={report}", "-o", "junit_family=xunit1"]
-    command += [str(TESTS / name) for name in files]
+    command += [str(folder / name) for name in files]
     device = "cuda" if stage.cupy is not None else "host"
     environment = {**os.environ, "BATON_CUDA_DEVICES": device}
     run = subprocess.run(

@@ -127,9 +127,13 @@ def _told(what: str, found: Mapping[str, Timing]) -> Line:
 def _best(times: Mapping[str, Sequence[float]]) -> str:
     """The name with the lowest times; the first one unless another is clearly faster."""
     first, *others = times
-    logs = {name: sum(map(math.log, found)) / len(found) for name, found in times.items()}
+    logs = {name: _logs(found) for name, found in times.items()}
     best = min(others, key=lambda name: logs[name])
     return best if logs[best] < logs[first] + math.log(GAIN) else first
+
+
+def _logs(times: Sequence[float]) -> float:
+    return sum(map(math.log, times)) / len(times)
 
 
 def _products(stage: Stage, found: Tuning) -> Any:
@@ -191,7 +195,11 @@ def _gates(stage: Stage, found: Tuning) -> Any:
             for name, timing in raced.items():
                 times[name].append(timing.median)
             yield _told(what, raced)
-        fuse_from = min(fuse_from, width) if _best(times) == "fused" else never
+        # The bits are the same: fused wherever that is not slower.
+        start = 0 if width == GATED[0][0] else width
+        fuse_from = (
+            min(fuse_from, start) if _logs(times["fused"]) < _logs(times["apart"]) else never
+        )
     return msgspec.structs.replace(found, fuse_from=fuse_from)
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
+from baton.engine.kernels.cuda.device import Device
+
 from ..cuda.host.builder import COMPILER, why_not
 from ..cuda.host_device import HostDevice
 
@@ -27,9 +30,18 @@ def environment(pytestconfig: pytest.Config, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "BATON_HOST_BUILDS": str(builds), "PYTHONPATH": path}
 
 
+ON_GPU = os.environ.get("BATON_CUDA_DEVICES") == "cuda"
+"""Whether the tests run on this machine's GPU, as ``make gpu-check`` has them."""
+
+
 @pytest.fixture
 def with_cupy(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """The environment of a process that finds CuPy, a driver and a GPU: see ``without_gpu``."""
+    """The environment of a process that finds CuPy, a driver and a GPU: see ``without_gpu``.
+
+    On a machine with a GPU the real ones, if the tests are to run there.
+    """
+    if ON_GPU:
+        return {}
     here, libraries = HERE / "without_gpu", tmp_path / "lib"
     libraries.mkdir()
     command = [COMPILER, "-O2", "-shared", "-fPIC", "-o", str(libraries / "libcuda.so.1")]
@@ -38,6 +50,12 @@ def with_cupy(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     for name, before in ((name, environment.get(name)) for name in list(found)):
         found[name] += f"{os.pathsep}{before}" if before else ""
     return {**environment, **found}
+
+
+@pytest.fixture
+def device(environment: dict[str, str]) -> Device:
+    """What the workers of ``with_cupy`` compute on, in this process."""
+    return CupyDevice() if ON_GPU else HostDevice(Path(environment["BATON_HOST_BUILDS"]))
 
 
 @pytest.fixture

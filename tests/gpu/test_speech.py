@@ -20,6 +20,7 @@ from baton.engine.audio.chunks import AudioDecoder, load_audio
 from baton.engine.audio.pcm import pcm16
 from baton.engine.kernels.audio import AudioBackend
 from baton.engine.kernels.cuda.audio import CudaAudio
+from baton.engine.kernels.cuda.device import Device
 from baton.proto.contexts.speech import TTSContext
 from baton.proto.sampling import SamplingParams
 
@@ -101,6 +102,21 @@ def wait_replaced(served: Served, before: dict[str, int]) -> None:
         return len(now) == len(before) and now != before
 
     wait_until(replaced, 60.0)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_a_cluster_speaks(
+    tmp_path: Path, with_cupy: dict[str, str], monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    """Also on a machine's GPU."""
+    for name, value in with_cupy.items():
+        monkeypatch.setenv(name, value)
+    folder = make_speaker(tmp_path / "speaker")
+    flags = ("--device=cuda", "--kv-blocks=96")
+    # Paths of sockets are too long below tmp_path.
+    with scratch_folder() as place, Served(place, folder, flags=flags) as served:
+        assert_exact(spoken(served.address), folder, CudaAudio(device))
 
 
 @pytest.fixture

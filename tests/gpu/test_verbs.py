@@ -48,15 +48,6 @@ def test_the_check_runs_without_a_gpu(tmp_path: Path, with_cupy: dict[str, str])
     assert found["CuPy's product while a graph is captured"]["result"].startswith("refused")
 
 
-@pytest.mark.cluster
-@pytest.mark.timeout(300)
-def test_every_kind_is_served(tmp_path: Path, environment: dict[str, str]) -> None:
-    """On the CPU here; tests of single kinds run them on emulated GPUs."""
-    assert_complete(
-        *run("check", ["kinds"], tmp_path, environment, "host_stage:on_host"), ["kinds"]
-    )
-
-
 @pytest.mark.timeout(300)
 def test_the_benchmarks_run_without_a_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
     names = [part.name for part in bench.PARTS]

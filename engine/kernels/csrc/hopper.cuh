@@ -36,20 +36,20 @@ template <int N> __device__ __forceinline__ void keep_order(float (&d)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d[64][N] (+)= a[64][16] b[N][16]^T, both in shared memory; rows of b are its N columns of d. Without
-// `keep`, d is overwritten. Warp w of the warpgroup holds rows 16 w to 16 w + 15; of each eight columns
-// a lane holds what mma_bf16_16816 gives it.
-__device__ __forceinline__ void wgmma_shared_n128(float (&d)[64], unsigned long long a,
-                                                 unsigned long long b, int keep) {
+// d[64][N] (+)= a[64][16] b[N][16]^T: a in registers, as for mma_bf16_16816, b in shared memory; rows of b
+// are the N columns of d. Without `keep`, d is overwritten. Warp w of the warpgroup holds rows 16 w to
+// 16 w + 15; of each eight columns a lane holds what mma_bf16_16816 gives it.
+__device__ __forceinline__ void wgmma_scores(float (&d)[64], const unsigned* a,
+                                             unsigned long long b, int keep) {
     asm volatile(
-        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\n"
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
         "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
         "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
         "%62, %63"
-        "}, %64, %65, keep, 1, 1, 0, 0;\n}\n"
+        "}, {%64, %65, %66, %67}, %68, keep, 1, 1, 0;\n}\n"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
           "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
           "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
@@ -61,11 +61,10 @@ __device__ __forceinline__ void wgmma_shared_n128(float (&d)[64], unsigned long 
           "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
           "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
           "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(keep));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
 }
 
-// d[64][N] += a[64][16] b[16][N]: a in registers, as for mma_bf16_16816, b in shared memory with rows of N
-// elements (in parts of 64).
+// d[64][N] += a[64][16] b[16][N]: the same with rows of N elements in b, in parts of 64.
 __device__ __forceinline__ void wgmma_values(float (&d)[64], const unsigned* a,
                                              unsigned long long b) {
     asm volatile(

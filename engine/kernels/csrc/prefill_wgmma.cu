@@ -1,11 +1,11 @@
 // Prefill attention on Hopper's asynchronous tensor cores (wgmma, sm_90a), otherwise like
 // prefill_attention.cu: the same plan, rows, masks and rounding.
 //
-// The schedule is that of FlashAttention-3 (https://arxiv.org/abs/2407.08608): of a block's three
-// warpgroups one copies, and two take 64 rows each. While the tensor cores multiply a tile's
-// weights and values, a warpgroup weighs the next tile's scores. The two take turns in issuing products, so that
-// one weighs while the other multiplies. The cache is paged, so tiles are copied by cp.async,
-// 16 bytes per thread, and not by the bulk copy engine: positions that nobody may read become zeros.
+// The division of work is that of FlashAttention-3 (https://arxiv.org/abs/2407.08608): of a block's
+// three warpgroups one copies, and two take 64 rows each. The two take turns in issuing products,
+// so that one weighs its scores while the other multiplies. The cache is paged, so tiles are copied
+// by cp.async, 16 bytes per thread, and not by the bulk copy engine: positions that nobody may read
+// become zeros. Queries stay in registers, which leaves their place to the next tile's.
 //
 // Thread blocks stay: each takes every n-th tile of the plan, so that the first keys of the next are
 // copied while the last of the previous are computed. Tiles of 128 keys start at multiples of 128
@@ -17,10 +17,7 @@
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 constexpr int kRows = 128, kKeys = 128;  // of a tile of the plan; of a tile of keys
-#ifndef BATON_PREFILL_STAGES
-#define BATON_PREFILL_STAGES 2
-#endif
-constexpr int kStages = BATON_PREFILL_STAGES;
+constexpr int kStages = 2;  // three were no faster
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kCopyRegisters = 56, kComputeRegisters = 224;  // 128 * 56 + 256 * 224 <= 65536
 constexpr int kPartBytes = kKeys * kSwizzleBytes;  // 64 columns of a tile
@@ -88,6 +85,13 @@ __device__ __forceinline__ int item_of(int round) {
 __device__ __forceinline__ void copy_to(unsigned to, const bf16* from, bool wanted) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(wanted ? 16u : 0u)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_at(unsigned* r, unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
                  : "memory");
 }
 
@@ -182,19 +186,33 @@ struct Weights {
     unsigned pair[kKeys / 16][4];
 };
 
+// A warp's 16 rows of queries. Read from shared memory for every tile, they would take a quarter of its
+// bandwidth.
+template <int D> struct Queries {
+    unsigned part[D / 16][4];
+};
+
 template <int D> struct Computer {
     const Places<D> places;
     int consumer, warp, lane;  // the warpgroup; the warp within it
 
-    __device__ __forceinline__ void scores(float (&score)[kKeys / 2], unsigned stage) const {
-        const unsigned queries = places.queries() + consumer * 64 * kSwizzleBytes;
-        const unsigned keys = places.keys(stage);
+    __device__ __forceinline__ void load(Queries<D>& queries) const {
+        const int row = consumer * 64 + warp * 16 + lane % 16;
 #pragma unroll
         for (int k = 0; k < D / 16; k++) {
-            const unsigned at = k / 4 * kPartBytes + k % 4 * 32;
-            wgmma_shared_n128(score, tile_descriptor(queries + at, 16),
-                              tile_descriptor(keys + at, 16), k > 0);
+            const int piece = 2 * k + lane / 16;
+            ldmatrix_x4_at(queries.part[k], places.queries() + piece / 8 * kPartBytes +
+                                                row * kSwizzleBytes + ((piece ^ row) & 7) * 16);
         }
+    }
+
+    __device__ __forceinline__ void scores(float (&score)[kKeys / 2], const Queries<D>& queries,
+                                           unsigned stage) const {
+        const unsigned keys = places.keys(stage);
+#pragma unroll
+        for (int k = 0; k < D / 16; k++)
+            wgmma_scores(score, queries.part[k],
+                         tile_descriptor(keys + k / 4 * kPartBytes + k % 4 * 32, 16), k > 0);
         wgmma_commit();
     }
 
@@ -310,17 +328,12 @@ template <int D> struct Computer {
         turn_give(1 + (consumer ^ 1), kConsumers * kWarpgroup);
     }
 
-    // A branch on the sum of all weights, which is taken at most for NaN: the compiler moves no wait
-    // above it, and so the scores are weighed while the products still run.
-    __device__ __forceinline__ void weighed(float sum) const {
-        for (; __any_sync(kAllLanes, !(sum >= 0.0f)); sum = 0.0f) asm volatile("nanosleep.u32 1;");
-    }
-
     // Adds the values of tile `count`, whose weights are known, and weighs the scores of the next, whose
     // keys begin at `first`.
     template <bool kMasked>
-    __device__ __forceinline__ void step(Sums<D>& sums, Weights& weights, const int (&seen)[2],
-                                         int first, const Call& call, unsigned count) const {
+    __device__ __forceinline__ void step(Sums<D>& sums, Weights& weights,
+                                         const Queries<D>& queries, const int (&seen)[2], int first,
+                                         const Call& call, unsigned count) const {
         float score[kKeys / 2], by[2];
         const unsigned stage = count % kStages, next = (count + 1) % kStages;
         barrier_wait(places.keys_full(next), (count + 1) / kStages & 1);
@@ -328,7 +341,7 @@ template <int D> struct Computer {
         shared_fence_for_wgmma();
         my_turn();
         wgmma_fence();
-        scores(score, next);
+        scores(score, queries, next);
         add_values(sums, weights, stage);
         your_turn();
         wgmma_wait<1>();
@@ -337,7 +350,8 @@ template <int D> struct Computer {
         if (kMasked) mask(score, seen, first, call.window);
         const bool grew = raise(sums, score, by, call.scale_log2);
         weigh(sums, score, call.scale_log2);
-        weighed(sums.weight[0] + sums.weight[1]);
+        // The compiler moves this wait up to the shuffles of the maxima. Held back until the scores were
+        // weighed, it took 6 % longer on an H200: the place of the values was free later.
         wgmma_wait<0>();
         keep_order(sums.out);
         leave(places.values_empty(stage));
@@ -371,12 +385,15 @@ template <int D> struct Computer {
                 return first < job.common_begin || first + kKeys > job.common_end;
             };
 
+            Queries<D> queries;
             barrier_wait(places.queries_full(), round & 1);
+            load(queries);
+            leave(places.queries_empty());
             barrier_wait(places.keys_full(count % kStages), count / kStages & 1);
             shared_fence_for_wgmma();
             my_turn();
             wgmma_fence();
-            scores(score, count % kStages);
+            scores(score, queries, count % kStages);
             your_turn();
             wgmma_wait<0>();
             keep_order(score);
@@ -387,11 +404,10 @@ template <int D> struct Computer {
             pack(weights, score);
             for (tile++; tile < tiles; tile++) {
                 if (at_edge())
-                    step<true>(sums, weights, seen, tile * kKeys, call, count++);
+                    step<true>(sums, weights, queries, seen, tile * kKeys, call, count++);
                 else
-                    step<false>(sums, weights, seen, tile * kKeys, call, count++);
+                    step<false>(sums, weights, queries, seen, tile * kKeys, call, count++);
             }
-            leave(places.queries_empty());
             const unsigned stage = count % kStages;
             barrier_wait(places.values_full(stage), count / kStages & 1);
             count++;
