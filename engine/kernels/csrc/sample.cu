@@ -240,22 +240,39 @@ __device__ inline int draw_from_list(const SampleRow& row, Choice& s, int listed
 template <class E>
 __device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Keep& keep, double* sums) {
     int carried = 0, blocks = 0, kept_in_all = 0;
-    for (int base = 0; base < chosen; base += kRunGroups) {
-        float weights[4];
-        unsigned kept = 0;
-        e.visit4(s, base + static_cast<int>(threadIdx.x / 16), chosen,
-                 [&](unsigned weight, unsigned key, int id, int j) {
-                     weights[j] = __uint_as_float(weight);
-                     if (keep(key, id)) kept |= 1u << j;
-                 });
-        unsigned long long total;
-        int at = carried + static_cast<int>(scan(__popc(kept), total, s));
+    const int own = static_cast<int>(threadIdx.x / 16);
+    float4 ahead[kTileRuns];
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (kept >> j & 1u) s.kept[at++] = weights[j];
+    for (int run = 0; run < kTileRuns; run++) ahead[run] = e.fetch4(s, run * kRunGroups + own, chosen);
+    for (int tile = 0; tile < chosen; tile += kTileRuns * kRunGroups) {
+        float weights[kTileRuns * 4];
+        unsigned kept = 0;
+        unsigned long long counts = 0, totals;
+#pragma unroll
+        for (int run = 0; run < kTileRuns; run++) {
+            const int group = tile + run * kRunGroups + own;
+            const float4 x = ahead[run];
+            ahead[run] = e.fetch4(s, group + kTileRuns * kRunGroups, chosen);
+            e.visit4(x, s, group, chosen, [&](unsigned weight, unsigned key, int id, int j) {
+                weights[run * 4 + j] = __uint_as_float(weight);
+                if (keep(key, id)) kept |= 1u << (run * 4 + j);
+            });
+            const unsigned mine = kept >> (run * 4) & 0xfu;
+            counts |= static_cast<unsigned long long>(__popc(mine)) << (kTileBits * run);
+        }
+        const unsigned long long before = scan(counts, totals, s);
+        int total = 0;
+#pragma unroll
+        for (int run = 0; run < kTileRuns; run++) {
+            int at = carried + total + field<kTileBits>(before, run);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (kept >> (run * 4 + j) & 1u) s.kept[at++] = weights[run * 4 + j];
+            total += field<kTileBits>(totals, run);
+        }
         __syncthreads();
-        const int here = carried + static_cast<int>(total), full = here / kSumBlock;
-        const bool last = base + kRunGroups >= chosen;
+        const int here = carried + total, full = here / kSumBlock;
+        const bool last = tile + kTileRuns * kRunGroups >= chosen;
         const int summed = last ? here : full * kSumBlock;
         carried = here - full * kSumBlock;
         float moved = 0.0f;
@@ -264,7 +281,7 @@ __device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Ke
 #ifndef BATON_PLANT_SAMPLE_CARRIED
         if (static_cast<int>(threadIdx.x) < carried) s.kept[threadIdx.x] = moved;
 #endif
-        blocks += (summed + kSumBlock - 1) / kSumBlock, kept_in_all += static_cast<int>(total);
+        blocks += (summed + kSumBlock - 1) / kSumBlock, kept_in_all += total;
     }
     __syncthreads();
     load_sums(s, sums, blocks);

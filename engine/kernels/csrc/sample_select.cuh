@@ -104,12 +104,17 @@ template <class T, bool kRaw> struct Entries {
     __device__ __forceinline__ float4 load(int i) const {
         return kRaw ? in.raw(i) : in.adjusted(i);
     }
-    // Calls visit(weight, key, id, j) for the thread's 4 entries of the chosen group number `at`.
+    // The thread's 4 logits of the chosen group number `at`, undefined beyond the last. Loaded ahead of
+    // visit4, because a load takes longer than the work on a group.
+    __device__ __forceinline__ float4 fetch4(const Choice& s, int at, int chosen) const {
+        return load(s.chosen[min(at, chosen - 1)] * kGroup + static_cast<int>(threadIdx.x % 16) * 4);
+    }
+    // Calls visit(weight, key, id, j) for these 4 entries.
     template <class Visit>
-    __device__ __forceinline__ void visit4(const Choice& s, int at, int chosen, Visit visit) const {
+    __device__ __forceinline__ void visit4(const float4& x, const Choice& s, int at, int chosen,
+                                           Visit visit) const {
         if (at >= chosen) return;
         const int i = s.chosen[at] * kGroup + static_cast<int>(threadIdx.x % 16) * 4;
-        const float4 x = load(i);
         const float logits[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -229,13 +234,20 @@ template <class E>
 __device__ inline int collect(const E& e, Choice& s, int chosen, const Window& window, int first,
                               int stop) {
     int rank = 0;
+    if (chosen == 0) return rank;
+    const int own = static_cast<int>(threadIdx.x / 16);
+    float4 ahead[kTileRuns];
+#pragma unroll
+    for (int run = 0; run < kTileRuns; run++) ahead[run] = e.fetch4(s, run * kRunGroups + own, chosen);
     for (int tile = 0; tile < chosen && rank < stop; tile += kTileRuns * kRunGroups) {
         unsigned keys[kTileRuns * 4], kept = 0;
         unsigned long long counts = 0, total;
 #pragma unroll
         for (int run = 0; run < kTileRuns; run++) {
-            const int at = tile + run * kRunGroups + static_cast<int>(threadIdx.x / 16);
-            e.visit4(s, at, chosen, [&](unsigned weight, unsigned key, int id, int j) {
+            const int at = tile + run * kRunGroups + own;
+            const float4 x = ahead[run];
+            ahead[run] = e.fetch4(s, at + kTileRuns * kRunGroups, chosen);
+            e.visit4(x, s, at, chosen, [&](unsigned weight, unsigned key, int id, int j) {
                 keys[run * 4 + j] = key;
                 if (window(weight, key, id)) kept |= 1u << (run * 4 + j);
             });
@@ -378,14 +390,24 @@ __device__ inline void tally(const E& e, Choice& s, int chosen, unsigned low,
     double sums[kThresholds];
 #pragma unroll
     for (int t = 0; t < kThresholds; t++) n[t] = 0, sums[t] = 0.0;
-    for (int at = static_cast<int>(threadIdx.x / 16); at < chosen; at += kRunGroups)
-        e.visit4(s, at, chosen, [&](unsigned weight, unsigned key, int, int) {
-            if (weight < low) return;
+    unsigned thresholds[kThresholds];
 #pragma unroll
-            for (int t = 0; t < kThresholds; t++)
-                if (key >= b.at(top, t, kThresholds + 1))
-                    n[t]++, sums[t] += static_cast<double>(__uint_as_float(weight));
-        });
+    for (int t = 0; t < kThresholds; t++) thresholds[t] = b.at(top, t, kThresholds + 1);
+    constexpr int kAhead = 2;
+    for (int at = static_cast<int>(threadIdx.x / 16); at < chosen; at += kAhead * kRunGroups) {
+        float4 x[kAhead];
+#pragma unroll
+        for (int run = 0; run < kAhead; run++) x[run] = e.fetch4(s, at + run * kRunGroups, chosen);
+#pragma unroll
+        for (int run = 0; run < kAhead; run++)
+            e.visit4(x[run], s, at + run * kRunGroups, chosen, [&](unsigned weight, unsigned key, int, int) {
+                if (weight < low) return;
+#pragma unroll
+                for (int t = 0; t < kThresholds; t++)
+                    if (key >= thresholds[t])
+                        n[t]++, sums[t] += static_cast<double>(__uint_as_float(weight));
+            });
+    }
     __syncwarp();
 #pragma unroll
     for (int t = 0; t < kThresholds; t++) {
@@ -422,6 +444,7 @@ __device__ inline Selection select(const E& e, Choice& s, int chosen, unsigned l
     Bracket b = {0, most + 1, n, 0, 0.0};
     if (n <= kListed) return Selection{cut_list(s, n, goal, b, soft), n};
     b.count_low = 0x7fffffff;  // unknown until a threshold meets the goal
+    if (!goal.by_count) b.low = low;  // keys are weights
     for (int round = 0; b.count_low - b.count_high > kListed && b.high - b.low > 1; round++) {
         const unsigned top = top_of(b, soft, round);
         tally(e, s, chosen, low, b, top);
