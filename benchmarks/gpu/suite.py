@@ -15,13 +15,14 @@ from .stage import Stage
 
 TESTS = ROOT / "tests/cuda"
 CLUSTERS = ROOT / "tests/gpu"
+ATTENTION = ("test_attention.py", "test_prefill_wgmma.py")
 WORDS = "test_host_execution.py"
 """Must not run beside other parts, or before them: a hang would cost them their time."""
 
 
 def attention(stage: Stage) -> Iterator[Line]:
     """Decode and prefill attention."""
-    return _suite(stage, ["test_attention.py"])
+    return _suite(stage, ATTENTION)
 
 
 def blocks(stage: Stage) -> Iterator[Line]:
@@ -36,7 +37,7 @@ def sampling(stage: Stage) -> Iterator[Line]:
 
 def others(stage: Stage) -> Iterator[Line]:
     """Elementwise kernels, products, graphs, streams, whole models."""
-    own = {"test_attention.py", "test_blocks.py", "test_sampling.py", WORDS}
+    own = {*ATTENTION, "test_blocks.py", "test_sampling.py", WORDS}
     names = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in own)
     return _suite(stage, names)
 

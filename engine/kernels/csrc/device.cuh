@@ -1,4 +1,4 @@
-// Device primitives of all kernels: the only file with inline PTX and differences between targets.
+// Device primitives of all kernels: with hopper.cuh the only file with inline PTX and differences between targets.
 //
 // Floats in memory are bf16 (`bf16`, bits in an unsigned short), fp16 (unsigned short), fp8 e4m3
 // (unsigned char); arithmetic is float32. Reductions use a fixed tree, so their bits do not depend

@@ -18,6 +18,8 @@ __device__ __forceinline__ unsigned long long tile_descriptor(unsigned address, 
            static_cast<unsigned long long>(kSwizzleAtom >> 4) << 32 | 1ull << 62;
 }
 
+#ifndef BATON_CUDA_HOST
+
 // Orders accesses to registers and shared memory before the wgmma that follow.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -155,3 +157,19 @@ template <int kRegisters> __device__ __forceinline__ void fewer_registers() {
 template <int kRegisters> __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
+// ---------------------------------------------------------------- addresses in shared memory
+
+// As cp_async16_fill and ldmatrix_x4 of device.cuh, for a 32-bit address.
+__device__ __forceinline__ void cp_async16_fill_at(unsigned to, const void* from, unsigned bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_at(unsigned* r, unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+#endif  // BATON_CUDA_HOST

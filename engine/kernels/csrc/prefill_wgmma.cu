@@ -14,7 +14,7 @@
 #include "hopper.cuh"
 #include "paged_kv.cuh"
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(BATON_CUDA_HOST)
 
 constexpr int kRows = 128, kKeys = 128;  // of a tile of the plan; of a tile of keys
 constexpr int kStages = 2;  // three were no faster
@@ -82,19 +82,6 @@ __device__ __forceinline__ int item_of(int round) {
     return round * gridDim.x + at;
 }
 
-__device__ __forceinline__ void copy_to(unsigned to, const bf16* from, bool wanted) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(wanted ? 16u : 0u)
-                 : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x4_at(unsigned* r, unsigned row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row)
-                 : "memory");
-}
-
 // ---------------------------------------------------------------- the warpgroup that copies
 
 template <int D> struct Copier {
@@ -107,7 +94,11 @@ template <int D> struct Copier {
     // This thread's place within the first rows of a tile; step i is i * kStep rows below.
     __device__ __forceinline__ unsigned place() const {
         const int row = thread / kPieces, piece = thread % kPieces;
+#ifdef BATON_PLANT_SWIZZLE
+        return piece / 8 * kPartBytes + row * kSwizzleBytes + (piece & 7) * 16;
+#else
         return piece / 8 * kPartBytes + row * kSwizzleBytes + ((piece ^ row) & 7) * 16;
+#endif
     }
 
     __device__ __forceinline__ void queries(const Call& call, const Job& job, int kv_head) const {
@@ -120,7 +111,8 @@ template <int D> struct Copier {
             const int row = i * kStep + thread / kPieces, token = row / call.group;
             const long long at = static_cast<long long>(token) * heads + (row - token * call.group);
             const bool wanted = row < count;
-            copy_to(to + i * kStep * kSwizzleBytes, q + (wanted ? at * D : 0), wanted);
+            cp_async16_fill_at(to + i * kStep * kSwizzleBytes, q + (wanted ? at * D : 0),
+                               wanted ? 16u : 0u);
         }
     }
 
@@ -134,8 +126,8 @@ template <int D> struct Copier {
             const int row = i * kStep + thread / kPieces;
             const int group = tile % kFound * kGroupsPerTile + row / kGroup;
             const unsigned at = __shfl_sync(kAllLanes, rows, group) + row % kGroup;
-            copy_to(to + i * kStep * kSwizzleBytes, pool + static_cast<long long>(at) * D,
-                    kv.readable(tile * kKeys + row));
+            cp_async16_fill_at(to + i * kStep * kSwizzleBytes, pool + static_cast<long long>(at) * D,
+                               kv.readable(tile * kKeys + row) ? 16u : 0u);
         }
     }
 
@@ -158,7 +150,9 @@ template <int D> struct Copier {
             unsigned found = find(tile), found_ahead = find(tile + kFound);
             for (; tile < tiles; tile++, count++) {
                 const unsigned stage = count % kStages, parity = (count / kStages & 1) ^ 1;
+#ifndef BATON_PLANT_STAGE
                 barrier_wait(places.keys_empty(stage), parity);
+#endif
                 rows(kv, found, tile, places.keys(stage), 0);
                 barrier_arrive_after_copies(places.keys_full(stage));
                 barrier_wait(places.values_empty(stage), parity);
@@ -166,7 +160,11 @@ template <int D> struct Copier {
                 barrier_arrive_after_copies(places.values_full(stage));
                 if ((tile + 1) % kFound == 0) {
                     found = found_ahead;
+#ifdef BATON_PLANT_LOOK_AHEAD
+                    found_ahead = find(tile + 1);
+#else
                     found_ahead = find(tile + 1 + kFound);
+#endif
                 }
             }
         }
@@ -222,7 +220,11 @@ template <int D> struct Computer {
 #pragma unroll
         for (int k = 0; k < kKeys / 16; k++)
             wgmma_values(sums.out, weights.pair[k],
+#ifdef BATON_PLANT_PARTS
+                         tile_descriptor(values + k * 16 * kSwizzleBytes, kPartBytes / 2));
+#else
                          tile_descriptor(values + k * 16 * kSwizzleBytes, kPartBytes));
+#endif
         wgmma_commit();
     }
 
@@ -234,7 +236,13 @@ template <int D> struct Computer {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int key = first + n * 8 + (lane & 3) * 2 + (i & 1), last = seen[i >> 1];
+#ifdef BATON_PLANT_CAUSAL_MASK
+                const bool visible = key > last - window;
+#elif defined(BATON_PLANT_WINDOW)
+                const bool visible = key <= last;
+#else
                 const bool visible = key <= last && key > last - window;
+#endif
                 if (!visible) score[n * 4 + i] = minus_infinity();
             }
     }
@@ -336,7 +344,9 @@ template <int D> struct Computer {
                                          const Call& call, unsigned count) const {
         float score[kKeys / 2], by[2];
         const unsigned stage = count % kStages, next = (count + 1) % kStages;
+#ifndef BATON_PLANT_ARRIVED
         barrier_wait(places.keys_full(next), (count + 1) / kStages & 1);
+#endif
         barrier_wait(places.values_full(stage), count / kStages & 1);
         shared_fence_for_wgmma();
         my_turn();
@@ -344,7 +354,9 @@ template <int D> struct Computer {
         scores(score, queries, next);
         add_values(sums, weights, stage);
         your_turn();
+#ifndef BATON_PLANT_SCORES_WAIT
         wgmma_wait<1>();
+#endif
         keep_order(score);
         leave(places.keys_empty(next));
         if (kMasked) mask(score, seen, first, call.window);

@@ -10,8 +10,11 @@
 // an error that names the kernel and the line. A limit of processor time ends a loop without end.
 // With BATON_RACES, accesses to shared memory that no barrier orders are errors too.
 //
-// x86-64 Linux, g++. Not modelled: the memory model between blocks, timing, bank conflicts, wgmma
-// and TMA; the hardware's exponential and reciprocals are those of the C library.
+// Hopper's products (wgmma) are executed at once or as late as the wait that covers them, by the
+// seed: see hopper_words.h.
+//
+// x86-64 Linux, g++. Not modelled: the memory model between blocks, timing, bank conflicts, TMA; the
+// hardware's exponential and reciprocals are those of the C library.
 #pragma once
 #define BATON_CUDA_HOST 1
 #define __device__
@@ -81,11 +84,12 @@ constexpr size_t kPage = 4096, kStack = 32 * kPage, kGuard = 64, kMaxCopies = 25
 
 // ---------------------------------------------------------------- threads
 
-enum class Wait : unsigned char { kNone, kWarp, kBlock, kEnded };
+enum class Wait : unsigned char { kNone, kWarp, kBlock, kPoll, kEnded };  // kPoll: for some barrier's phase
 enum class Op : unsigned char {
     kSyncThreads, kSyncThreadsCount, kSyncThreadsAnd, kSyncThreadsOr,
     kSyncWarp, kShuffle, kBallot, kAll, kAny, kMatchAny, kReduceAdd, kReduceMin, kReduceMax,
-    kReduceAnd, kReduceOr, kReduceXor, kLdmatrix, kLdmatrixTrans, kMma,
+    kReduceAnd, kReduceOr, kReduceXor, kLdmatrix, kLdmatrixTrans, kMma, kProduct, kProductWait,
+    kPhase, kTurn,
 };
 inline const char* name_of(Op op) {
     static const char* const names[] = {
@@ -93,7 +97,7 @@ inline const char* name_of(Op op) {
         "__syncwarp", "__shfl_sync", "__ballot_sync", "__all_sync", "__any_sync",
         "__match_any_sync", "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
         "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync", "ldmatrix", "ldmatrix.trans",
-        "mma.sync"};
+        "mma.sync", "wgmma", "wgmma.wait_group", "mbarrier.try_wait", "bar.sync"};
     return names[static_cast<int>(op)];
 }
 
@@ -112,6 +116,15 @@ struct Copy {  // cp.async in flight
     unsigned bytes, filled, group;
 };
 
+struct Product {  // wgmma in flight, d[16][n] of a warp
+    float* d;
+    const unsigned* a;
+    uint64_t b;  // descriptor
+    unsigned n, group;
+    bool keep, by_rows;  // by_rows: b has rows of n elements
+};
+constexpr unsigned kMaxProducts = 64;
+
 struct Thread {
     void* stack;  // saved stack pointer
     char* bottom;
@@ -127,6 +140,8 @@ struct Thread {
     float d[4];
     unsigned commits, copies, atomics;
     Copy copy[kMaxCopies];
+    unsigned products, groups;
+    Product product[kMaxProducts];
 };
 
 struct State {
@@ -143,6 +158,7 @@ struct State {
     void* kernel;
     void** arguments;
     const char* name;
+    struct { unsigned count, phase; } turns[16];  // barriers by number
     unsigned char* dynamic;
     size_t dynamic_bytes;
     char *shared, *shared_end;
@@ -241,6 +257,17 @@ inline uint64_t wait_for_block(uint64_t value, Place place) {
     t.wait = Wait::kBlock, t.place = place, t.value = value;
     suspend();
     return t.value;
+}
+// Wait until somebody ends a phase; then look again.
+inline void poll(Place place) {
+    Thread& t = *S.current;
+    t.wait = Wait::kPoll, t.place = place;
+    suspend();
+}
+inline void wake_polling() {
+    for (unsigned i = 0; i < S.count; i++)
+        if (S.threads[i].wait == Wait::kPoll)
+            S.threads[i].wait = Wait::kNone, S.ready[i / kWarp] |= 1u << i % kWarp;
 }
 // Atomic operations are where threads meet without waiting: others may come first. A thread that
 // spins on one lets the others go on.
@@ -431,6 +458,80 @@ inline void load_matrices(Thread* warp, unsigned matrices, bool transposed) {
         }
 }
 
+// ---------------------------------------------------------------- wgmma
+
+// An element of b, [k][n], of a tile in rows of 128 bytes with their pieces swizzled.
+inline const unsigned char* element_of(const Product& p, unsigned k, unsigned n) {
+    const unsigned start = static_cast<unsigned>(p.b & 0x3fff) << 4;
+    const unsigned parts = static_cast<unsigned>(p.b >> 16 & 0x3fff) << 4;
+    const unsigned groups = static_cast<unsigned>(p.b >> 32 & 0x3fff) << 4;
+    unsigned at = p.by_rows ? start + n / 64 * parts + k / 8 * groups + k % 8 * 128 + n % 64 * 2
+                            : start + n / 8 * groups + n % 8 * 128 + k * 2;
+    at ^= (at >> 7 & 7) << 4;
+    return at + 2 <= S.dynamic_bytes ? S.dynamic + at : nullptr;
+}
+// The warp's part of its i-th product in flight: d[16][n] (+)= a[16][16] b[16][n].
+__attribute__((optimize("O3"))) inline void compute(Thread* warp, unsigned i) {
+    const Product& first = warp[0].product[i];
+    static float a[16][16], b[16][256], d[16][256];
+    for (unsigned k = 0; k < 16; k++)
+        for (unsigned n = 0; n < first.n; n++) {
+            const unsigned char* at = element_of(first, k, n);
+            if (!at) return report("wgmma at %s:%d reads beyond the shared memory",
+                                   warp[0].place.file, warp[0].place.line);
+            uint16_t bits;
+            memcpy(&bits, at, 2);
+            b[k][n] = bf16_half(bits, 0);
+        }
+    for (unsigned l = 0; l < kWarp; l++) {
+        const Product& p = warp[l].product[i];
+        const unsigned g = l / 4, t = l % 4 * 2;
+        for (unsigned r = 0; r < 4; r++)
+            for (unsigned h = 0; h < 2; h++)
+                a[g + r % 2 * 8][t + r / 2 * 8 + h] = bf16_half(p.a[r], h);
+        for (unsigned n = 0; n < p.n; n += 8)
+            for (unsigned r = 0; r < 4; r++)
+                d[g + r / 2 * 8][n + t + r % 2] = p.keep ? p.d[n / 2 + r] : 0.0f;
+    }
+    for (unsigned row = 0; row < 16; row++)
+        for (unsigned k = 0; k < 16; k++)
+            for (unsigned n = 0; n < first.n; n++) d[row][n] += a[row][k] * b[k][n];
+    for (unsigned l = 0; l < kWarp; l++) {
+        const Product& p = warp[l].product[i];
+        const unsigned g = l / 4, t = l % 4 * 2;
+        for (unsigned n = 0; n < p.n; n += 8)
+            for (unsigned r = 0; r < 4; r++) p.d[n / 2 + r] = d[g + r / 2 * 8][n + t + r % 2];
+    }
+}
+// Executes the warp's products of all groups but the last `keep`; -1: also of the group that is open.
+inline void finish_products(Thread* warp, int keep) {
+    unsigned done = 0;
+    const unsigned count = warp[0].products, groups = warp[0].groups;
+    for (; done < count && !S.failed; done++) {
+        if (keep >= 0 && warp[0].product[done].group + static_cast<unsigned>(keep) >= groups) break;
+        compute(warp, done);
+    }
+    for (unsigned l = 0; l < kWarp; l++) {
+        Thread& t = warp[l];
+        for (unsigned i = done; i < count; i++) t.product[i - done] = t.product[i];
+        t.products = count - done;
+    }
+}
+inline void begin_product(Thread* warp) {
+    const unsigned last = warp[0].products - 1;
+    const Product& first = warp[0].product[last];
+    for (unsigned l = 1; l < kWarp; l++) {
+        const Product& p = warp[l].product[last];
+        if (warp[l].products != last + 1 || p.b != first.b || p.n != first.n || p.keep != first.keep)
+            return report("wgmma at %s:%d: lanes %u and 0 differ in what they ask for",
+                          warp[l].place.file, warp[l].place.line, l);
+    }
+    if (first.b >> 62 != 1)
+        return report("wgmma at %s:%d: the descriptor names another swizzle than of 128 bytes",
+                      warp[0].place.file, warp[0].place.line);
+    if (S.seed % 2 == 0) finish_products(warp, -1);  // at once, else at the wait
+}
+
 inline uint64_t reduce(Op op, bool is_signed, uint64_t x, uint64_t y) {
     unsigned a = static_cast<unsigned>(x), b = static_cast<unsigned>(y);
     int i = static_cast<int>(a), j = static_cast<int>(b);
@@ -458,6 +559,8 @@ inline void exchange(Thread* warp, unsigned group, Thread& first) {
         started = true;
     }
     if (op == Op::kMma) return multiply(warp);
+    if (op == Op::kProduct) return begin_product(warp);
+    if (op == Op::kProductWait) return finish_products(warp, first.source);
     if (op == Op::kLdmatrix || op == Op::kLdmatrixTrans)
         return load_matrices(warp, first.source, op == Op::kLdmatrixTrans);
     for (unsigned l = 0; l < kWarp; l++) {
@@ -529,6 +632,8 @@ inline void release_warp(unsigned w) {
         S.ready[w] |= group, released = true;
     }
     if (!waits || released || S.failed) return;
+    for (unsigned l = 0; l < kWarp; l++)
+        if (present >> l & 1u && warp[l].wait == Wait::kPoll) return;  // it may still come
     for (unsigned l = 0; l < kWarp; l++) {
         if (!(present >> l & 1u) || warp[l].wait != Wait::kWarp) continue;
         const Thread& t = warp[l];
@@ -548,6 +653,9 @@ inline void release_block() {
     uint64_t trues = 0;
     for (unsigned i = 0; i < S.count; i++) {
         const Thread& t = S.threads[i];
+        if (t.wait == Wait::kPoll)
+            return report("thread %u waits in %s at %s:%d for a phase that nobody ends", i,
+                          name_of(t.place.op), t.place.file, t.place.line);
         if (t.wait == Wait::kEnded) {
             ended = &t;
             continue;
@@ -614,7 +722,9 @@ inline void prepare_block() {
         t.stack = top - 6;
         memset(t.stack, 0, 6 * sizeof(void*));
         t.wait = Wait::kNone, t.copies = t.commits = t.atomics = 0, t.source = 0, t.value = 0;
+        t.products = t.groups = 0;
     }
+    memset(S.turns, 0, sizeof S.turns);
     note_barrier();
     for (unsigned w = 0; w < S.warps; w++) S.ready[w] = lanes_in(w);
     memset(S.dynamic, 0xff, S.dynamic_bytes);
@@ -863,4 +973,5 @@ inline const char* launch(const Kernel& k, const unsigned* grid, const unsigned*
 
 }  // namespace cuda_host
 #include "cuda_words.h"
+#include "hopper_words.h"
 #endif
