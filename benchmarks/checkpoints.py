@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,33 +95,41 @@ SHAPES = {
 }
 
 
-Values = Callable[[tuple[int, ...]], Iterable[bytes]]
-"""The bytes of a tensor of a shape, in pieces."""
+Sizes = Mapping[str, tuple[int, ...]]
+Values = Callable[[str, tuple[int, ...]], Iterable[bytes | memoryview]]
+"""The bytes of the tensor of a name and a shape, in pieces."""
 
 
-def write_checkpoint(
-    folder: Path, shape: Shape, dtype: str, seed: int = 0, values: Values | None = None
-) -> Path:
-    """Write a random checkpoint, ``dtype`` "F32" or "BF16"; the same numbers for both.
-
-    ``values``: gives the tensors instead.
-    """
+def write_checkpoint(folder: Path, shape: Shape, dtype: str, seed: int = 0) -> Path:
+    """Write a random checkpoint, ``dtype`` "F32" or "BF16"; the same numbers for both."""
     rng = np.random.default_rng(seed)
-    give = values or (lambda size: [_random(rng, size, dtype).tobytes()])
+    write_config(folder, shape, dtype)
+    write_tensors(
+        folder / "model.safetensors", shape.tensors(), dtype,
+        lambda _, size: [_random(rng, size, dtype).tobytes()],
+    )  # fmt: skip
+    return folder
+
+
+def write_config(folder: Path, shape: Shape, dtype: str) -> None:
+    """Make the folder of a checkpoint, with its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config(dtype)))
+
+
+def write_tensors(path: Path, tensors: Sizes, dtype: str, values: Values) -> None:
+    """Write a safetensors file, ``dtype`` "F32" or "BF16"."""
     item, at, header = {"F32": 4, "BF16": 2}[dtype], 0, {}
-    for name, size in shape.tensors().items():
+    for name, size in tensors.items():
         end = at + item * math.prod(size)
         header[name] = {"dtype": dtype, "shape": size, "data_offsets": [at, end]}
         at = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for size in shape.tensors().values():
-            file.writelines(give(size))
-    return folder
+        for name, size in tensors.items():
+            file.writelines(values(name, size))
 
 
 def _random(rng: np.random.Generator, size: tuple[int, ...], dtype: str) -> np.ndarray:

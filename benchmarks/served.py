@@ -37,6 +37,7 @@ class Served:
         prefill: int = 1,
         decode: int = 1,
         flags: tuple[str, ...] = (),
+        ready_s: float = READY_S,
     ) -> None:
         self.address = f"ipc://{scratch}/bench.sock"
         self.log = scratch / "serve.log"
@@ -55,7 +56,7 @@ class Served:
                 preexec_fn=lambda: die_with_parent(parent),  # no thread runs yet
             )
         try:
-            self.client = self._connect(prefill + decode)
+            self.client = self._connect(prefill + decode, ready_s)
         except BaseException:
             self._end()
             raise
@@ -79,10 +80,10 @@ class Served:
             self._process.kill()
             self._process.wait()
 
-    def _connect(self, workers: int) -> Client:
+    def _connect(self, workers: int, ready_s: float) -> Client:
         # Waits little for the router, so that a cluster that has ended is seen.
         client = Client(self.address, connect_timeout=1.0)
-        until = time.monotonic() + READY_S
+        until = time.monotonic() + ready_s
         while time.monotonic() < until and self._process.poll() is None:
             try:
                 states = [worker["state"] for worker in client.status()["workers"]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,35 +14,25 @@ from ...engine.loading.loader import Runner, RunnerConfig, load_runner
 from ...engine.pipeline.device_steps import DeviceSteps
 from ...engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from ...proto.sampling import SamplingParams
-from ..checkpoints import Shape, write_checkpoint
-from .bench_cluster import served_model
+from ..checkpoints import Shape
 from .lines import Line, measured, skipped
-from .models import TINY
+from .models import LLAMA_8B, TINY, checkpoint
 from .races import copy_bandwidth, has_torch, matrix_rate
 from .stage import Stage, Timing
 
-LLAMA_8B = Shape(
-    "llama-8b", 128256, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8,
-    positions=131072,
-)  # fmt: skip
 BLOCK = 16
 DECODE_BARS = {(1, 128): 0.85, (64, 2048): 0.82, (256, 1024): 0.8}
 """Shares of the time that reading weights, keys and values takes, by rows and tokens of context."""
 PREFILL_BARS = {8192: 0.6, 2048: 0.75}
 """Shares of the time of the products at the matrix rate, by tokens."""
-GIVEN = "BATON_GPU_CHECKPOINT"
-"""Environment variable: a folder that :func:`write_random` has filled with :data:`LLAMA_8B`."""
-_POOL = 1 << 26
-_ONE = 0x3F80
-"""1.0 in bfloat16."""
 
 
 def model(stage: Stage) -> Iterator[Line]:
-    """Steps as a worker runs them, from a plan to its tokens, then a cluster."""
+    """Steps as a worker runs them, from a plan to its tokens."""
     ceiling, matrix = copy_bandwidth(stage), matrix_rate(stage)
     shape = TINY if stage.tiny else LLAMA_8B
     began = time.monotonic()
-    folder = _checkpoint(stage, shape)
+    folder = checkpoint(stage)
     written = time.monotonic()
     longest = stage.size(16384, 64)
     config = RunnerConfig(
@@ -61,46 +49,11 @@ def model(stage: Stage) -> Iterator[Line]:
         yield decode(stage, runner, rows, context, bar, ceiling)
     for length, bar in ({40: 0.0} if stage.tiny else PREFILL_BARS).items():
         yield prefill(stage, runner, length, bar, prefill_flops(shape, length) / matrix)
-    del runner
-    gc.collect()
-    stage.memory_used()  # gives back what the pool kept
-    yield from served_model(stage, folder)
 
 
 def transformers(stage: Stage) -> Iterator[Line]:
     """The steps of transformers with the same model."""
-    yield _transformers(stage, _checkpoint(stage, TINY if stage.tiny else LLAMA_8B))
-
-
-def _checkpoint(stage: Stage, shape: Shape) -> Path:
-    """Write the model, or take the folder that :data:`GIVEN` names."""
-    given = os.environ.get(GIVEN)
-    return Path(given) if given and not stage.tiny else write_random(stage.scratch / "model", shape)
-
-
-def write_random(folder: Path, shape: Shape) -> Path:
-    """A checkpoint whose tensors repeat a few million random values: written at a disk's speed."""
-    rng = np.random.default_rng(0)
-    count = min(_POOL, shape.vocab * shape.hidden)
-    normal = rng.standard_normal(count, np.float32)
-    pools: dict[int, np.ndarray] = {}
-
-    def values(size: tuple[int, ...]) -> Iterator[bytes]:
-        left = int(np.prod(size, dtype=np.int64))
-        if len(size) == 1:
-            yield np.full(size, _ONE, np.uint16).tobytes()
-            return
-        if size[1] not in pools:
-            scaled = normal * np.float32(size[1] ** -0.5)
-            pools[size[1]] = (scaled.view(np.uint32) >> 16).astype(np.uint16)
-        pool = pools[size[1]]
-        start = int(rng.integers(len(pool)))
-        while left:
-            piece = pool[start : start + left]
-            yield piece.tobytes()
-            left, start = left - len(piece), 0
-
-    return write_checkpoint(folder, shape, "BF16", values=values)
+    yield _transformers(stage, checkpoint(stage))
 
 
 def fill(stage: Stage, pool: Any) -> None:

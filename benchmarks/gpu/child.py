@@ -1,7 +1,8 @@
 """Runs one part in a separate process and writes its lines as they come.
 
-``python -m baton.benchmarks.gpu.child MODULE:FUNCTION --stage MODULE:FUNCTION --out FILE``. What a
-part has found out is kept when it fails, hangs or takes the process with it.
+``python -m baton.benchmarks.gpu.child MODULE:FUNCTION --stage MODULE:FUNCTION --out FILE
+--shared FOLDER``. What a part has found out is kept when it fails, hangs or takes the process with
+it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ def main() -> int:
     parser.add_argument("part")
     parser.add_argument("--stage", required=True)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--shared", required=True, type=Path)
     options = parser.parse_args()
     die_with_parent(os.getppid())
     with scratch_folder() as folder, options.out.open("w") as out:
         try:
             part: Part = named(options.part)
-            for line in part(named(options.stage)(folder)):
+            stage = named(options.stage)(folder)
+            stage.shared = options.shared
+            for line in part(stage):
                 out.write(to_json(line) + "\n")
                 out.flush()
         except Exception:

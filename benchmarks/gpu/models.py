@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import os
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +21,7 @@ from ...engine.kernels.backend import Backend
 from ...engine.kernels.cuda.backend import CudaBackend
 from ...engine.loading.loader import Runner, RunnerConfig, load_runner
 from ...engine.scheduling.plan import Chunk
-from ..checkpoints import SHAPES, Shape, write_checkpoint
+from ..checkpoints import SHAPES, Shape, Sizes, write_checkpoint, write_config, write_tensors
 from .stage import Stage
 
 F32 = npt.NDArray[np.float32]
@@ -23,12 +30,86 @@ TINY = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2,
 SMALL = SHAPES["m25"]
 SHALLOW = Shape("shallow", 32000, hidden=2048, intermediate=5632, layers=2, heads=16, kv_heads=4)
 DEEP = Shape("deep", vocab=32000, hidden=2048, intermediate=5632, layers=16, heads=16, kv_heads=4)
+LLAMA_8B = Shape(
+    "llama-8b", 128256, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8,
+    positions=131072,
+)  # fmt: skip
+GIVEN = "BATON_GPU_CHECKPOINT"
+"""Environment variable: a folder that :func:`write_random` has filled with :data:`LLAMA_8B`."""
+SHARDS = 8
+_POOL = (1 << 22) + 37
+"""Random values. Odd, so that repeats do not align with rows; few, so that they stay in a cache."""
+_ONE = 0x3F80
+"""1.0 in bfloat16."""
 
 
 def write(stage: Stage, shape: Shape) -> Path:
     """A bf16 checkpoint of ``shape``, or of the tiny one, in the stage's folder."""
     folder = stage.scratch / shape.name
     return write_checkpoint(folder, TINY if stage.tiny else shape, "BF16")
+
+
+def checkpoint(stage: Stage) -> Path:
+    """The model of Llama-3.1-8B's shapes, or the tiny one, written once for all parts of a call.
+
+    The folder that :data:`GIVEN` names is taken instead.
+    """
+    shape, given = TINY if stage.tiny else LLAMA_8B, os.environ.get(GIVEN)
+    if given and not stage.tiny:
+        return Path(given)
+    began = time.monotonic()
+    folder = stage.kept(shape.name, lambda folder: write_random(folder, shape))
+    print(f"{folder}: written in {time.monotonic() - began:.1f} s", flush=True)
+    return folder
+
+
+def write_random(folder: Path, shape: Shape) -> None:
+    """A checkpoint whose tensors repeat a few million random values, in files written at once.
+
+    As fast as memory or a disk takes it: one file would be one thread's, for the system locks it.
+    """
+    normal = np.random.default_rng(0).standard_normal(_POOL, np.float32)
+    tensors = shape.tensors()
+    pools = {size[1]: _scaled(normal, size[1]) for size in tensors.values() if len(size) == 2}
+
+    def values(name: str, size: tuple[int, ...]) -> Iterator[bytes | memoryview]:
+        left = 2 * math.prod(size)
+        if len(size) == 1:
+            yield np.full(size, _ONE, np.uint16).tobytes()
+            return
+        pool = pools[size[1]]
+        start = 2 * (zlib.crc32(name.encode()) % _POOL)
+        while left:
+            piece = pool[start : start + left]
+            yield piece
+            left, start = left - len(piece), 0
+
+    write_config(folder, shape, "BF16")
+    shards = _shards(tensors)
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    write = partial(write_tensors, dtype="BF16", values=values)
+    with ThreadPoolExecutor(len(shards)) as threads:
+        list(threads.map(write, [folder / name for name in names], shards))
+    index = {
+        "metadata": {"total_size": 2 * sum(map(math.prod, tensors.values()))},
+        "weight_map": {t: name for name, shard in zip(names, shards, strict=True) for t in shard},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _scaled(normal: F32, columns: int) -> memoryview:
+    bits = (normal * np.float32(columns**-0.5)).view(np.uint32) >> 16
+    return memoryview(bits.astype(np.uint16).tobytes())
+
+
+def _shards(tensors: Sizes) -> list[Sizes]:
+    """The tensors in at most :data:`SHARDS` groups of about as many bytes each."""
+    total, done = sum(map(math.prod, tensors.values())), 0
+    groups: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, size in tensors.items():
+        groups.setdefault(SHARDS * done // total, {})[name] = size
+        done += math.prod(size)
+    return list(groups.values())
 
 
 def load(folder: Path, backend: Backend, *, blocks: int, block_size: int = 16) -> Runner:

@@ -40,7 +40,7 @@ def serving(stage: Stage) -> Iterator[Line]:
         )
         yield _transports(served.client, stage)
     yield checked(
-        "the cluster has ended", not _errors(served.log), _errors(served.log) or "cleanly"
+        "the cluster has ended", not first_error(served.log), first_error(served.log) or "cleanly"
     )
 
 
@@ -78,7 +78,7 @@ def _transports(client: Client, stage: Stage) -> Line:
     return checked("how blocks travelled", names == [wanted], result, wanted)
 
 
-def _errors(log: Path) -> str:
+def first_error(log: Path) -> str:
     """The first line of the log that speaks of an error."""
     lines = log.read_text(errors="replace").splitlines()
     return next((x[:200] for x in lines if "error" in x.lower() or "Traceback" in x), "")

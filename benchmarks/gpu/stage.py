@@ -7,6 +7,7 @@ every line of a part runs, and its figures mean nothing.
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -102,6 +103,7 @@ class Stage:
 
     ``tiny``: shapes that the CPU can compute in a moment; figures then mean nothing. ``factory``:
     "module:function" that makes the same stage in another process. ``scratch``: a folder.
+    ``shared``: a folder for all parts of a call, None for ``scratch``.
     """
 
     device: Device
@@ -111,6 +113,7 @@ class Stage:
     tiny: bool = False
     flags: Sequence[str] = ("--device=cuda",)
     options: dict[str, Any] = field(default_factory=dict)
+    shared: Path | None = None
 
     @property
     def cupy(self) -> Any:
@@ -120,6 +123,16 @@ class Stage:
     def size(self, full: int, tiny: int) -> int:
         """One of two sizes."""
         return tiny if self.tiny else full
+
+    def kept(self, name: str, write: Callable[[Path], object]) -> Path:
+        """A folder that ``write`` fills, once in a call; not for parts that run together."""
+        folder = (self.shared or self.scratch) / name
+        if not folder.exists():
+            unfinished = folder.with_name(f"{name}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a part that was ended
+            write(unfinished)
+            unfinished.rename(folder)
+        return folder
 
     def time(self, works: Sequence[Work], repeats: int = 30, warm: int = 3) -> Timing:
         """Time ``works`` in turn, which do the same over different memory.

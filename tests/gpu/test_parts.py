@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from baton.benchmarks.gpu import bench, check, machine, suite
@@ -23,16 +25,20 @@ from baton.benchmarks.gpu.lines import (
     table,
     to_json,
 )
+from baton.benchmarks.gpu.models import TINY, write_random
 from baton.benchmarks.gpu.parts import Part, run_parts
+from baton.benchmarks.gpu.stage import Stage
 from baton.benchmarks.gpu.verb import CALL_S
 from baton.benchmarks.gpu.wheels import pins
+from baton.engine.loading.checkpoint import load_checkpoint
+from baton.engine.models.weights import widened
 
 PARTS = """
-import os, subprocess, sys, time
+import os, subprocess, sys, time, types
 from baton.benchmarks.gpu.lines import checked
 
 def stage(folder):
-    return folder
+    return types.SimpleNamespace()
 
 def good(stage):
     yield checked("it works", True, "yes")
@@ -53,6 +59,13 @@ def dead(stage):
 
 def silent(stage):
     return []
+
+def writer(stage):
+    (stage.shared / "kept").touch()
+    yield checked("folder", True, str(stage.shared))
+
+def reader(stage):
+    yield checked("folder", (stage.shared / "kept").exists(), str(stage.shared))
 """
 
 
@@ -78,6 +91,15 @@ def test_one_part_s_failure_hides_no_other(module: str, tmp_path: Path) -> None:
     assert "exit code -11" in found["dead"].error and len(found["dead"].lines) == 1
     assert found["silent"].error == "found nothing out"
     assert not found["good"].failed and found["good"].lines == [checked("it works", True, "yes")]
+
+
+def test_parts_of_a_call_share_a_folder_that_is_gone_afterwards(
+    module: str, tmp_path: Path
+) -> None:
+    parts = [Part(name, f"{module}:{name}", 60) for name in ("writer", "reader")]
+    written, read = run_parts(parts, f"{module}:stage", tmp_path / "out", 600)
+    assert not read.failed and read.lines == written.lines
+    assert not Path(read.lines[0].result).exists()
 
 
 def test_what_is_late_is_ended_with_all_it_started(module: str, tmp_path: Path) -> None:
@@ -193,3 +215,35 @@ def test_a_test_report_becomes_lines(tmp_path: Path) -> None:
 
 def test_lines_without_a_bar_say_nothing_of_right_or_wrong() -> None:
     assert not PartResult("told", [Line("rate", "3 TB/s")]).failed
+
+
+def test_a_kept_folder_is_written_once_and_whole(tmp_path: Path) -> None:
+    first, next_one = (Stage(None, None, tmp_path, "", shared=tmp_path) for _ in range(2))
+
+    def fails(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "half").touch()
+        raise OSError("no space")
+
+    def writes(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "whole").touch()
+
+    with pytest.raises(OSError, match="no space"):
+        first.kept("model", fails)
+    assert [path.name for path in first.kept("model", writes).iterdir()] == ["whole"]
+    assert next_one.kept("model", fails) == tmp_path / "model"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_checkpoint_in_shards_is_whole(tmp_path: Path) -> None:
+    shape = replace(TINY, layers=3)
+    write_random(tmp_path / "model", shape)
+    found = load_checkpoint(tmp_path / "model")
+    assert len([*(tmp_path / "model").glob("*.safetensors")]) > 1
+    assert {name: found.tensors.entry(name).shape for name in found.tensors} == shape.tensors()
+    up, head = (widened(found.tensors.tensor(f"{name}.weight")) for name in (
+        "model.layers.1.mlp.up_proj", "lm_head"
+    ))  # fmt: skip
+    assert up.std() == pytest.approx(shape.hidden**-0.5, rel=0.05)
+    assert not np.array_equal(up[: len(head)], head)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,24 @@ def test_the_benchmarks_run_without_a_gpu(tmp_path: Path, environment: dict[str,
     names = [part.name for part in bench.PARTS]
     found = run("bench", names, tmp_path, environment, "host_stage:on_host")
     assert_complete(*found, names)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_the_model_s_parts_share_its_checkpoint(tmp_path: Path, with_cupy: dict[str, str]) -> None:
+    """The cluster's blocks travel as on a GPU, and nothing of the checkpoint stays."""
+    names = ["model", "cluster"]
+    with tempfile.TemporaryDirectory() as place:  # paths of sockets are too long below tmp_path
+        environment = {**with_cupy, "TMPDIR": place}
+        _, report = run("bench", names, tmp_path, environment, "gpu_stage:small")
+        assert not [*Path(place).glob("baton-*")]
+    logs = [(tmp_path / f"{name}.log").read_text() for name in names]
+    (one,), (same,) = (re.findall(r"^(\S+/tiny): written in", log, re.MULTILINE) for log in logs)
+    assert one == same and not Path(one).parent.exists()
+    found = {line["what"]: line for part in report["parts"] for line in part["lines"]}
+    assert found["how blocks travelled"]["result"].startswith("cuda_ipc for ")
+    assert found["blocks given back"]["state"] == HELD
+    assert found["no error in the cluster's log"]["state"] == HELD
 
 
 def test_a_sweep_writes_the_card_s_entry(tmp_path: Path, with_cupy: dict[str, str]) -> None:
