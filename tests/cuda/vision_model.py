@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.benchmarks.checkpoints import Shape, write_checkpoint
+from baton.benchmarks.checkpoints import Shape, write_config, write_tensors
 from baton.engine.loading.vision_config import QWEN2_5_VL, QWEN3_VL
 from baton.proto.contexts.images import ImageMetadata
 from baton.proto.contexts.vision import TextAndVisionContext
@@ -161,17 +161,18 @@ SHAPES = {
 def write_vision_model(folder: Path, shape: VisionShape, seed: int) -> Path:
     """Write a checkpoint in bfloat16; norms and biases are random too."""
     rng = np.random.default_rng(seed)
-    names = iter(shape.tensors())  # the tensors are written in this order
 
-    def values(size: tuple[int, ...]) -> list[bytes]:
-        drawn, is_bias = rng.standard_normal(size, np.float32), next(names).endswith(".bias")
+    def values(name: str, size: tuple[int, ...]) -> list[bytes]:
+        drawn = rng.standard_normal(size, np.float32)
         if len(size) == 1:
-            drawn = drawn * np.float32(0.2) + np.float32(not is_bias)
+            drawn = drawn * np.float32(0.2) + np.float32(not name.endswith(".bias"))
         else:
             drawn *= np.float32(np.prod(size[1:])) ** np.float32(-0.5)
         return [(drawn.view(np.uint32) >> 16).astype(np.uint16).tobytes()]
 
-    return write_checkpoint(folder, shape, "BF16", values=values)
+    write_config(folder, shape, "BF16")
+    write_tensors(folder / "model.safetensors", shape.tensors(), "BF16", values)
+    return folder
 
 
 def picture(shape: VisionShape, grid: tuple[int, int], seed: int) -> npt.NDArray[np.uint8]:
