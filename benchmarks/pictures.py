@@ -118,10 +118,11 @@ class Engine:
 
     def first_preview(self) -> float:
         """CPU seconds from the encoded prompt to the first preview, after one step."""
-        tokens = TokenBuffer(np.zeros(1, np.int64))
+        tokens, tokens_2 = (TokenBuffer(np.zeros(count, np.int64)) for count in (1, TEXT))
         context = PixelContext(
-            tokens=tokens, height=SIDE * SCALE, width=SIDE * SCALE, num_inference_steps=4
-        )
+            tokens=tokens, tokens_2=tokens_2, height=SIDE * SCALE, width=SIDE * SCALE,
+            num_inference_steps=4,
+        )  # fmt: skip
         began = time.process_time()
         drawing = self._denoiser.start(context, self._state)
         self._denoiser.step([drawing])
