@@ -7,6 +7,7 @@ import pytest
 
 from baton.engine.kernels.cuda import reference_linear
 from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
 from baton.engine.kernels.cuda.linear import MAX_SKINNY, linear, linear_silu_mul
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 from baton.engine.kernels.cuda.tuning import Tuning
@@ -36,12 +37,28 @@ def assert_sums(got, exact, x, weight):
     assert (np.abs(got - exact) <= size * 2e-6).all()
 
 
-def assert_rounded(bits, exact, x, weight, room=0.0):
-    """bf16 of a value within the rounding of float32 sums, and ``room``, of the exact one."""
-    room = (np.abs(from_bf16(x)) @ np.abs(from_bf16(weight)).T + 1) * 2e-6 + room
-    got = from_bf16(bits)
-    assert (got >= from_bf16(to_bf16(exact - room))).all()
-    assert (got <= from_bf16(to_bf16(exact + room))).all()
+def assert_rounded(bits, product, x, weight, onto=0.0, twice=False):
+    """bf16 of product plus ``onto``, each within the rounding of float32 sums of the exact one.
+
+    ``twice``: the product may have been rounded to bf16 before ``onto`` was added.
+    """
+    room = (np.abs(from_bf16(x)) @ np.abs(from_bf16(weight)).T + 1) * 2e-6
+    got, ends = from_bf16(bits), (product - room, product + room)
+    low, high = (rounded(end + onto) for end in ends)
+    right = (got >= low) & (got <= high)
+    if twice:
+        low, high = (rounded(rounded(end) + onto) for end in ends)
+        right |= (got >= low) & (got <= high)
+    assert right.all()
+
+
+def rounded(sums):
+    return from_bf16(to_bf16(sums))
+
+
+def by_cublas(device, rows):
+    """Whether cuBLAS computes a product; it rounds to bf16 before it adds to bf16."""
+    return rows > MAX_SKINNY and isinstance(device, CupyDevice)
 
 
 SHAPES = [
@@ -62,10 +79,26 @@ def test_linear(device, rng, rows, width, depth):
     assert_rounded(run_linear(device, x, weight, dtype=np.uint16), exact, x, weight)
     onto = to_bf16(onto)
     sums = run_linear(device, x, weight, dtype=np.uint16, onto=onto)
-    # cuBLAS 13.1 was seen to round a product to bf16 before it adds.
-    rounds_twice = rows > MAX_SKINNY and not isinstance(device, HostDevice)
-    room = np.abs(exact) * 2.0**-8 if rounds_twice else 0.0
-    assert_rounded(sums, exact + from_bf16(onto), x, weight, room)
+    assert_rounded(sums, exact, x, weight, from_bf16(onto), by_cublas(device, rows))
+
+
+@pytest.mark.parametrize("rows", [MAX_SKINNY, MAX_SKINNY + 1])
+def test_a_sum_without_what_it_is_added_to_is_noticed(device, rng, rows):
+    x, weight = random_bf16(rng, rows, 64), random_bf16(rng, 40, 64)
+    onto = random_bf16(rng, rows, 40)
+    product = run_linear(device, x, weight, dtype=np.uint16)
+    exact = reference_linear.linear(x, weight)
+    with pytest.raises(AssertionError):
+        assert_rounded(product, exact, x, weight, from_bf16(onto), twice=True)
+
+
+def test_a_second_rounding_is_noticed_where_it_is_not_allowed(rng):
+    x, weight, onto = random_bf16(rng, 9, 64), random_bf16(rng, 40, 64), random_bf16(rng, 9, 40)
+    exact, added = reference_linear.linear(x, weight), from_bf16(onto)
+    sums = to_bf16(rounded(exact) + added)
+    assert_rounded(sums, exact, x, weight, added, twice=True)
+    with pytest.raises(AssertionError):
+        assert_rounded(sums, exact, x, weight, added)
 
 
 @pytest.mark.parametrize(
