@@ -368,7 +368,7 @@ def test_planted_window_off_by_a_frame_changes_the_samples(decoder, whole, monke
     assert np.abs(found - whole[10 * SAMPLES : 11 * SAMPLES]).max() > 100 * CLOSE
 
 
-def test_planted_download_without_a_wait_is_noticed(host_device, whole, monkeypatch):
+def test_planted_download_without_a_wait_is_noticed(host_device, whole_on_host, monkeypatch):
     results = []
     for seed in range(1, 5):
         kernels = CudaAudio(host_device.late(seed))
@@ -376,4 +376,4 @@ def test_planted_download_without_a_wait_is_noticed(host_device, whole, monkeypa
         event = type(kernels.device.record())
         monkeypatch.setattr(event, "wait", lambda self: None)
         results.append(decoder.decode(entries_of()).tobytes())
-    assert any(result != whole.tobytes() for result in results)
+    assert any(result != whole_on_host.tobytes() for result in results)

@@ -238,6 +238,7 @@ template <int D>
 __device__ __forceinline__ void write_rows(Sums<D>& sums, uint4* place, bf16* out, int first,
                                            int count, int group, int heads, int lane) {
     const int g = lane >> 2, t = lane & 3;
+    __syncwarp();  // all lanes have read the queries: ldmatrix and shuffles order no memory
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
