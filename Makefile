@@ -185,9 +185,13 @@ $(ORACLE_VENV)/.installed: $(ORACLE_VENV)/.locked $(BUILD_INPUTS)
 	@$(ORACLE_BIN)/python -m pip install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
 	@touch "$@"
 
-$(RAY_VENV)/.installed: $(RAY_VENV)/.locked $(BUILD_INPUTS)
+# The versions of the hosts: a host whose packages differ would install others, from an index that the
+# tests' hosts do not reach.
+RAY_CONSTRAINTS := deploy/ray/constraints.txt
+
+$(RAY_VENV)/.installed: $(RAY_VENV)/.locked $(BUILD_INPUTS) $(RAY_CONSTRAINTS)
 	@echo "installing Ray and baton into $(RAY_VENV)"
-	@$(RAY_BIN)/python -m pip install $(PIP_QUIET) "$$($(RAY_BIN)/python -c 'import tomllib; \
+	@$(RAY_BIN)/python -m pip install $(PIP_QUIET) --constraint $(RAY_CONSTRAINTS) "$$($(RAY_BIN)/python -c 'import tomllib; \
 	print(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"][0])')"
 	@$(RAY_BIN)/python -m pip install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
 	@touch "$@"

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,31 @@ def _without_ray() -> str:
     return "" if ray.__version__ == "2.60.0" else f"needs Ray 2.60.0, not {ray.__version__}"
 
 
+def _other_versions() -> list[str]:
+    """Return installed packages whose versions a node would replace.
+
+    The hosts of these tests use this environment's packages and reach no package index, so an
+    installation there succeeds only if nothing has to be replaced.
+    """
+    found = []
+    for line in (ROOT / "deploy/ray/constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        try:
+            installed = metadata.version(name) if version else ""
+        except metadata.PackageNotFoundError:  # of the extra cuda, which these hosts do not have
+            continue
+        if installed != version:
+            found.append(f"{name} {installed}, not {version}")
+    return found
+
+
 @pytest.fixture(scope="session")
 def able():
-    """Skip if Ray is not installed or hosts cannot be created."""
+    """Skip if Ray is not installed or hosts cannot be created; fail if versions differ."""
     if why := _without_ray() or missing():
         pytest.skip(why)
+    if others := _other_versions():
+        pytest.fail(f"not the versions of deploy/ray/constraints.txt: {', '.join(others)}")
 
 
 @pytest.fixture(scope="session")

@@ -141,6 +141,15 @@ def test_nodes_install_what_the_lock_and_the_ray_extra_say():
     }
 
 
+def test_the_environment_of_test_deploy_has_the_versions_of_the_nodes():
+    # Otherwise pip on a host replaces what Ray brought, from an index that no host reaches.
+    (rule,) = re.findall(
+        r"^\$\(RAY_VENV\)/\.installed:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M
+    )
+    (ray,) = [line for line in rule.replace("\\\n", "").splitlines() if '["ray"]' in line]
+    assert "--constraint $(RAY_CONSTRAINTS)" in ray
+
+
 @pytest.mark.long
 def test_wheel_from_a_source_archive_has_everything(tmp_path):
     build = "from setuptools import build_meta; import sys; build_meta.build_{}(sys.argv[1])"
