@@ -37,8 +37,8 @@ from .events import (
     NotSent,
     StopRequested,
     Tick,
-    WorkerGone,
     WorkerInputRejected,
+    WorkersGone,
 )
 from .lifecycle import Lifecycle
 from .metrics import Metrics
@@ -117,7 +117,7 @@ class RouterCore:
             NotSent: lifecycle.not_sent,
             StopRequested: client_messages.stop,
             ClientGone: client_messages.gone,
-            WorkerGone: registration.gone,
+            WorkersGone: registration.gone,
             ClientFull: client_messages.full,
             ClientWritable: client_messages.writable,
             Tick: self._timers.tick,

@@ -59,10 +59,10 @@ class ClientGone(msgspec.Struct, frozen=True, gc=False):
     identity: bytes
 
 
-class WorkerGone(msgspec.Struct, frozen=True, gc=False):
-    """A worker's connection was lost."""
+class WorkersGone(msgspec.Struct, frozen=True, gc=False):
+    """The connections of these workers were lost: all that the shell has learnt of by now."""
 
-    identity: bytes
+    identities: Sequence[bytes]
 
 
 class ClientFull(msgspec.Struct, frozen=True, gc=False):
@@ -89,7 +89,7 @@ Event = (
     | NotSent
     | StopRequested
     | ClientGone
-    | WorkerGone
+    | WorkersGone
     | ClientFull
     | ClientWritable
     | Tick

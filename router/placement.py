@@ -21,6 +21,7 @@ from ..proto.picture_requests import state_tokens
 from ..proto.requests import needed_features
 from ..proto.vision_requests import spans_of
 from ..proto.wire.wire_context import WirePixelContext
+from ..runtime.liveness import HEARTBEAT_S
 from .config import RouterConfig
 from .pairs import FailedPairs
 from .policy import NO_HASHES, Margin, make_policy
@@ -28,6 +29,8 @@ from .registry import Registry
 from .requests import Request
 from .workers import Worker
 
+HEARD_S = 2.5 * HEARTBEAT_S
+"""A request that is placed again prefers workers that sent a message in these last seconds."""
 Route = tuple[str, int, int, Margin | None, int, int, Margin | None]
 """Why a pair was chosen: the role of the pinned worker, or empty. Then of the prefill worker, and
 again of the decode worker (zeros without one): its load in tokens before the request, the tokens of
@@ -77,14 +80,14 @@ class Placement:
         Raises WorkerLost if the request has a strict pin to a lost worker, FeatureMissing for a
         parameter that no worker of a role reads.
         """
-        special = request.deaths or request.doubts or request.avoid
+        special = request.deaths or request.doubts or request.avoid or request.past
         if request.pin is None and not special and not needed_features(request.context):
             ready, pool = self._registry.ready, request.pool  # as _candidates would find
             decodes = None if request.embeds else ready("decode", pool)
             prefills = ready("prefill", pool)
         else:
-            decodes = None if request.embeds else self._candidates(request, "decode")
-            prefills = self._candidates(request, "prefill")
+            decodes = None if request.embeds else self._candidates(request, "decode", now)
+            prefills = self._candidates(request, "prefill", now)
         if decodes == [] or not prefills:
             return None
         policy = self._policy
@@ -130,8 +133,8 @@ class Placement:
         """
         if not self.failed_pairs.known or request.embeds:
             return False
-        prefills = self._candidates(request, "prefill")
-        decodes = self._candidates(request, "decode")
+        prefills = self._candidates(request, "prefill", now)
+        decodes = self._candidates(request, "decode", now)
         reached = self._reached(request, prefills, now)
         return bool(prefills and decodes) and not any(map(reached, decodes))
 
@@ -162,7 +165,7 @@ class Placement:
         self._policy.forget(worker)
         self.failed_pairs.forget(worker)
 
-    def _candidates(self, request: Request, role: str) -> list[Worker]:
+    def _candidates(self, request: Request, role: str, now: float) -> list[Worker]:
         if request.pin is not None and request.pin[0] == role:
             pinned = self._pinned(request, request.pin[1])
             if pinned is not None:
@@ -174,7 +177,12 @@ class Placement:
         if avoid:
             workers = [worker for worker in workers if worker.incarnation not in avoid]
         needs = needed_features(request.context)
-        return self._able(request, role, workers, needs) if needs else workers
+        if needs:
+            workers = self._able(request, role, workers, needs)
+        if not request.past:
+            return workers
+        # Its last worker is lost or suspect: another one of the same host may be lost too.
+        return [worker for worker in workers if now - worker.seen_at <= HEARD_S] or workers
 
     def _able(
         self, request: Request, role: str, workers: list[Worker], needs: Sequence[str]

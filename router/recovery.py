@@ -11,7 +11,7 @@ or returned worker.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..proto.errors import FeatureMissing, RequestPoisoned, WorkerLost
 from ..proto.wire.messages import Adopt, PeerDead
@@ -34,6 +34,8 @@ it was alone, or nearly alone, at two deaths. A single kill by an operator poiso
 MAX_UNHEARD = 6
 """Unanswered Adopts after which a decode worker is assumed not to have the request."""
 
+Losses = Sequence[tuple[Worker, str]]
+"""Workers, each with the reason."""
 DEAD_WORKER_NOTICES = 3
 """How many times PeerDead is repeated for a dead worker."""
 NOTICE_INTERVAL_S = 1.0
@@ -204,18 +206,27 @@ class WorkerLosses:
             notice for notice in self._notices if notice[0].incarnation != worker.incarnation
         )
 
-    def disconnected(self, worker: Worker, now: float) -> None:
-        """Handle a closed connection; replay the worker's requests if its process probably ended.
+    def disconnected(self, workers: list[Worker], now: float) -> None:
+        """Handle closed connections; replay the requests of each process that probably ended.
 
-        These requests get a doubt, not a death: if the worker returns, the doubt is removed, and
-        the superseded attempts are aborted there.
+        All of the workers become suspect before any request moves.
         """
-        if not self._registry.disconnected(worker, now):
-            self._out.append(Log("worker.suspect", {"worker": worker.id, "reason": worker.reason}))
-            self._move_waiting(worker, now)
-            return
-        reason = f"{worker.reason}, requests move"
-        self._out.append(Log("worker.suspect", {"worker": worker.id, "reason": reason}))
+        ended = [self._registry.disconnected(worker, now) for worker in workers]
+        for worker, has_ended in zip(workers, ended, strict=True):
+            reason = f"{worker.reason}, requests move" if has_ended else worker.reason
+            self._out.append(Log("worker.suspect", {"worker": worker.id, "reason": reason}))
+        for worker, has_ended in zip(workers, ended, strict=True):
+            if has_ended:
+                self._move_all(worker, now)
+            else:
+                self._move_waiting(worker, now)
+
+    def _move_all(self, worker: Worker, now: float) -> None:
+        """Replay the requests of a worker whose process has probably ended.
+
+        They get a doubt, not a death: if the worker returns, the doubt is removed, and the
+        superseded attempts are aborted there.
+        """
         affected = list(worker.requests.values())
         worker.doubted = [request for request in affected if request.attempt.server is worker]
         for request in worker.doubted:
@@ -228,17 +239,20 @@ class WorkerLosses:
             else:
                 self._recovery.lost(request, f"the connection of worker {worker.id} closed", now)
 
-    def suspected(self, found: list[tuple[Worker, str]], now: float) -> None:
-        """Handle workers without heartbeat or progress: move their waiting prompts, if possible.
+    def judged(self, lost: Losses, doubtful: Losses, now: float) -> None:
+        """Handle workers without heartbeat or progress: the lost ones, and those newly suspect.
 
-        Started requests stay: a worker may continue at once, while a replay starts over. All of the
-        workers become suspect before any prompt moves, so no prompt moves between them.
+        Started requests of a suspect worker stay: it may continue at once, while a replay starts
+        over. All of the workers become suspect before any request moves. So no request moves to
+        another of them, as after a pause of this process, when several are lost at once.
         """
-        for worker, reason in found:
+        for worker, reason in doubtful:
             self._registry.suspect(worker, reason)
             self._out.append(Log("worker.suspect", {"worker": worker.id, "reason": reason}))
-        for worker, _ in found:
-            self._move_waiting(worker, now)
+        self.lose_all(lost, now)
+        for worker, _ in doubtful:
+            if worker.live:
+                self._move_waiting(worker, now)
 
     def _move_waiting(self, worker: Worker, now: float) -> None:
         if worker.role != "prefill":
@@ -266,12 +280,20 @@ class WorkerLosses:
                 self._move_waiting(worker, now)
         self._lifecycle.retry_waiting(now)
 
-    def lose(self, worker: Worker, reason: str, now: float, *, taken_over: bool = False) -> None:
-        """Declare a worker dead, send PeerDead to the others, and replay its requests.
+    def lose_all(self, lost: Losses, now: float, *, taken_over: bool = False) -> None:
+        """Declare workers dead, send PeerDead to the others, and replay their requests.
 
-        ``taken_over``: another process took the name while this one, silent, was still connected.
-        Its process did not end, so no request is blamed.
+        All of the workers become suspect before any request moves. ``taken_over``: another process
+        took their name or address. If the connection of such a worker is open, its process did not
+        end, so no request is blamed.
         """
+        blameless = {worker for worker, _ in lost if taken_over and worker.connected}
+        for worker, reason in lost:
+            self._registry.suspect(worker, reason)
+        for worker, reason in lost:
+            self._lose(worker, reason, now, blamed=worker not in blameless)
+
+    def _lose(self, worker: Worker, reason: str, now: float, *, blamed: bool) -> None:
         drained = worker.draining
         self._registry.declare_dead(worker, reason)
         self._placement.forget(worker)
@@ -291,7 +313,7 @@ class WorkerLosses:
         there = [request for request in affected if request.attempt.server is worker]
         for request in there:
             self._recovery.start_over(request)
-        if not taken_over:
+        if blamed:
             self._recovery.blame(there)
         for request in affected:
             if drained and request.attempt.server is not worker:

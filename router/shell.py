@@ -55,8 +55,8 @@ from .events import (
     Tick,
     ToClient,
     ToWorker,
-    WorkerGone,
     WorkerInputRejected,
+    WorkersGone,
 )
 from .stories import Story
 from .story_report import Record, log_fields, story_record
@@ -139,6 +139,7 @@ class RouterShell:
         self._leave_at = float("inf")
         self._closing = False
         self._heard_worker = False
+        self._gone: list[bytes] = []  # workers whose lost connection is not reported yet
         self._patience: Timer | None = None  # runs while messages wait to be batched
 
     def start(self) -> None:
@@ -193,6 +194,8 @@ class RouterShell:
             _log.warning(event, **keys)
 
     def _hear_worker(self, identity: bytes, frames: Frames) -> None:
+        if identity in self._gone:  # it has reconnected
+            self._workers_gone()
         try:
             messages = self._from_workers.decode(frames)
         except ProtocolError as error:
@@ -248,7 +251,15 @@ class RouterShell:
     def _worker_gone(self, identity: bytes) -> None:
         self._to_workers.drop(identity)
         self._gate.gone(identity)
-        self._feed(WorkerGone(identity))
+        if identity not in self._gone:
+            self._gone.append(identity)
+            self._loop.post(self._workers_gone)
+
+    def _workers_gone(self) -> None:
+        """Report lost workers together: a request of one must not move to another of them."""
+        gone, self._gone = self._gone, []
+        if gone:
+            self._feed(WorkersGone(gone))
 
     def _tick(self) -> None:
         now = self._loop.now()

@@ -110,9 +110,8 @@ class Timers:
         registry, health = self._registry, self._registry.health
         health.look(registry.live(), now)
         self._workers_next = now + WORKERS_EVERY_S
-        for worker, reason in health.failing(registry.live(), now):
-            self._losses.lose(worker, reason, now)
-        self._losses.suspected(health.doubtful(registry.live(), now), now)
+        lost = health.failing(registry.live(), now)
+        self._losses.judged(lost, health.doubtful(registry.live(), now), now)
         for worker in registry.live():
             if worker.aborts:
                 self._repeat_aborts(worker, now)

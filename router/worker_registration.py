@@ -14,7 +14,7 @@ from ..proto.wire.proofs import worker_key
 from ..runtime.tables import RecentMap
 from .admission import Admission
 from .config import RouterConfig
-from .events import Action, Log, ToWorker, WorkerGone, WorkerInputRejected
+from .events import Action, Log, ToWorker, WorkerInputRejected, WorkersGone
 from .metrics import Metrics
 from .recovery import WorkerLosses
 from .registry import Registry
@@ -77,9 +77,8 @@ class WorkerRegistration:
             self._metrics.dropped["refused_worker"] += 1
             self._out.append(ToWorker(identity, Rejected(code=error.code, message=str(error))))
             return
-        for old in replaced:
-            reason = f"replaced by process {hello.pid}"
-            self._losses.lose(old, reason, now, taken_over=old.connected)
+        reason = f"replaced by process {hello.pid}"
+        self._losses.lose_all([(old, reason) for old in replaced], now, taken_over=True)
         returned = registry.is_dead(hello.incarnation)
         worker = registry.join(identity, hello, now)
         self._losses.registered(worker)
@@ -134,12 +133,10 @@ class WorkerRegistration:
         rejected = Rejected(code=error.code, message=str(error))
         self._out.append(ToWorker(event.identity, rejected))
 
-    def gone(self, event: WorkerGone, now: float) -> None:
-        """Handle a closed connection of a worker."""
-        worker = self._registry.by_identity(event.identity)
-        if worker is None:
-            return
-        if worker.finished:
-            self._losses.lose(worker, "drained", now)
-        else:
-            self._losses.disconnected(worker, now)
+    def gone(self, event: WorkersGone, now: float) -> None:
+        """Handle closed connections of workers."""
+        found = [self._registry.by_identity(identity) for identity in event.identities]
+        workers = [worker for worker in found if worker is not None]
+        drained = [worker for worker in workers if worker.finished]
+        self._losses.disconnected([worker for worker in workers if not worker.finished], now)
+        self._losses.lose_all([(worker, "drained") for worker in drained], now)

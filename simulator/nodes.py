@@ -151,7 +151,7 @@ class RouterNode(Node):
 
     def worker_gone(self, identity: bytes) -> None:
         """Handle the loss of a worker's connection."""
-        self.feed(routing.WorkerGone(identity))
+        self.feed(routing.WorkersGone([identity]))
 
     def _to_client(self, identity: bytes, message: Message) -> None:
         """Send to a client as the shell does: after the messages already queued for it."""

@@ -46,7 +46,7 @@ from baton.router.events import (
     Tick,
     ToClient,
     ToWorker,
-    WorkerGone,
+    WorkersGone,
 )
 from baton.router.requests import State
 
@@ -125,7 +125,7 @@ class Played:
         self.say(Heartbeat(incarnation=self.hello.incarnation, progress=progress, **fields))
 
     def gone(self) -> None:
-        self.bench.feed(WorkerGone(self.identity))
+        self.bench.feed(WorkersGone([self.identity]))
 
     def accept(self, assign: Assign) -> None:
         self.say(Accepted(request=assign.request, attempt=assign.attempt))

@@ -15,6 +15,7 @@ from baton.proto.wire.messages import (
     Rejected,
     RequestState,
 )
+from baton.router.events import WorkersGone
 
 
 def states(bench):
@@ -461,3 +462,75 @@ def test_a_suspect_that_confirms_its_aborts_is_asked_no_more(served):
     decode.say(Aborted(request=key, attempt=1))
     served.advance(2.0)
     assert not served.take(decode, Abort)
+
+
+# ------------------------------------------------------------------ several lost at once
+
+
+def spread(bench, count):
+    """Run ``count`` requests on four decode workers; return the workers and the requests."""
+    bench.join("prefill")
+    decodes = [bench.join("decode", number) for number in range(4)]
+    for number in range(count):
+        key = bench.submit(f"r{number}")
+        prefill, assign = bench.find(Assign)
+        prefill.accept(assign)
+        prefill.report(assign)
+        bench.decode_of(assign).tokens(key, 10, 5)
+    return decodes, list(bench.core.table.requests.values())
+
+
+def lose_together(bench, decodes, requests, lose):
+    """Lose the first two decode workers by ``lose``; no request may move from one to the other."""
+    there = [
+        request for request in requests if request.attempt.decode.id in ("decode-0", "decode-1")
+    ]
+    assert {request.attempt.decode.id for request in there} == {"decode-0", "decode-1"}
+    lost = {worker.endpoint for worker in decodes[:2]}
+    bench.workers = [worker for worker in bench.workers if worker.endpoint not in lost]
+    bench.sent.clear()
+    lose()
+    moved = [m for messages in bench.sent.values() for m in messages if isinstance(m, Assign)]
+    assert {m.request for m in moved} == {request.key for request in there}
+    assert not {m.decode for m in moved} & lost
+    assert {request.losses for request in there} == {1}
+
+
+def test_workers_lost_during_a_pause_of_the_router_do_not_get_each_others_requests(bench):
+    decodes, requests = spread(bench, 12)
+
+    def lose():
+        bench.now += 6.0
+        bench.advance(6.0)
+
+    lose_together(bench, decodes, requests, lose)
+    assert {request.deaths for request in requests} == {0, 1}
+
+
+def test_workers_whose_connections_close_together_do_not_get_each_others_requests(bench):
+    decodes, requests = spread(bench, 12)
+    gone = WorkersGone([worker.identity for worker in decodes[:2]])
+    lose_together(bench, decodes, requests, lambda: bench.feed(gone))
+
+
+def test_workers_that_one_process_replaces_do_not_get_each_others_requests(bench):
+    """It has the name of one worker and the address of another."""
+    decodes, requests = spread(bench, 12)
+
+    def lose():
+        silence(bench, 1.2, *bench.workers)
+        bench.join("decode", 0, identity=b"new", endpoint=decodes[1].endpoint)
+
+    lose_together(bench, decodes, requests, lose)
+
+
+def test_requests_of_a_lost_worker_prefer_workers_that_were_heard_lately(bench):
+    """The host of two workers is lost, and only one connection shows it yet."""
+    decodes, _requests = spread(bench, 12)
+    lost, other = decodes[:2]
+    silence(bench, 0.8, *(worker for worker in bench.workers if worker is not other))
+    bench.sent.clear()
+    lost.gone()
+    moved = [m for messages in bench.sent.values() for m in messages if isinstance(m, Assign)]
+    assert moved
+    assert other.endpoint not in {m.decode for m in moved}

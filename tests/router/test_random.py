@@ -34,7 +34,7 @@ from baton.proto.wire.messages import (
     TokenRun,
     Tokens,
 )
-from baton.router.events import ClientFull, ClientWritable, WorkerGone
+from baton.router.events import ClientFull, ClientWritable, WorkersGone
 from baton.router.story_report import story_record
 from baton.router.story_slices import slices_of
 
@@ -303,7 +303,7 @@ class World:
         party = self.random.choice(self.parties)
         if party.alive and self.random.random() < 0.4:
             party.alive = False
-            self.bench.feed(WorkerGone(party.played.identity))
+            self.bench.feed(WorkersGone([party.played.identity]))
 
     def pause(self) -> None:
         party = self.random.choice(self.parties)
@@ -319,7 +319,7 @@ class World:
         """Lose the messages in transit; reconnect the worker at once or later."""
         party = self.random.choice(self.parties)
         if party.alive and party.played.identity:
-            self.bench.feed(WorkerGone(party.played.identity))
+            self.bench.feed(WorkersGone([party.played.identity]))
             party.played.identity, party.inbox, party.paused = b"", [], True
             if self.random.random() < 0.5:
                 party.wake()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from baton.proto.wire.messages import Heartbeat, PeerDead, Rejected, RequestState
-from baton.router.events import Tick, WorkerGone
+from baton.router.events import Tick, WorkersGone
 from baton.router.workers import WorkerState
 
 from .conftest import Bench, make_config
@@ -53,7 +53,7 @@ class Life:
         peer = b"wrong" if changes else self.identity
         self.bench.hear(peer, msgspec.structs.replace(self.hello, **changes))
         if changes:
-            self.bench.feed(WorkerGone(peer))
+            self.bench.feed(WorkersGone([peer]))
 
     def beat(self) -> None:
         if self.identity:
@@ -64,7 +64,7 @@ class Life:
 
     def gone(self) -> None:
         if self.identity:
-            self.bench.feed(WorkerGone(self.identity))
+            self.bench.feed(WorkersGone([self.identity]))
             self.identity = b""
 
 
