@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 from ..proto.errors import (
@@ -41,6 +42,7 @@ from ..proto.wire.messages import (
     TokenRun,
     Tokens,
 )
+from ..runtime.tables import KeyedHeap
 from .events import Action, Ended, NewTokens, RequestSpec, Send
 from .link import Link
 
@@ -302,7 +304,7 @@ class Requests:
         self._accept_timeout = max(connect_timeout, reconnect_timeout)
         self._by_id: dict[str, Request] = {}
         self._by_key: dict[bytes, Request] = {}
-        self._waiting: dict[str, Request] = {}  # refused for lack of room
+        self._waiting: KeyedHeap[str] = KeyedHeap()  # refused for lack of room, oldest first
         self._started = 0  # number of started requests, the serial of the latest
 
     def __len__(self) -> int:
@@ -398,7 +400,7 @@ class Requests:
         if self._may_wait(request, message):
             self._started += 1
             self._by_key.pop(request.key, None)
-            self._waiting[request.spec.request_id] = request
+            self._waiting.put(request.spec.request_id, request.started)
             request.wait_for_room(message.retry_after or 0.0, self._started, now)
             return _acknowledge(message)
         request.terminal = message
@@ -496,10 +498,11 @@ class Requests:
     def _remove(self, request: Request) -> list[Action]:
         self._by_id.pop(request.spec.request_id, None)
         self._by_key.pop(request.key, None)
-        self._waiting.pop(request.spec.request_id, None)
-        for waiting in self._waiting.values():  # the end of this request makes room for one
-            if waiting.waits and waiting.retry_at > 0:
-                waiting.retry_at = 0.0
+        self._waiting.drop(request.spec.request_id)
+        while (oldest := self._waiting.pop(math.inf)) is not None:
+            waiting = self._by_id[oldest]
+            if waiting.waits:
+                waiting.retry_at = 0.0  # the end of this request makes room for one
                 break
         return [] if request.terminal is None else _acknowledge(request.terminal)
 

@@ -350,8 +350,9 @@ class DecodeCore(WorkerCore):
     @property
     def is_drained(self) -> bool:
         """True if this worker is draining and nothing is left."""
-        idle = not len(self._jobs) and not self.receiver.granted and not self._member.unacknowledged
-        return self._member.draining and idle
+        if not self._member.draining:  # asked at each end of a request: no look at the grants
+            return False
+        return not (len(self._jobs) or self._member.unacknowledged or self.receiver.granted)
 
     @property
     def idle(self) -> bool:

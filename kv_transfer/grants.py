@@ -95,20 +95,37 @@ class GrantTable(Generic[A]):
         self._incarnation = incarnation
         self._slots: list[Slot[A]] = []
         self._free: list[int] = []
+        self._taken: dict[int, Slot[A]] = {}  # by index
+        self._revoking: dict[tuple[bytes, int], list[Slot[A]]] = {}  # by request and attempt
         self.live: dict[bytes, Slot[A]] = {}  # by request: the grant of its highest attempt
 
     def take(self) -> Slot[A]:
         """Return a free slot."""
         if not self._free:
             self._slots.append(Slot(len(self._slots)))
-            return self._slots[-1]
-        return self._slots[self._free.pop()]
+            self._free.append(len(self._slots) - 1)
+        slot = self._slots[self._free.pop()]
+        self._taken[slot.index] = slot
+        return slot
+
+    def revoke(self, slot: Slot[A]) -> None:
+        """Note that a grant has ended while its blocks may still be written."""
+        slot.step("revoke")
+        if slot.reserve is not None:
+            key = (slot.reserve.request, slot.reserve.attempt)
+            self._revoking.setdefault(key, []).append(slot)
 
     def free(self, slot: Slot[A]) -> None:
         """End a grant. Its slot starts again with the next generation."""
+        if slot.state is GrantState.REVOKING and slot.reserve is not None:
+            key = (slot.reserve.request, slot.reserve.attempt)
+            self._revoking[key].remove(slot)
+            if not self._revoking[key]:
+                del self._revoking[key]
         slot.step("free")
         if slot.reserve and self.live.get(slot.reserve.request) is slot:
             del self.live[slot.reserve.request]
+        del self._taken[slot.index]
         self._slots[slot.index] = Slot(slot.index, slot.generation + 1)
         self._free.append(slot.index)
 
@@ -128,17 +145,12 @@ class GrantTable(Generic[A]):
 
     def find_revoking(self, request: bytes, attempt: int) -> Slot[A] | None:
         """Return the ended grant of this attempt whose blocks are still being written, or None."""
-        for slot in self._slots:
-            reserve = slot.reserve
-            if slot.state is not GrantState.REVOKING or reserve is None:
-                continue
-            if (reserve.request, reserve.attempt) == (request, attempt):
-                return slot
-        return None
+        slots = self._revoking.get((request, attempt))
+        return slots[0] if slots else None
 
     def taken(self) -> list[Slot[A]]:
         """All grants. A request has two while its previous grant is being revoked."""
-        return [slot for slot in self._slots if slot.state is not GrantState.FREE]
+        return list(self._taken.values())
 
     def at(self, index: int) -> Slot[A]:
         """Return the slot with this index."""
@@ -180,6 +192,9 @@ class CreditPool:
 
     An account that is not ``limited`` gets all its credit at once, outside the budget: its bytes
     are read where they are and occupy no memory here.
+
+    The cost of a frame does not depend on the number of grants: ``_low`` lists the accounts that
+    need more credit.
     """
 
     def __init__(self, budget: int, window: int) -> None:
@@ -189,6 +204,7 @@ class CreditPool:
         self._reserved = 0  # sum of _share() over the served accounts
         self._accounts: OrderedDict[int, _Account] = OrderedDict()
         self._waiting: OrderedDict[int, None] = OrderedDict()
+        self._low: dict[int, None] = {}  # served accounts whose credit must be raised, see _is_low
         self._news: dict[int, int] = {}  # raised credits, not yet returned by open() or top_up()
 
     @property
@@ -211,6 +227,7 @@ class CreditPool:
         account = self._accounts.pop(key, None)
         if account:
             self._waiting.pop(key, None)
+            self._low.pop(key, None)
             self._news.pop(key, None)
             self._outstanding -= account.outstanding * account.limited
             self._reserved -= self._share(account)
@@ -224,6 +241,8 @@ class CreditPool:
         account.received += nbytes
         self._reserved += self._share(account)
         self._outstanding -= nbytes * account.limited
+        if self._is_low(account):
+            self._low[key] = None
         return True
 
     def counted(self, key: int) -> int:
@@ -246,6 +265,7 @@ class CreditPool:
             account.credit = account.expected
             return account.credit
         account.served = False
+        self._low.pop(key, None)
         self._waiting[key] = None
         self._waiting.move_to_end(key, last=False)
         self._serve()
@@ -254,10 +274,9 @@ class CreditPool:
     def top_up(self) -> list[tuple[int, int]]:
         """Raise credits that ran low. Return ``(key, new cumulative credit)`` for each raise."""
         self._serve()
-        for key, account in self._accounts.items():
-            low = account.served and account.outstanding * 2 <= self._window
-            if low and account.credit < account.expected:
-                self._raise(key, account)
+        for key in self._low:
+            self._raise(key, self._accounts[key])
+        self._low.clear()
         raised, self._news = self._news, {}
         return list(raised.items())
 
@@ -268,9 +287,16 @@ class CreditPool:
         reserved = sum(self._share(account) for account in accounts)
         if (outstanding, reserved) != (self._outstanding, self._reserved):
             raise InternalError("the credit sums do not match the accounts")
+        if {key for key, account in self._accounts.items() if self._is_low(account)} != {*self._low}:
+            raise InternalError("the list of accounts that need credit is wrong")
         if not 0 <= outstanding <= reserved <= self._budget:
             text = f"{outstanding} bytes of credit outstanding, {reserved} reserved"
             raise InternalError(f"{text}, budget {self._budget}")
+
+    def _is_low(self, account: _Account) -> bool:
+        """True if half the window of a served account is used up and more bytes are expected."""
+        low = account.served and account.outstanding * 2 <= self._window
+        return low and account.credit < account.expected
 
     def _share(self, account: _Account) -> int:
         """Bytes of the budget that a served account reserves: its largest outstanding credit."""

@@ -164,7 +164,7 @@ class ReceiverGrants(Generic[A]):
         if slot.state is GrantState.REVOKING:
             return []
         if self.config.device:
-            slot.step("revoke")
+            self.table.revoke(slot)
             return [self.revoke(slot)]
         return self.part(slot, None)
 
@@ -176,7 +176,7 @@ class ReceiverGrants(Generic[A]):
         slot.fenced = True
         slot.parting = last_word
         if slot.state is not GrantState.REVOKING and slot.moving:
-            slot.step("revoke")
+            self.table.revoke(slot)
         return self.drained(slot)
 
     def drained(self, slot: Slot[A]) -> list[Output[A]]:

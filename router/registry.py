@@ -53,6 +53,7 @@ class Registry:
         self._by_identity: dict[bytes, Worker] = {}
         self._others: int | None = None  # cache, cleared by each heartbeat
         self._live: dict[str, Worker] = {}  # by endpoint
+        self._live_by_id: dict[str, Worker] = {}
         self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
         self._dead_incarnations: OrderedDict[int, bool] = OrderedDict()  # True: for SILENCES
         self._ready: dict[tuple[str, str | None], list[Worker]] = {}
@@ -94,10 +95,7 @@ class Registry:
 
     def find(self, name: str) -> Worker | None:
         """Return a live worker by id or endpoint, or None."""
-        worker = self._live.get(name)
-        if worker is not None:
-            return worker
-        return next((w for w in self._live.values() if w.id == name), None)
+        return self._live.get(name) or self._live_by_id.get(name)
 
     def live(self) -> list[Worker]:
         """Return all live workers."""
@@ -201,7 +199,7 @@ class Registry:
         self._dead_incarnations.pop(worker.incarnation, None)
         self.totals.joined(worker)
         self._by_identity[identity] = worker
-        self._live[worker.endpoint] = worker
+        self._live[worker.endpoint] = self._live_by_id[worker.id] = worker
         self._gone.pop(worker.id, None)
         self._changed()
         return worker
@@ -289,6 +287,8 @@ class Registry:
         self._by_identity.pop(worker.identity, None)
         if self._live.get(worker.endpoint) is worker:
             del self._live[worker.endpoint]
+        if self._live_by_id.get(worker.id) is worker:
+            del self._live_by_id[worker.id]
         self._dead_incarnations[worker.incarnation] = reason.startswith(SILENCES)
         while len(self._dead_incarnations) > KEEP_DEAD_INCARNATIONS:
             self._dead_incarnations.popitem(last=False)

@@ -1,5 +1,9 @@
 """Requests that the cluster refuses for lack of room are submitted again, as often as asked."""
 
+import sys
+from functools import partial
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,6 +13,9 @@ from baton.proto.ids import request_key
 from baton.proto.wire.messages import FinalAck, Submit, Submitted, Terminal, TokenRun, Tokens
 
 from .bench import ME, SECRET, Bench, messages, spec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from work_counter import opcodes
 
 
 def start(bench, name="r", max_retries=2, **fields):
@@ -95,3 +102,12 @@ def test_a_waiting_request_is_cancelled_at_once():
     bench.do(Stop("r", report=True))
     assert [one.status for one in bench.ended] == ["cancelled"]
     assert not messages(bench.later(70.0), Submit)
+
+
+def test_the_end_of_a_request_costs_the_same_among_many_that_wait():
+    bench = Bench()
+    keys = [admit(bench, start(bench, f"a{n}")) for n in range(60)]
+    for n in range(100):
+        refuse(bench, start(bench, f"b{n}"), retry_after=20.0)
+    costs = [opcodes(partial(end, bench, key)) for key in keys]  # each wakes a waiting request
+    assert costs[-1] <= costs[0] + 10

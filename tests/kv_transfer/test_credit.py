@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from random import Random
 
 from baton.kv_transfer.grants import CreditPool
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from work_counter import opcodes
 
 
 def test_window_and_budget_bound_what_is_in_flight():
@@ -111,3 +116,21 @@ def test_books_hold_under_random_use():
             credit[raised] = total
         assert pool.outstanding == sum(credit[k] - got[k] for k in credit), step
         assert 0 <= pool.outstanding <= 1000
+
+
+def frame_of(grants: int) -> int:
+    """Work of booking one frame of one of ``grants`` accounts, with the credit that follows."""
+    pool = CreditPool(budget=40 * grants, window=40)
+    for key in range(grants):
+        pool.open(key, 500)
+    pool.top_up()
+
+    def frame():
+        assert pool.receive(grants // 2, 30)
+        assert pool.top_up() == [(grants // 2, 70)]
+
+    return opcodes(frame)
+
+
+def test_a_frame_costs_the_same_among_1024_grants():
+    assert frame_of(1024) == frame_of(16)

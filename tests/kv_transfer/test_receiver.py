@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +32,7 @@ from baton.proto.wire.messages import (
     Stale,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from helpers import (
     LAYOUT,
     PEER,
@@ -41,6 +43,7 @@ from helpers import (
     make_sender,
     reserve,
 )
+from work_counter import opcodes
 
 
 def grant_of(receiver: Receiver, message=None, now: float = 0.0) -> Grant:
@@ -738,3 +741,39 @@ def test_a_grant_that_is_revoked_for_a_higher_attempt_stays_in_the_books():
     receiver.on_fence(Fence(grant=grant.grant))
     assert store.used == before
     assert reply.message.grant != grant.grant
+
+
+def costs_among(grants: int) -> dict[str, int]:
+    """Work of each message of one handoff and of its end, beside ``grants`` other grants."""
+    receiver, store = make_receiver(16 * grants + 64, budget=1 << 30, window=256)
+    for number in range(grants):
+        other = msgspec.structs.replace(reserve(), request=number.to_bytes(16, "big"))
+        receiver.on_reserve(PEER, other, 0.0)
+    costs: dict[str, int] = {}
+    kept: list[Any] = []
+
+    def cost(name: str, call: Callable[[], object]) -> Any:
+        costs[name] = opcodes(lambda: kept.append(call()))
+        return kept.pop()
+
+    message = reserve()
+    grant = cost("Reserve", lambda: receiver.on_reserve(PEER, message, 0.0))[0].message
+    for frame in frames_for(grant):
+        cost(f"frame {frame.index}", lambda frame=frame: deliver(receiver, [frame]))
+    made = manifest(grant, frames_for(grant))
+    _, handover, *_ = cost("Commit", lambda: receiver.on_commit(PEER, made, 0.0))
+    cost("end", lambda: receiver.close(REQUEST, 1))
+    store.free(handover.allocation)
+    given_up = msgspec.structs.replace(reserve(), request=b"s" * 16)
+    receiver.on_reserve(PEER, given_up, 0.0)
+    release = Release(request=given_up.request, attempt=1, incarnation=5)
+    cost("Release", lambda: receiver.on_release(PEER, release, 0.0))
+    cost("repeated Release", lambda: receiver.on_release(PEER, release, 0.0))
+    cost("late Reserve", lambda: receiver.on_reserve(PEER, given_up, 0.0))
+    return costs
+
+
+def test_no_message_costs_more_among_1024_grants():
+    few, many = costs_among(16), costs_among(1024)
+    assert len(few) == len(many) > 8
+    assert {name: many[name] for name in few if many[name] > few[name] + 10} == {}
