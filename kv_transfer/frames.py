@@ -8,14 +8,21 @@ replaces this module, not the protocol.
 
 from __future__ import annotations
 
+import mmap
+from collections import OrderedDict
 from typing import Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..proto.errors import InternalError
 from ..proto.wire.messages import KVFrame
 
+PERIOD_S = 1.0
+"""Seconds of the periods in which :class:`BufferPool` measures the bytes in flight."""
+MAP_BYTES = 64 << 10
+"""Staging buffers from this size on are mapped, so that freed ones return to the system."""
 Int32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
@@ -75,30 +82,83 @@ class BlockKernels(Protocol):
         ...
 
 
+def class_size(nbytes: int) -> int:
+    """Return the size of the staging buffers for ``nbytes``: four classes per power of two."""
+    step = 1 << max(0, (nbytes - 1).bit_length() - 3)
+    return -(-nbytes // step) * step
+
+
+def _mapped(nbytes: int) -> Bytes:
+    """Allocate memory that returns to the system once it is freed, unlike the C library's heap."""
+    if nbytes < MAP_BYTES:
+        return np.empty(nbytes, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
 class BufferPool:
-    """Staging buffers, pooled by exact size and reused after ZeroMQ has sent them.
+    """Staging buffers, pooled by size class and reused after ZeroMQ has sent them.
 
     Fresh megabyte buffers cost a page fault every 4 KiB; reuse keeps them mapped and warm.
+
+    Invariant: ``held``, the bytes of all buffers in flight or pooled, is at most twice the recent
+    peak of the bytes in flight: since the last end of a period or in the period before. :meth:`age`
+    ends periods, so the pool shrinks with the traffic and is empty after two idle periods.
     """
 
-    def __init__(self, capacity: int = 64) -> None:
-        self._free: dict[int, list[Bytes]] = {}
-        self._capacity = capacity
+    def __init__(self) -> None:
+        # By class, the class used last at the end. A buffer is at most a quarter larger than
+        # asked for, so what is in flight always fits into the limit.
+        self._free: OrderedDict[int, list[Bytes]] = OrderedDict()
+        self.in_flight = 0
+        self.held = 0
         self.allocated = 0
+        """Number of buffers allocated so far."""
+        self._peak = self._peak_before = 0  # bytes in flight, in this period and the one before
+        self._period_ends = 0.0
 
     def take(self, nbytes: int) -> Bytes:
         """A uint8 buffer of exactly ``nbytes``, content undefined."""
-        free = self._free.get(nbytes)
+        self.in_flight += nbytes
+        self._peak = max(self._peak, self.in_flight)
+        size = class_size(nbytes)
+        free = self._free.get(size)
         if free:
-            return free.pop()
+            whole = free.pop()
+            if not free:
+                del self._free[size]
+            return whole[:nbytes]
         self.allocated += 1
-        return np.empty(nbytes, np.uint8)
+        self.held += size
+        self._shrink()
+        return _mapped(size)[:nbytes]
 
     def release(self, buffer: Bytes) -> None:
         """Return a buffer to the pool. No reader may use it any more."""
-        free = self._free.setdefault(buffer.nbytes, [])
-        if len(free) < self._capacity:
-            free.append(buffer)
+        whole = buffer.base
+        if not isinstance(whole, np.ndarray):
+            raise InternalError("a buffer was released that is not of this pool")
+        self.in_flight -= buffer.nbytes
+        self._free.setdefault(whole.nbytes, []).append(whole)
+        self._free.move_to_end(whole.nbytes)
+        self._shrink()
+
+    def age(self, now: float) -> None:
+        """End the period if it is over, and free what the recent traffic did not need."""
+        if now < self._period_ends:
+            return
+        self._period_ends = now + PERIOD_S
+        self._peak_before, self._peak = self._peak, self.in_flight
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Free pooled buffers above the limit, of the class that was unused for longest first."""
+        limit = 2 * max(self._peak, self._peak_before)
+        while self.held > limit and self._free:
+            size, free = next(iter(self._free.items()))
+            free.pop()
+            self.held -= size
+            if not free:
+                del self._free[size]
 
 
 class FramePacker:

@@ -287,7 +287,7 @@ class CreditPool:
         reserved = sum(self._share(account) for account in accounts)
         if (outstanding, reserved) != (self._outstanding, self._reserved):
             raise InternalError("the credit sums do not match the accounts")
-        if {key for key, account in self._accounts.items() if self._is_low(account)} != {*self._low}:
+        if {k for k, account in self._accounts.items() if self._is_low(account)} != set(self._low):
             raise InternalError("the list of accounts that need credit is wrong")
         if not 0 <= outstanding <= reserved <= self._budget:
             text = f"{outstanding} bytes of credit outstanding, {reserved} reserved"

@@ -254,6 +254,7 @@ class DecodeSockets:
                 release()
             else:
                 self.left.append((tracker, release))
+        self.buffers.age(self.loop.now())
 
     def close(self) -> None:
         """Close all sockets."""

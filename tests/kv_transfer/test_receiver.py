@@ -32,7 +32,8 @@ from baton.proto.wire.messages import (
     Stale,
 )
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import (
     LAYOUT,
     PEER,
@@ -43,6 +44,7 @@ from helpers import (
     make_sender,
     reserve,
 )
+
 from work_counter import opcodes
 
 
