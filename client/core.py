@@ -66,9 +66,9 @@ class ClientCore:
     """State machine of one client.
 
     ``addresses``: the routers, used one at a time, first the first. ``connect_timeout``: seconds
-    that a new request waits for routers that do not answer. ``reconnect_timeout``: the same for a
-    running request. The longer of the two also limits the wait for a request's Submitted while
-    the router answers other messages.
+    that a new request waits for routers that neither answer nor accept a connection.
+    ``reconnect_timeout``: the same for a running request. The longer of the two also limits the
+    wait for a request's Submitted, and for the model, while the router runs.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class ClientCore:
         self._requests = Requests(
             self._link, connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
         )
-        self._queries = Queries(self._link.routers.shown)
+        longest = max(connect_timeout, reconnect_timeout)
+        self._queries = Queries(self._link, longest)
 
     @property
     def active(self) -> bool:
@@ -218,7 +219,7 @@ class ClientCore:
     def _tick(self, _event: Tick, now: float) -> list[Action]:
         link = self._link
         link.tick(now, active=self.active)
-        actions = self._requests.tick(now) + self._queries.expired(now, link.hint)
+        actions = self._requests.tick(now) + self._queries.expired(now)
         if self.active and link.connected:
             actions += self._send_queries(now)
             actions += link.keep_alive(now)
@@ -259,11 +260,12 @@ _ABOUT: dict[type, tuple[str, str]] = {
 """Subject of each query, and the setting that limits the wait, for error messages."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
     """A query without an answer."""
 
     ask: Ask
+    asked_at: float
     expires: float
     repeat_at: float
     modelless: bool = False  # answered, but no worker had registered yet
@@ -277,8 +279,9 @@ class Queries:
     answer belongs to the oldest query of its kind. Surplus answers are ignored.
     """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, link: Link, patience: float) -> None:
+        self._link = link
+        self._patience = patience
         self._open: list[_Open] = []
 
     def __len__(self) -> int:
@@ -288,7 +291,7 @@ class Queries:
         """Add a query. The next :meth:`due` returns it."""
         if isinstance(ask.message, Status):
             ask = Ask(ask.ticket, replace(ask.message, nonce=ask.ticket), ask.timeout)
-        self._open.append(_Open(ask, now + ask.timeout, now))
+        self._open.append(_Open(ask, now, now + ask.timeout, now))
 
     def due(self, now: float) -> list[Message]:
         """Return the queries to send or repeat now."""
@@ -325,22 +328,38 @@ class Queries:
         self._open.clear()
         return failed
 
-    def expired(self, now: float, hint: str) -> list[Action]:
-        """Remove and fail the queries whose timeout has passed. ``hint``: ends their error."""
-        over = [query for query in self._open if now >= query.expires]
-        self._open = [query for query in self._open if now < query.expires]
-        return [Answered(query.ask.ticket, self._why(query, hint)) for query in over]
+    def expired(self, now: float) -> list[Action]:
+        """Remove and fail the queries whose timeout has passed."""
+        over = [query for query in self._open if now >= self._expires(query)]
+        for query in over:
+            self._open.remove(query)
+        return [Answered(query.ask.ticket, self._why(query, now)) for query in over]
 
-    def _why(self, query: _Open, hint: str) -> BatonError:
+    def _expires(self, query: _Open) -> float:
+        """Return the time at which a query fails.
+
+        The user limits the wait for a status or a drain. The query for the model precedes a
+        request, so it waits for a router that runs, as the request would.
+        """
+        if query.modelless or not isinstance(query.ask.message, Describe):
+            return query.expires
+        longest = query.asked_at + max(query.ask.timeout, self._patience)
+        return min(max(query.expires, self._link.alive_at + query.ask.timeout), longest)
+
+    def _why(self, query: _Open, now: float) -> BatonError:
+        address = self._link.routers.shown
         if query.modelless:
-            return CapacityError(
-                f"the router at {self._address} has no worker yet", retry_after=1.0
-            )
+            return CapacityError(f"the router at {address} has no worker yet", retry_after=1.0)
         about, setting = _ABOUT[type(query.ask.message)]
+        if now >= query.asked_at + self._patience > query.expires:
+            return ConnectionLost(
+                f"the router at {address} runs, but has not answered the query for {about}"
+                f" within {self._patience:g} s (reconnect_timeout)"
+            )
         return ConnectionLost(
-            f"no answer from {self._address} to the query for {about} within "
+            f"no answer from {address} to the query for {about} within "
             f"{query.ask.timeout:g} s ({setting}); is a cluster running there? "
-            f"start one with: baton serve{hint}"
+            f"start one with: baton serve{self._link.hint}"
         )
 
 

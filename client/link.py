@@ -31,6 +31,7 @@ class Link:
         self.identity = b""
         self.connected = False
         self.heard_at = float("-inf")  # last message of the router
+        self.alive_at = float("-inf")  # last message or connection: the router runs
         self.hint = ""  # why the last handshake failed
         self._quiet_since = 0.0  # last message, connection or start of activity
         self._ping_at = 0.0
@@ -58,7 +59,7 @@ class Link:
         self.connected = True
         self.hint = ""
         self.routers.connected(now)
-        self._quiet_since = now
+        self._quiet_since = self.alive_at = now
         self._ping_at = now + self._ping_s
         self._ponged = self._pings  # pings on the previous connection are not answered any more
 
@@ -93,7 +94,7 @@ class Link:
 
     def heard(self, now: float) -> None:
         """Record a message of the router."""
-        self.heard_at = self._quiet_since = now
+        self.heard_at = self.alive_at = self._quiet_since = now
 
     def tick(self, now: float, *, active: bool) -> None:
         """Restart the silence timers if this process was suspended: the router was not silent."""

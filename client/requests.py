@@ -532,13 +532,13 @@ class Requests:
 
     def _silent_too_long(self, request: Request, now: float) -> bool:
         limit = self._reconnect_timeout if request.secret else self._connect_timeout
-        return now - max(self._link.heard_at, request.started) > limit
+        return now - max(self._link.alive_at, request.started) > limit
 
     def _unreachable(self, request: Request) -> ConnectionLost:
         routers, hint = self._link.routers.shown, self._link.hint
         if request.secret:
             return ConnectionLost(
-                f"no message from the router at {routers} for"
+                f"no connection to the router at {routers} for"
                 f" {self._reconnect_timeout:g} s (reconnect_timeout){hint}"
             )
         return ConnectionLost(

@@ -23,8 +23,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     routers that require CURVE. ``model_names``: names of the model in requests, the first of which
     answers have. ``ssl_certfile``, ``ssl_keyfile``: files for HTTPS. ``share_port``: other gateways
     listen at the same port, and the kernel deals connections out to them. ``grace_s``: seconds that
-    open requests may take after a stop signal. ``model_folder``: the operator's own folder of the
-    model, whose chat template this process renders itself. ``otlp_endpoint``: URL of an
+    open requests may take after a stop signal. ``worker_grace_s``: seconds that a request waits for
+    a router, as the router would wait for a worker. ``model_folder``: the operator's own folder of
+    the model, whose chat template this process renders itself. ``otlp_endpoint``: URL of an
     OpenTelemetry collector for spans (extra ``otel``). ``tool_call_parser``, ``reasoning_parser``:
     how answers write calls and reasoning; ``auto`` asks the chat template. ``image_hosts``: hosts
     from which images of requests are fetched: names, addresses, networks. ``metrics_host``,
@@ -51,6 +52,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     head_timeout_s: float = 10.0
     share_port: bool = False
     grace_s: float = 10.0
+    worker_grace_s: float = 30.0
     max_connections: int = 4096
     metrics_host: str = "127.0.0.1"
     metrics_ports: tuple[int, ...] = ()

@@ -34,6 +34,8 @@ from .streams import EventStream, unless_gone
 
 ROUTER_TIMEOUT_S = 2.0
 """Seconds to wait for the router's metrics; without an answer only the gateway's are shown."""
+STATUS_TIMEOUT_S = 5.0
+"""Seconds to wait for the router's status."""
 DASHBOARD_INTERVAL_S = 1.0
 MAX_VIEWERS = 32
 SHOWN_REQUESTS = 50
@@ -197,7 +199,7 @@ async def live(_: Request) -> Response:
 async def ready(request: Request) -> Response:
     """``GET /ready`` and ``GET /health``: 200 if a worker of each role is ready, else 503."""
     try:
-        report = await Served.of(request).client.status(handoffs=0)
+        report = await Served.of(request).client.status(handoffs=0, timeout=STATUS_TIMEOUT_S)
     except BatonError as error:
         return _json({"status": "not ready", "reason": str(error)}, 503)
     counts = {"prefill": 0, "decode": 0}
@@ -284,7 +286,10 @@ class Feed:
     async def _reports(self, served: Served) -> list[dict[str, Any]]:
         """Ask all routers. Raises BatonError if none answers."""
         clients = served.router_clients or (served.client,)
-        asked = [client.status(handoffs=0, requests=SHOWN_REQUESTS) for client in clients]
+        asked = [
+            client.status(handoffs=0, requests=SHOWN_REQUESTS, timeout=STATUS_TIMEOUT_S)
+            for client in clients
+        ]
         found = await asyncio.gather(*asked, return_exceptions=True)
         reports = [one for one in found if not isinstance(one, BaseException)]
         for problem in found:

@@ -384,7 +384,13 @@ async def _serve(
     keys, folder = config.keys or None, config.model_folder
     counts = GatewayMetrics()
     writes = WriteBatch(counts)
-    client = AsyncClient(list(config.routers), keys=keys, model_folder=folder, batch=writes)
+    client = AsyncClient(
+        list(config.routers),
+        keys=keys,
+        connect_timeout=config.worker_grace_s,
+        model_folder=folder,
+        batch=writes,
+    )
     planner = ChatPlanner(config.tool_call_parser, config.reasoning_parser)
     served = Served(
         client, config.model_names, config.max_body_bytes, config.name,

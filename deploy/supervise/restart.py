@@ -25,14 +25,18 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RestartPolicy:
-    """The restart delays of one process, which double with each end.
+    """The restart delays of one process, which double with each end of the same kind.
 
-    ``ends``: number of ends in a row, without a stable run in between.
+    Ends after serving and ends while starting count separately: a worker that is killed twice
+    while it loads, after it served and crashed five times, starts again after 1 s and not 32 s.
+    ``ends``: number of ends of both kinds in a row, without a stable run in between.
     """
 
     def __init__(self, limits: RestartLimits | None = None) -> None:
         self.limits = limits or RestartLimits()
         self.ends = 0
+        self._starts = 0  # ends in a row before the process served
+        self._runs = 0  # ends after serving, without a stable run in between
 
     def delay(self, served: float | None) -> float:
         """Count an end and return the delay before the next start, in seconds.
@@ -40,8 +44,14 @@ class RestartPolicy:
         ``served``: seconds for which the ended process served; None if it never served.
         """
         limits = self.limits
-        if served is not None and served >= limits.stable:
-            self.ends = 0
+        if served is None:
+            self._starts += 1
+            count, longest = self._starts, limits.max_delay
+        else:
+            self._starts = 0
+            if served >= limits.stable:
+                self.ends = self._runs = 0
+            self._runs += 1
+            count, longest = self._runs, limits.max_delay_served
         self.ends += 1
-        longest = limits.max_delay if served is None else limits.max_delay_served
-        return min(limits.first_delay * 2.0 ** min(self.ends - 1, _MOST_DOUBLINGS), longest)
+        return min(limits.first_delay * 2.0 ** min(count - 1, _MOST_DOUBLINGS), longest)

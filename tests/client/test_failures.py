@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from baton.client.events import (
@@ -29,6 +31,8 @@ from baton.proto.errors import (
 from baton.proto.ids import request_key
 from baton.proto.wire.messages import (
     Cancel,
+    Describe,
+    Described,
     Moved,
     Ping,
     Pong,
@@ -44,6 +48,7 @@ from baton.proto.wire.messages import (
 )
 
 from .bench import KEY, ME, SECRET, Bench, messages, spec
+from .conftest import CARD
 
 # --------------------------------------------------------------------------- failures
 
@@ -298,3 +303,41 @@ def test_the_router_may_ping_too():
     bench = Bench()
     bench.hear(Ping(nonce=4))
     assert bench.sent == [Pong(nonce=4)]
+
+
+def reconnecting(bench, seconds):
+    """Return the ends and answers while the router accepts connections, but sends nothing."""
+    found = []
+    for _ in range(round(seconds / 0.05)):
+        done = bench.later(0.05)
+        found += [action for action in done if isinstance(action, Ended | Answered)]
+        if any(isinstance(action, Reconnect) for action in done):
+            bench.now += 0.4
+            bench.do(Connected(os.urandom(4)))
+    return found
+
+
+def test_a_router_that_runs_and_is_slow_is_waited_for():
+    """On a busy machine it may take longer than the connect timeout to answer."""
+    bench = Bench()
+    bench.do(Start(spec()))
+    assert reconnecting(bench, 20) == []
+    bench.hear(Submitted(request_id="r", request=request_key(b"client", "r", 1), secret=SECRET))
+    bench = Bench()
+    bench.do(Start(spec()))
+    (end,) = reconnecting(bench, 32)
+    assert "neither accepted nor refused the request within 30 s" in str(end.error)
+
+
+def test_a_router_that_runs_is_also_waited_for_with_the_query_for_the_model():
+    bench = Bench()
+    bench.do(Ask(1, Describe(), 5.0))
+    assert reconnecting(bench, 20) == []
+    answer = Described(model=CARD)
+    assert [a.answer for a in bench.hear(answer) if isinstance(a, Answered)] == [answer]
+    bench.do(Ask(2, Describe(), 5.0))
+    (failed,) = reconnecting(bench, 32)
+    assert "runs, but has not answered the query for the model within 30 s" in str(failed.answer)
+    bench.do(Ask(3, Status(), 5.0))
+    (failed,) = reconnecting(bench, 5.2)
+    assert "the query for the status within 5 s (timeout)" in str(failed.answer)

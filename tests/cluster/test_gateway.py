@@ -430,3 +430,19 @@ def test_an_http_request_is_traced_by_its_id(pools, gateway, tmp_path, capsys):
     with pools.client() as client:
         known = [one["request_id"] for one in client.status(requests=10)["requests"]]
     assert story["request_id"] in known
+
+
+@pytest.mark.long  # a minute of waiting in all
+def test_a_request_waits_for_a_router_that_is_away_longer_than_a_client_would(gateway, pools):
+    pid = pools.pids()["router"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(gateway.post, CHAT, messages=MESSAGES, max_completion_tokens=5)
+            assert gateway.ask("GET", "/ready")[0] == 503
+            time.sleep(1.5)
+            assert not answer.done()
+            os.kill(pid, signal.SIGCONT)
+            assert answer.result(60)["choices"]
+    finally:
+        os.kill(pid, signal.SIGCONT)

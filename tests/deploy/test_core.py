@@ -72,7 +72,7 @@ def test_a_worker_that_ends_again_and_again_is_restarted_for_ever_after_growing_
         now += restarting.seconds
         assert core.handle(Tick(), now) == [Start("decode-0")]
         core.handle(Started("decode-0", 12), now)
-    assert waits == [0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert waits == [0.5, 0.5, 1, 2, 4, 8, 16, 32, 60, 60], "the first process served"
     assert (restarting.ends, restarting.why) == (10, "no such device")
 
 

@@ -23,6 +23,20 @@ def test_a_long_life_ends_the_series():
     assert policy.ends == 1
 
 
+def test_kills_while_it_loads_do_not_continue_the_delays_of_earlier_crashes():
+    policy = RestartPolicy()
+    assert [policy.delay(1.0) for _ in range(5)] == [0.5, 1, 2, 4, 5]
+    assert [policy.delay(None) for _ in range(2)] == [0.5, 1]
+    assert policy.ends == 7
+
+
+def test_a_start_that_serves_ends_the_series_of_failed_starts():
+    policy = RestartPolicy()
+    assert [policy.delay(None) for _ in range(3)] == [0.5, 1, 2]
+    assert policy.delay(1.0) == 0.5
+    assert policy.delay(None) == 0.5
+
+
 @given(st.lists(st.none() | st.floats(0.0, 200.0), max_size=3000))
 def test_however_often_it_ends_it_is_started_again_within_the_limit(lives):
     limits = RestartLimits()
