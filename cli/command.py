@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from baton import __version__
 
 from ..proto.errors import BatonError, ConfigError
+from .output import open_output, silence_output
 from .parser import EXIT_USAGE, Parser, did_you_mean, warn
 
 VERBS = (
@@ -125,10 +126,10 @@ def _place(problem: OSError) -> str:
 
 
 def prepare_streams() -> None:
-    """Open closed descriptors 0 to 2 on the null device, and tolerate encoding errors.
+    """Open closed descriptors 0 to 2 on the null device, and make standard output whole.
 
     If a descriptor stayed closed, the first socket could get its number, and output would go
-    there. A character that the terminal cannot show becomes ``?``. Input bytes that are not UTF-8
+    there. A character that standard output cannot hold is an error. Input bytes that are not UTF-8
     become lone surrogates, which the tokenizer rejects with an error message.
     """
     for descriptor in range(3):
@@ -139,13 +140,6 @@ def prepare_streams() -> None:
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115, PTH123 -- open until exit
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, PTH123
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115, PTH123
-    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
-
-
-def silence_output() -> None:
-    """Discard buffered output, so that the interpreter's flush at exit cannot fail."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    sys.stdout = open_output(sys.stdout)

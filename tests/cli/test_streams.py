@@ -1,7 +1,9 @@
 """The command with odd standard streams: one line and an exit code, never a traceback."""
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -46,13 +48,56 @@ def test_closed_streams_are_empty_ones(closed, verb, code, nobody):
     assert all(line.startswith("baton: ") for line in lines)
 
 
-def test_characters_the_terminal_lacks_are_replaced(tmp_path):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_characters_that_the_output_lacks_are_an_error(tmp_path, unbuffered):
+    """They became question marks, in answers too, with exit code 0."""
     folder = tmp_path / "h\u00e9"
     folder.mkdir()
     command = f"{BATON} serve --dry-run --address ipc://{folder}/x.sock"
-    ended = shell(command, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
-    assert ended.returncode == 0, ended.stderr
-    assert "h?" in ended.stdout
+    variables = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": unbuffered}
+    ended = shell(command, **variables)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "baton: standard output has the encoding ascii, which lacks '\\xe9';"
+        " set PYTHONIOENCODING=utf-8\n"
+    )
+    variables["PYTHONIOENCODING"] = "utf-8"
+    ended = shell(command, **variables)
+    assert ended.returncode == 0
+    assert str(folder) in ended.stdout
+
+
+LINES = 40_000
+PRINTS = f"""
+import os, signal, sys
+from baton.cli.command import prepare_streams
+os.set_blocking(1, sys.argv[1] == "blocking")
+prepare_streams()
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+text = "".join(f"{{n:06}}\\n" for n in range({LINES}))
+if sys.argv[2] == "text":
+    print(text, end="")
+else:
+    sys.stdout.buffer.write(text.encode())
+sys.stdout.flush()
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["text", "bytes"])
+@pytest.mark.parametrize("pipe", ["blocking", "non-blocking"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_gets_the_whole_output(unbuffered, pipe, kind):
+    """Python's unbuffered stream drops what a write leaves, here because a signal interrupts it."""
+    command = [sys.executable, "-P", "-c", PRINTS, pipe, kind]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        first = process.stdout.read(1)
+        time.sleep(0.1)  # the pipe is full, and signals interrupt the writer
+        whole = first + process.stdout.read()
+    assert process.returncode == 0
+    assert whole.split() == [b"%06d" % n for n in range(LINES)]
 
 
 def test_a_folder_for_sockets_that_is_missing_is_one_line(tmp_path):
