@@ -42,7 +42,7 @@ from .description import Description
 from .events import RequestSpec
 from .images import ModelImages, PlacedImages, split_messages
 from .options import RequestOptions
-from .output import Assembler
+from .output import Assembler, PromptRequest
 
 Int32 = npt.NDArray[np.int32]
 TokensOrText = str | Sequence[int] | npt.NDArray[Any]
@@ -279,12 +279,15 @@ def _prepare(
     images = options.get("images")
     placed = model.place_images(_int32(tokens), images) if images else None
     tokens = tokens if placed is None else placed.tokens
+    drawn, scored = options.get("log_probabilities", 0), options.get("prompt_log_probabilities")
+    likely = drawn if scored is None else max(1, drawn, scored)
     wire = build_wire_context(
         tokens,
         model.card,
         params,
         stop_sequences=stop_sequences(model.tokenizer, stop) if stop else (),
-        log_probabilities=options.get("log_probabilities", 0),
+        log_probabilities=likely,
+        log_probabilities_echo=scored is not None,
         target_endpoint=options.get("target_endpoint"),
         cache_salt=options.get("cache_salt", ""),
         json_schema=cast("str | None", options.get("json_schema")),
@@ -294,12 +297,14 @@ def _prepare(
     detokenizer = None
     if stop or (show_text and params.detokenize):
         detokenizer = IncrementalDetokenizer(model.tokenizer, stop)
-    shows_logprobs = options.get("log_probabilities") and model.has_tokenizer
     assembler = Assembler(
         detokenizer,
         show_text=show_text and params.detokenize,
-        tokenizer=model.tokenizer if shows_logprobs else None,
+        tokenizer=model.tokenizer if likely and model.has_tokenizer else None,
+        log_probs=drawn,
     )
+    if scored is not None:
+        assembler.prompt = PromptRequest(wire.tokens.array, likely, scored)
     spec = make_spec(wire, options, options.get("request_id"))
     if placed is not None:
         _check_sendable(spec)

@@ -49,7 +49,9 @@ class RequestOptions(TypedDict, total=False):
     on another worker. ``fallback=True``: let the router choose a worker if the target cannot
     accept the request. ``deadline``: seconds, at most a day. ``pool``: name of the worker pool.
     ``request_id``: default random. ``log_probabilities``: for each token, return its log
-    probability and those of this many most likely tokens. ``cache_salt``: share the prefix cache
+    probability and those of this many most likely tokens. ``prompt_log_probabilities``: the same
+    for the tokens of the prompt, which is then computed without the prefix cache; 0: their own
+    alone; None: off. ``cache_salt``: share the prefix cache
     only with requests of the same salt. ``json_schema``: JSON text or a mapping; constrains the
     answer to this schema. ``grammar``: in Lark syntax; constrains the answer to this language, in
     place of a ``json_schema``. ``show_text``: outputs contain text also for prompts of token ids.
@@ -69,6 +71,7 @@ class RequestOptions(TypedDict, total=False):
     fallback: bool
     request_id: str | None
     log_probabilities: int
+    prompt_log_probabilities: int | None
     cache_salt: str
     json_schema: str | Mapping[str, Any] | None
     grammar: str | None
@@ -158,6 +161,9 @@ _CHECKS: dict[str, Check] = {
     "fallback": flag,
     "request_id": _request_id,
     "log_probabilities": whole(
+        0, MAX_LOG_PROBABILITIES, f"a whole number, 0 to {MAX_LOG_PROBABILITIES}"
+    ),
+    "prompt_log_probabilities": whole(
         0, MAX_LOG_PROBABILITIES, f"a whole number, 0 to {MAX_LOG_PROBABILITIES}"
     ),
     "cache_salt": text(0, MAX_CACHE_SALT_CHARS),

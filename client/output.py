@@ -7,16 +7,22 @@ contains a token after the token that completed a stop string.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ..proto.contexts.outputs import LogProbabilities, TokenLogProbs
 from ..proto.contexts.status import GenerationStatus
 from ..proto.errors import InternalError
+from ..proto.limits import MAX_LOG_PROBABILITIES
+from ..proto.prompt_log_probs import PromptLogProb, read_prompt_log_probs
 from ..text.detokenizer import IncrementalDetokenizer
 from ..text.tokenizer import Tokenizer
 from .events import Ended, NewTokens
-from .logprobs import TokenLogprob, token_logprobs
+from .logprobs import TokenLogprob, prompt_logprobs, token_logprobs
 
 _FINISH_REASONS = {
     GenerationStatus.END_OF_SEQUENCE: "stop",
@@ -33,6 +39,8 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     ``show_text`` is set; an unfinished character or possible stop string is delayed to a later
     output. ``position``: absolute index of the first token (the prompt starts at 0).
     ``log_probabilities``: one entry per token if requested; :attr:`logprobs` adds their texts.
+    ``prompt_log_probabilities``: in the first output, one entry per token of the prompt if
+    requested; :attr:`prompt_logprobs` adds their texts.
     ``media``: samples of speech that are complete with the last token, little-endian 16 bit.
     ``final_status``: None except in the last output, which may have no tokens. Only in the last
     output: ``prefill`` and ``decode`` are the workers' ids, and ``cached_tokens`` is the number of
@@ -44,6 +52,7 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     text: str
     position: int
     log_probabilities: list[LogProbabilities] | None = None
+    prompt_log_probabilities: list[PromptLogProb] | None = None
     final_status: GenerationStatus | None = None
     prefill: str = ""
     decode: str = ""
@@ -58,6 +67,12 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
         return None if entries is None else token_logprobs(self.tokens, entries, self.tokenizer)
 
     @property
+    def prompt_logprobs(self) -> list[TokenLogprob] | None:
+        """The log-probabilities of the prompt's tokens with their texts, in the first output."""
+        entries = self.prompt_log_probabilities
+        return None if entries is None else prompt_logprobs(entries, self.tokenizer)
+
+    @property
     def finish_reason(self) -> str | None:
         """Return "stop", "length" or "cancelled" in the last output, else None."""
         return None if self.final_status is None else _FINISH_REASONS.get(self.final_status)
@@ -68,17 +83,35 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
         return self.final_status is not None
 
 
+@dataclass(slots=True, frozen=True)
+class PromptRequest:
+    """A prompt whose log-probabilities were requested.
+
+    ``tokens``: int32. ``top``: most likely tokens in a record. ``shown``: those in outputs.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    top: int
+    shown: int
+
+    def read(self, records: bytes) -> list[PromptLogProb]:
+        """Return the entries of the prompt's tokens. Raises DecodeFailed."""
+        return read_prompt_log_probs(records, self.tokens.tolist(), self.top, self.shown)
+
+
 class Assembler:
     """Turns the events of one request into outputs.
 
     ``detokenizer``: converts tokens to text and finds stop strings; None: neither is needed.
     ``show_text``: put the text into the outputs. ``tokenizer``: for the texts of log-probabilities.
-    ``stops``: a stop string may end the text; ``stopped``: it has.
+    ``log_probs``: the most likely tokens to show beside each token; 0: no log-probabilities.
+    ``prompt``: for the log-probabilities of the prompt's tokens. ``stops``: a stop string may end
+    the text; ``stopped``: it has.
     """
 
     __slots__ = (
-        "_detokenizer", "_position", "_push_all", "_show_text", "_stops", "_tokenizer", "stopped",
-        "stops",
+        "_detokenizer", "_log_probs", "_position", "_push_all", "_show_text", "_stops",
+        "_tokenizer", "prompt", "stopped", "stops",
     )  # fmt: skip
 
     def __init__(
@@ -87,8 +120,11 @@ class Assembler:
         *,
         show_text: bool,
         tokenizer: Tokenizer | None = None,
+        log_probs: int = MAX_LOG_PROBABILITIES,
     ) -> None:
         self._tokenizer = tokenizer
+        self._log_probs = log_probs
+        self.prompt: PromptRequest | None = None
         self._detokenizer = detokenizer
         # Most requests have no stop strings; text without them takes less time.
         self._stops: IncrementalDetokenizer | None = None
@@ -121,13 +157,18 @@ class Assembler:
             tokens = tokens[: delta.num_tokens]
         count = len(tokens)
         self._position = position + count
+        media, prompt = news.media, None
+        if media is not None and self.prompt is not None:
+            prompt, media = self.prompt.read(media), None
+        likely = self._log_probs
         return Output(
             request_id=news.request_id,
             tokens=tokens,
             text=text if self._show_text else "",
             position=position,
-            log_probabilities=None if logprobs is None else _entries(logprobs, count),
-            media=news.media,
+            log_probabilities=_entries(logprobs, count, likely) if logprobs and likely else None,
+            prompt_log_probabilities=prompt,
+            media=media,
             tokenizer=self._tokenizer,
         )
 
@@ -158,5 +199,11 @@ class Assembler:
         return status
 
 
-def _entries(logprobs: list[TokenLogProbs], count: int) -> list[LogProbabilities]:
-    return [LogProbabilities.of_token(entry) for entry in logprobs[:count]]
+def _entries(logprobs: list[TokenLogProbs], count: int, likely: int) -> list[LogProbabilities]:
+    """Return the first ``count`` entries, each with at most ``likely`` alternatives."""
+    entries = [LogProbabilities.of_token(entry) for entry in logprobs[:count]]
+    for entry in entries:
+        (top,) = entry.top_log_probabilities
+        if len(top) > likely:
+            entry.top_log_probabilities = [dict(islice(top.items(), likely))]
+    return entries

@@ -33,7 +33,8 @@ class Completion:
     """One answer to a prompt.
 
     ``finish_reason``: "stop" after an end-of-sequence token or a stop string, "length" at the
-    maximum length, "cancelled". ``logprobs``: one record per token if they were requested.
+    maximum length, "cancelled". ``logprobs``: one record per token if they were requested, and
+    ``prompt_logprobs`` one per token of the prompt.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Completion:
     finish_reason: str
     usage: Usage
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     prefill: str = ""
     decode: str = ""
 
@@ -84,6 +86,11 @@ class Result:
         return self.outputs[0].logprobs
 
     @property
+    def prompt_logprobs(self) -> list[TokenLogprob] | None:
+        """Log-probabilities of the prompt's tokens, if they were requested."""
+        return self.outputs[0].prompt_logprobs
+
+    @property
     def request_id(self) -> str:
         """Id of the first completion's request."""
         return self.outputs[0].request_id
@@ -104,6 +111,7 @@ class Collector:
     _tokens: list[int] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)
     _logprobs: list[TokenLogprob] | None = None
+    _prompt_logprobs: list[TokenLogprob] | None = None
     _last: Output | None = None
 
     def add(self, output: Output) -> None:
@@ -115,6 +123,8 @@ class Collector:
         found = output.logprobs
         if found is not None:
             self._logprobs = found if self._logprobs is None else [*self._logprobs, *found]
+        if output.prompt_log_probabilities is not None:
+            self._prompt_logprobs = output.prompt_logprobs
         self._last = output
 
     def completion(self, index: int = 0) -> Completion:
@@ -131,6 +141,7 @@ class Collector:
             finish_reason=last.finish_reason,
             usage=usage,
             logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
             prefill=last.prefill,
             decode=last.decode,
         )

@@ -309,7 +309,7 @@ class DecodeCore(WorkerCore):
                 request, attempt = job.key
                 position, preview = event.position - job.shift, event.preview
                 if preview is not None:
-                    job.previews[position] = preview
+                    job.media[position] = preview
                 run = TokenRun(request, attempt, position, [event.token], logprobs, preview)
                 runs[job.router].append(run)
             elif type(event) is Finished:
@@ -322,7 +322,7 @@ class DecodeCore(WorkerCore):
         return tokens + ends
 
     def _end(self, job: Job, now: float, **ending: Unpack[Ending]) -> list[Action]:
-        first, media = job.base, job.previews
+        first, media = job.base, job.media
         if job.voice is None:
             tokens = job.known_tokens(first)
         else:

@@ -48,7 +48,7 @@ class Job:
     logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
     grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
     voice: Voice | None = None  # of a request for speech
-    previews: dict[int, bytes] = field(default_factory=dict)  # of a picture, by their position
+    media: dict[int, bytes] = field(default_factory=dict)  # sent with the token at a position
 
     @property
     def name(self) -> bytes:
@@ -76,7 +76,8 @@ class Job:
     def newest_token(self) -> TokenRun:
         """Return the run of the newest token in the Commit; prefill's message may be lost."""
         tokens, newest = self.context.tokens, list(self.logprobs) or None
-        return TokenRun(*self.key, len(tokens) - 1 - self.shift, [tokens[-1]], newest)
+        position = len(tokens) - 1 - self.shift
+        return TokenRun(*self.key, position, [tokens[-1]], newest, self.media.get(position))
 
     def replay(self, position: int) -> list[TokenRun]:
         """Return the tokens from ``position`` on; an empty run confirms ownership.
@@ -88,7 +89,7 @@ class Job:
             return [TokenRun(*self.key, self.voice.sent, [])]
         position = max(position, self.base)
         tokens = self.known_tokens(position)
-        return runs_again(self.key, position, tokens, self.logprobs, self.previews)
+        return runs_again(self.key, position, tokens, self.logprobs, self.media)
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
@@ -156,6 +157,8 @@ def make_job(
         context.prompt_length - base,
         deque(context.newest_log_probabilities(), maxlen=LOGPROBS_KEPT),
     )
+    if commit.media is not None:
+        job.media[base] = commit.media
     if codec is not None and isinstance(context, TTSContext):
         job.voice = Voice(codec, base, job.known_tokens(base))
     return job

@@ -318,9 +318,11 @@ class PrefillCore(AssignCore[Job]):
             case TokenEvent() if job.chunked:
                 return []  # the router has it
             case TokenEvent(position=position, token=token, logprobs=logprobs):
-                job.last_logprobs = logprobs
+                job.last_logprobs, job.prompt_log_probs = logprobs, event.prompt_log_probs
                 extra = None if logprobs is None else [logprobs]
-                run = TokenRun(job.key[0], job.key[1], position - job.shift, [token], extra)
+                run = TokenRun(
+                    *job.key, position - job.shift, [token], extra, event.prompt_log_probs
+                )
                 return [ToRouter(job.router, Tokens(runs=[run]))]
             case Prefilled():
                 job.state = JobState.HANDING_OVER
@@ -344,7 +346,7 @@ class PrefillCore(AssignCore[Job]):
         self._ended.end(job.key, job.deadline)
         actions = self._stop(job, now)
         ended = self._member.end(
-            job.router, terminal, now, job.deadline, prompt, first, tokens, logprobs
+            job.router, terminal, now, job.deadline, prompt, first, tokens, logprobs, job.media
         )
         return [*actions, *ended]
 

@@ -75,6 +75,7 @@ class Job:
     token_end: int = 0  # end of the chunk in the running step
     last_chunk: bool = False
     last_logprobs: TokenLogProbs | None = None
+    prompt_log_probs: bytes | None = None  # once the first token is sampled, if requested
     chunked: bool = False  # a replay of speech: only a decode worker may send its tokens
     cached_tokens: int = 0
 
@@ -108,6 +109,12 @@ class Job:
         return [] if self.last_logprobs is None else [self.last_logprobs]
 
     @property
+    def media(self) -> dict[int, bytes]:
+        """What travels with the token sampled here, by its position."""
+        given = self.prompt_log_probs
+        return {} if given is None else {len(self.assign.context.tokens): given}
+
+    @property
     def ended(self) -> str | None:
         """Final status if the replayed tokens already end the request, else None."""
         if self.context.status.is_done:
@@ -121,7 +128,7 @@ class Job:
             return [TokenRun(*self.key, max(position, len(self.assign.context.tokens)), [])]
         position = max(position, len(self.assign.context.tokens))
         tokens = self.context.tokens.all[position + self.shift :].tolist()
-        return runs_again(self.key, position, tokens, self.logprobs)
+        return runs_again(self.key, position, tokens, self.logprobs, self.media)
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
@@ -173,6 +180,7 @@ class Job:
                 cached_tokens=self.sequence.cached_tokens,
                 deadline=self.deadline - now,
                 proof=self.assign.decode_proof,
+                media=self.prompt_log_probs,
             )
 
         return make

@@ -25,6 +25,7 @@ from .limits import (
     MAX_LOG_PROBABILITIES,
 )
 from .picture_requests import check_picture_area, check_picture_room, check_picture_shape
+from .prompt_log_probs import check_prompt_log_probs
 from .sampling import SamplingParams
 from .vision_requests import check_images
 from .wire.endpoints import check_target_endpoint
@@ -48,6 +49,7 @@ def build_wire_context(
     stop_sequences: Sequence[Sequence[int]] = (),
     max_length: int | None = None,
     log_probabilities: int = 0,
+    log_probabilities_echo: bool = False,
     target_endpoint: str | None = None,
     cache_salt: str = "",
     json_schema: str | None = None,
@@ -76,6 +78,7 @@ def build_wire_context(
         eos_token_ids=sorted(card.eos_token_ids),
         eos_sequences=sequences,
         log_probabilities=log_probabilities,
+        log_probabilities_echo=log_probabilities_echo,
         ignore_eos=params.ignore_eos,
         target_endpoint=target_endpoint,
         cache_salt=cache_salt,
@@ -367,7 +370,7 @@ def _check_features(wire: WireContext, card: ModelCard) -> None:
     if wire.json_schema is not None:
         _check_grammar(wire, wire.json_schema, card)
     if wire.log_probabilities_echo:
-        raise InputError("log_probabilities_echo is not supported yet")
+        _check_echo(wire)
     if wire.lora_name is not None:
         raise InputError("lora_name is not supported yet")
     _check_numbers(wire)
@@ -379,6 +382,13 @@ def _check_features(wire: WireContext, card: ModelCard) -> None:
             )
     if wire.model_name and wire.model_name != card.name:
         raise InputError(f"model {wire.model_name[:80]!r} is not served, only {card.name!r} is")
+
+
+def _check_echo(wire: WireContext) -> None:
+    """Check that log-probabilities of the prompt can be computed and sent."""
+    if type(wire) is not WireContext or wire.task != "generate":
+        raise InputError("log_probabilities_echo is for prompts of text alone")
+    check_prompt_log_probs(len(wire.tokens.array), wire.log_probabilities)
 
 
 def _check_grammar(wire: WireContext, schema: str, card: ModelCard) -> None:

@@ -39,8 +39,14 @@ from ..proto.contexts.pixels import png_bytes
 from ..proto.errors import InternalError
 from ..proto.limits import MAX_EMBEDDING_SIZE, MAX_PICTURE_SIDE, MAX_PREVIEW_PIXELS
 from ..proto.picture_requests import encoder_tokens, preview_steps, step_rows
+from ..proto.prompt_log_probs import records_bytes
 from ..proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
-from ..proto.wire.wire_context import WireContext, WirePixelContext, WireVisionContext
+from ..proto.wire.wire_context import (
+    WireContext,
+    WirePixelContext,
+    WireSpeechContext,
+    WireVisionContext,
+)
 from .workers import roles_for
 
 if TYPE_CHECKING:
@@ -261,6 +267,7 @@ class Request:
     max_new: int = field(init=False)
     embeds: bool = field(init=False)  # its result is an embedding, without tokens
     draws: bool = field(init=False)  # its result is a picture; its tokens count the steps
+    speaks: bool = field(init=False)  # its tokens become samples of speech
     image_tokens: int = field(init=False)  # of the prompt
     encoder_tokens: int = field(init=False)  # of the prompts of its picture
     token_rows: int = field(init=False)  # work of a generated token: a step of a picture has many
@@ -316,6 +323,7 @@ class Request:
         self.max_new = new_tokens(context)
         self.embeds = context.task == "embed"
         self.draws = context.task == "draw"
+        self.speaks = isinstance(context, WireSpeechContext)
         images = context.images if isinstance(context, WireVisionContext) else ()
         self.image_tokens = sum(image.end_idx - image.start_idx for image in images)
         pixels = context if isinstance(context, WirePixelContext) else None
@@ -456,6 +464,8 @@ def context_bytes(context: WireContext, new: int | None = None) -> int:
     per_token = 4 + (128 + 12 * likely if likely > 0 else 0)
     new = new_tokens(context) if new is None else new
     total = RECORD_BYTES + context.tokens.array.nbytes + per_token * new
+    if context.log_probabilities_echo:
+        total += records_bytes(len(context.tokens.array), max(0, likely))
     total += 40 * len(context.eos_token_ids)
     if context.task == "embed":
         total += 4 * MAX_EMBEDDING_SIZE

@@ -155,7 +155,7 @@ class WorkerMessages:
                 run = checked
             total += len(run.tokens)
             request.keep(run)
-            if run.media is not None and not request.draws:
+            if run.media is not None and request.speaks:
                 self._sounded(request, now)
             # Most runs of a step have the same previous step; their equal gaps are counted at once.
             if request.token_at != since:

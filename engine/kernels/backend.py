@@ -115,6 +115,10 @@ class Backend(Protocol):
         """Return a host array where kernels can read it: itself on a CPU, a copy elsewhere."""
         ...
 
+    def download(self, x: F32) -> F32:
+        """Return activations or float32 values as a float32 array in host memory."""
+        ...
+
     def parameters(self, weights: npt.NDArray[A]) -> npt.NDArray[A]:
         """Return host rows, a table or a norm's weights in the kernels' element type."""
         ...

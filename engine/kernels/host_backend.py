@@ -34,10 +34,6 @@ class PictureBackend(Backend, Protocol):
         """Return float32 rows ``[T, F]``, already uploaded, as activations."""
         ...
 
-    def download(self, x: F32) -> F32:
-        """Return activations or float32 values as a float32 array in host memory."""
-        ...
-
     def self_attention(
         self, qkv: F32, heads: int, scale: float, bias: F32 | None, out: F32
     ) -> None:
@@ -158,10 +154,6 @@ class HostPictures:
 
     def activations(self, x: F32) -> F32:
         """Return the rows themselves."""
-        return x
-
-    def download(self, x: F32) -> F32:
-        """Return the array itself."""
         return x
 
     def self_attention(

@@ -32,7 +32,7 @@ from ..pipeline.model import (
     narrowed,
     uploaded,
 )
-from ..sampling.sampler import log_probs
+from ..sampling.sampler import log_probs, prompt_log_probs
 from ..scheduling.plan import Chunk
 from .rope import cos_sin_table
 from .weights import Progress, WeightLoader
@@ -40,6 +40,10 @@ from .workspace import Workspace
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+
+
+SCORED_ROWS = 32
+"""Rows of a prompt whose logits are in memory at once."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -163,6 +167,8 @@ class Decoder(PipelineModel, KVCacheMixin):
         states = self._states(inputs, wanted)
         if self._head is None:
             return ModelOutputs(hidden_states=states)
+        if inputs.scored:
+            states = self._score(self._head, states, inputs)
         # On a GPU the head has up to three more rows than the vocabulary.
         width = self._head.out_features
         logits = self._space.rows("logits", len(states), width, logits=True)
@@ -184,6 +190,33 @@ class Decoder(PipelineModel, KVCacheMixin):
             raise NotImplementedError("log-probabilities are available for drawn tokens only")
         rows = zip(logits, next_tokens, batch_top_n, strict=True)
         return [log_probs(row, token, top) if top else None for row, token, top in rows]
+
+    # ------------------------------------------------------------------ known next tokens
+
+    def _score(self, head: PackedLinear, states: F32, inputs: ModelInputs) -> F32:
+        """Report log-probabilities of known tokens; return the states of the rows that sample.
+
+        A few rows at a time: all logits of a prompt would take as much memory as its KV.
+        """
+        kernels, space, hidden = self.backend, self._space, states.shape[1]
+        for group, scored in enumerate(inputs.scored):
+            for first in range(0, len(scored.rows), SCORED_ROWS):
+                part = slice(first, first + SCORED_ROWS)
+                targets = scored.targets[part]
+                some = space.rows("scored", len(targets), hidden)
+                kernels.take_rows(states, kernels.upload(scored.rows[part]), some)
+                logits = space.rows("scored_logits", len(targets), head.out_features, logits=True)
+                kernels.linear(some, head, logits)
+                known = kernels.download(logits)[:, : self.vocab_size]
+                if inputs.score_done is not None:
+                    inputs.score_done(group, first, prompt_log_probs(known, targets, scored.top))
+                if inputs.layer_done is not None:
+                    inputs.layer_done(0)
+        if inputs.sample_rows is None:
+            return states
+        sampling = space.rows("sampling", len(inputs.sample_rows), hidden)
+        kernels.take_rows(states, kernels.upload(inputs.sample_rows), sampling)
+        return sampling
 
     # ------------------------------------------------------------------ the forward pass
 

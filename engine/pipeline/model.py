@@ -21,6 +21,7 @@ from ...proto.contexts.tiled_images import SeenImages
 from ...proto.contexts.validators import validate_text_only
 from ...proto.errors import BatonError, InputError
 from ...proto.layout import KVLayout
+from ...proto.prompt_log_probs import Records
 from ..cache.paged_cache import PagedCache
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool
@@ -30,6 +31,7 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 LayerDone = Callable[[int], None]
+ScoreDone = Callable[[int, int, Records], None]
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,6 +45,19 @@ class FeatureRows:
     rows: I32
     features: F32
     deep: tuple[F32, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class ScoredRows:
+    """Rows whose logits give log-probabilities of known tokens.
+
+    ``rows``: int32 ``[k]``, indices into :attr:`ModelInputs.logit_rows`. ``targets``: int32
+    ``[k]``. ``top``: number of the most likely tokens to report beside each.
+    """
+
+    rows: I32
+    targets: I32
+    top: int
 
 
 @dataclass(slots=True)
@@ -62,6 +77,10 @@ class ModelInputs:
     ``images``: parts of images, with rows of the step. ``features``: their features.
     ``seen``: of each sequence, the images that cross-attention reads, or empty. ``cross``: the
     model's plan for them, for uploaded rows.
+
+    ``scored``: groups of rows with known next tokens. The model calls ``score_done(i, first,
+    records)`` with log-probabilities of group i from its row ``first`` on, in parts.
+    ``sample_rows``: int32, indices into ``logit_rows`` of the rows that sample; None: all.
     """
 
     tokens: I32
@@ -80,6 +99,9 @@ class ModelInputs:
     features: tuple[FeatureRows, ...] = ()
     seen: tuple[SeenImages | None, ...] = ()
     cross: object = None
+    scored: tuple[ScoredRows, ...] = ()
+    score_done: ScoreDone | None = None
+    sample_rows: I32 | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -226,13 +248,18 @@ def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
     seen = tuple(chunk.seen for chunk in chunks)
     sampling = [i for i, c in enumerate(chunks) if c.sample is not None]
     rope, deltas = _rope(chunks, positions, sequence)
+    logit_rows = offsets[1:][sampling] - np.int32(1)
+    scored: tuple[ScoredRows, ...] = ()
+    sample_rows = None
+    if any(c.score is not None for c in chunks):
+        logit_rows, scored, sample_rows = _scored(chunks, offsets, logit_rows)
     return ModelInputs(
         tokens=np.concatenate([c.tokens for c in chunks]).astype(np.int32, copy=False),
         positions=positions,
         slots=blocks * block_size + positions % block_size,
         block_tables=tables,
         row_offsets=offsets,
-        logit_rows=offsets[1:][sampling] - np.int32(1),
+        logit_rows=logit_rows,
         pool=pool,
         rope_positions=rope,
         rope_deltas=deltas,
@@ -242,7 +269,30 @@ def lay_out(chunks: Sequence[Chunk], pool: F32) -> ModelInputs:
             for image in chunk.images
         ),
         seen=seen if any(seen) else (),
+        scored=scored,
+        sample_rows=sample_rows,
     )
+
+
+def _scored(
+    chunks: Sequence[Chunk], offsets: I32, sampling: I32
+) -> tuple[I32, tuple[ScoredRows, ...], I32]:
+    """Return ``logit_rows``, ``scored`` and ``sample_rows`` of :class:`ModelInputs`.
+
+    ``sampling``: the rows that sample.
+    """
+    groups = [
+        (np.arange(offset, offset + len(c.score.targets), dtype=np.int32), c.score)
+        for offset, c in zip(offsets[:-1], chunks, strict=True)
+        if c.score is not None
+    ]
+    every = np.unique(np.concatenate([sampling, *(rows for rows, _ in groups)]))
+
+    def places(rows: I32) -> I32:
+        return np.searchsorted(every, rows).astype(np.int32)
+
+    scored = tuple(ScoredRows(places(rows), one.targets, one.top) for rows, one in groups)
+    return every, scored, places(sampling)
 
 
 def _rope(

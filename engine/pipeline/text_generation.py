@@ -25,6 +25,7 @@ from ...proto.contexts.status import GenerationStatus
 from ...proto.contexts.text import TextContext
 from ...proto.errors import BatonError, InternalError, error_from_code
 from ...proto.ids import RequestID
+from ...proto.prompt_log_probs import Records
 from ...proto.sampling import SamplingParams
 from ..scheduling.events import Failed
 from ..scheduling.plan import (
@@ -33,13 +34,14 @@ from ..scheduling.plan import (
     OnLayers,
     Sampled,
     SampleSpec,
+    Scored,
     StepPlan,
     StepResult,
     abandoned_step,
     realized,
 )
 from ..scheduling.step_loop import StepLoop
-from .model import KVManager, LayerDone, ModelInputs, PipelineModel
+from .model import KVManager, LayerDone, ModelInputs, PipelineModel, ScoreDone
 from .steps import HostSteps, Queued, StepComputer, describe
 
 F32 = npt.NDArray[np.float32]
@@ -247,7 +249,9 @@ class TextGenerationPipeline:
                 return
         chunks, inputs = self._admit(chunks, failed)
         sampled: list[Sampled] = []
+        scored: list[Scored] = []
         if inputs is not None:
+            inputs.score_done = _collector(chunks, scored)
             inputs.layer_done = self._reporter(chunks, on_layers, unwanted)
             try:
                 sampled = self._computer.run(chunks, inputs, failed, step.applied)
@@ -256,7 +260,8 @@ class TextGenerationPipeline:
             except Exception as error:  # of the rows of this pass, which may not be all
                 why = _pass_failed(error)
                 failed.update({c.request: why for c in chunks})
-        step.result = self._over(step, sampled, failed, self.model.encode_seconds - encoded)
+        encoding = self.model.encode_seconds - encoded
+        step.result = self._over(step, sampled, failed, encoding, scored)
 
     def _collected(self, step: BegunStep) -> StepResult:
         failed: dict[bytes, BatonError] = {}
@@ -276,12 +281,19 @@ class TextGenerationPipeline:
         sampled: Sequence[Sampled],
         failed: dict[bytes, BatonError],
         encoding: float = 0.0,
+        scored: Sequence[Scored] = (),
     ) -> StepResult:
         """Return the result of a step that is over now. Its time starts after the step before."""
         now, plan = time.perf_counter(), step.plan
         seconds, self._ended = now - max(step.began, self._ended), now
         return StepResult(
-            plan.step, tuple(sampled), seconds, plan.num_tokens, failed, encode_seconds=encoding
+            plan.step,
+            tuple(sampled),
+            seconds,
+            plan.num_tokens,
+            failed,
+            encode_seconds=encoding,
+            scored=tuple(scored),
         )
 
     def _failed(self, step: BegunStep, error: Exception) -> StepResult:
@@ -372,6 +384,19 @@ class TextGenerationPipeline:
         return layer_done
 
 
+def _collector(chunks: Sequence[Chunk], scored: list[Scored]) -> ScoreDone | None:
+    """Return the function that adds log-probabilities of prompt tokens to ``scored``."""
+    owners = [chunk for chunk in chunks if chunk.score is not None]
+    if not owners:
+        return None
+
+    def score_done(group: int, first: int, records: Records) -> None:
+        chunk = owners[group]
+        scored.append(Scored(chunk.request, chunk.start + first, records.tobytes()))
+
+    return score_done
+
+
 def _nothing_applied() -> None:
     raise InternalError("a mask of a plan ahead is not known before the step before is applied")
 
@@ -391,6 +416,7 @@ def _go_on(chunks: Sequence[Chunk], before: Sequence[Chunk]) -> bool:
             or len(chunk.tokens) != 1
             or chunk.sample is None
             or chunk.images
+            or chunk.score is not None
         ):
             return False
     return True

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ...proto.contexts.outputs import TokenLogProbs
 from ...proto.errors import InternalError
+from ...proto.prompt_log_probs import Records, record_type
 from ...proto.sampling import SamplingParams
 from ..scheduling.plan import Bools, SampleSpec
 from .philox import uniform
@@ -62,6 +63,25 @@ def log_probs(logits: F32, token: int, top: int) -> TokenLogProbs:
     ranked = ids[np.argsort(-logits[ids], kind="stable")]
     best = {int(i): float(logits[i]) - highest - log_total for i in ranked}
     return TokenLogProbs.of(float(logits[token]) - highest - log_total, best)
+
+
+def prompt_log_probs(logits: F32, targets: npt.NDArray[np.int32], top: int) -> Records:
+    """Return the records of known next tokens: ``logits[k, vocab]``, ``targets[k]``.
+
+    The numbers are those of :func:`log_probs`, rounded to float32. Raises InternalError for
+    non-finite logits.
+    """
+    if not np.isfinite(logits.sum(axis=1)).all():
+        raise InternalError("the model produced non-finite logits")
+    found = np.zeros(len(targets), record_type(top))
+    for row, token, record in zip(logits, targets.tolist(), found, strict=True):
+        entry = log_probs(row, token, top)
+        likely = entry.top
+        record["logprob"] = entry.logprob
+        record["rank"] = 1 + np.count_nonzero(row > row[token])
+        record["ids"][: len(likely)] = list(likely)
+        record["logprobs"][: len(likely)] = list(likely.values())
+    return found
 
 
 def _adjusted(logits: F32, spec: SampleSpec) -> F32:

@@ -107,7 +107,9 @@ class Admission:
             refused, then = self._refused
             if refused is sequence and available <= then:
                 return False  # nothing was freed since: skip the walk over the hashes
-        hashes, tokens = sequence.extend_hashes(), sequence.num_tokens
+        # Log-probabilities of a prompt need all of its rows, and a cached block has none.
+        hashes = [] if sequence.prompt_log_probs is not None else sequence.extend_hashes()
+        tokens = sequence.num_tokens
         growth = min(sequence.remaining_tokens, self._growth)
         allocation = self._cache.reserve(hashes, tokens, growth)
         if allocation is None and alone:

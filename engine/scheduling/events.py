@@ -16,13 +16,15 @@ class EngineEvent(msgspec.Struct, frozen=True, gc=False):
 class TokenEvent(EngineEvent, frozen=True, gc=False):
     """A token was sampled; ``position`` is its index in the context.
 
-    ``preview``: PNG of an unfinished picture.
+    ``preview``: PNG of an unfinished picture. ``prompt_log_probs``: of the request's prompt, with
+    the first token (:mod:`...proto.prompt_log_probs`).
     """
 
     position: int
     token: int
     logprobs: TokenLogProbs | None = None
     preview: bytes | None = None
+    prompt_log_probs: bytes | None = None
 
 
 class Finished(EngineEvent, frozen=True, gc=False):

@@ -83,6 +83,18 @@ class ChunkImage:
     grid: tuple[int, int]
 
 
+@dataclass(slots=True, frozen=True)
+class PromptScore:
+    """The prompt tokens of a chunk whose log-probabilities are wanted.
+
+    ``targets``: int32 ``[k]``, the tokens after the chunk's first k rows. ``top``: number of the
+    most likely tokens to report beside each.
+    """
+
+    targets: Int32
+    top: int
+
+
 @dataclass(slots=True)
 class Chunk:
     """Consecutive tokens of one request to run through the model in this step.
@@ -96,6 +108,7 @@ class Chunk:
     ``picture``: of a request for a picture. ``seen``: the images that cross-attention reads.
     ``has_left()``: of a picture, whether its request has ended meanwhile, so that nobody needs its
     part of the step; it may be called on any thread.
+    ``score``: log-probabilities of prompt tokens to compute, or None.
     """
 
     request: bytes
@@ -110,6 +123,7 @@ class Chunk:
     picture: Picture | None = None
     seen: SeenImages | None = None
     has_left: Callable[[], bool] | None = None
+    score: PromptScore | None = None
 
     @property
     def rows(self) -> int:
@@ -150,12 +164,24 @@ class Sampled:
 
 
 @dataclass(slots=True, frozen=True)
+class Scored:
+    """Log-probabilities of prompt tokens after the rows from position ``start`` on.
+
+    ``records``: see :mod:`...proto.prompt_log_probs`.
+    """
+
+    request: bytes
+    start: int
+    records: bytes
+
+
+@dataclass(slots=True, frozen=True)
 class StepResult:
     """The result of a plan. ``failed``: requests whose step failed, and the reason.
 
     ``abandoned``: the step was not finished for all its requests, so ``seconds`` must not be used
     for estimates.
-    ``encode_seconds``: the part of ``seconds`` that encoded images.
+    ``encode_seconds``: the part of ``seconds`` that encoded images. ``scored``: of prompt tokens.
     """
 
     step: int
@@ -165,6 +191,7 @@ class StepResult:
     failed: dict[bytes, BatonError] = field(default_factory=dict)
     abandoned: bool = False
     encode_seconds: float = 0.0
+    scored: tuple[Scored, ...] = ()
 
 
 def realized(

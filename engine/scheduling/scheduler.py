@@ -268,12 +268,16 @@ class Scheduler:
         counts = [count for _, count in rows.values()]
         self._step_seconds.observe(result.seconds)
         self._step_tokens.observe(sum(counts))
-        if max(counts) > 1 and not result.abandoned:
-            # Encoding depends on the images, so it gives no cost of tokens.
+        if max(counts) > 1 and not result.abandoned and not result.scored:
+            # Encoding depends on the images, so it gives no cost of tokens. Logits of every row of
+            # a prompt cost more than the rows themselves.
             tokens = sum(_computed(sequence, count) for sequence, count in rows.values())
             self._budget.learn(tokens, result.seconds - result.encode_seconds)
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
+        for scored in result.scored:
+            sequence, _ = rows[scored.request]
+            sequence.take_scores(scored.start, scored.records)
         for request, (sequence, count) in rows.items():
             if sequence.aborted:
                 self._let_go(sequence)
@@ -316,6 +320,7 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence, drawn: Sampled, now: float, events: list[Event]) -> None:
         position, logprobs = sequence.num_tokens, drawn.logprobs
+        scores = sequence.prompt_log_probs
         token = drawn.token if sequence.given is None else sequence.given
         try:
             sequence.accept(token, logprobs)
@@ -329,7 +334,9 @@ class Scheduler:
         request, status = sequence.request, sequence.context.status
         done = status is not GenerationStatus.ACTIVE
         preview = None if done else drawn.result
-        events.append(TokenEvent(request, position, token, logprobs, preview))
+        prompt = None if scores is None else bytes(scores)
+        sequence.prompt_log_probs = None  # a replay or a recomputation needs none
+        events.append(TokenEvent(request, position, token, logprobs, preview, prompt))
         if done:
             self._queues.leave(sequence)
             self._let_go(sequence)

@@ -28,8 +28,9 @@ from ...proto.contexts.tokens import FUTURE_TOKEN
 from ...proto.contexts.vision import TextAndVisionContext
 from ...proto.hashing import ImageSpan, block_hashes
 from ...proto.picture_runs import Picture, PictureRun
+from ...proto.prompt_log_probs import record_type, records_bytes
 from ..cache.paged_cache import Allocation, PagedCache
-from .plan import Chunk, ChunkImage, Int32, SampleSpec, TokenMask
+from .plan import Chunk, ChunkImage, Int32, PromptScore, SampleSpec, TokenMask
 
 _NO_HISTORY: Int32 = np.empty(0, np.int32)
 _UNKNOWN: Int32 = np.array([FUTURE_TOKEN], np.int32)
@@ -45,7 +46,8 @@ class Sequence:
     by arrival. ``images``: the context's images, or None. ``picture``: of a request for a picture;
     its prompt is computed in one step. ``stream_from``: first prompt token
     that the receiver lacks; if set, finished layers are reported during a step. ``given``: the next
-    token if it is known, which is accepted instead of the sampled one. ``arrival``,
+    token if it is known, which is accepted instead of the sampled one. ``prompt_log_probs``:
+    records of the prompt's tokens, filled as they are computed; None: not wanted. ``arrival``,
     ``admitted``, ``first_token``: times in seconds of the caller's clock. Raises InputError if
     images and grids contradict each other.
     """
@@ -54,7 +56,7 @@ class Sequence:
         "aborted", "admitted", "allocation", "arrival", "block_size", "cached_tokens", "context",
         "end_length", "eos", "first_token", "given", "hashes", "images", "mask", "min_length",
         "needs_history", "num_computed_tokens", "num_tokens", "picture", "preemptions", "priority",
-        "prompt_length", "rank", "request", "salt", "stream_from",
+        "prompt_length", "prompt_log_probs", "rank", "request", "salt", "stream_from",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +97,11 @@ class Sequence:
         self.eos = () if context.ignore_eos else tuple(sorted(context.eos_token_ids))
         self.needs_history = params.needs_penalties
         self.mask = None if context.matcher is None else _mask_of(context.matcher)
+        # A replay needs none: the client got them with the first token.
+        self.prompt_log_probs: bytearray | None = None
+        if context.log_probabilities_echo and self.num_tokens == self.prompt_length:
+            size = records_bytes(self.prompt_length, context.log_probabilities)
+            self.prompt_log_probs = bytearray(size)
         self.images: SequenceImages | None = None
         self.picture: Picture | None = None
         if isinstance(context, PictureRun):
@@ -141,6 +148,8 @@ class Sequence:
             chunk = Chunk(self.request, start, tokens, table, sample, stream_layers)
             if self.picture is not None:
                 chunk.picture, chunk.has_left = self.picture, lambda: self.aborted
+            if self.prompt_log_probs is not None:
+                chunk.score = self._score(start, end)
             return chunk
         return Chunk(
             self.request,
@@ -154,6 +163,17 @@ class Sequence:
             images.delta,
             seen=images.seen,
         )
+
+    def _score(self, start: int, end: int) -> PromptScore | None:
+        """Return the prompt tokens that the rows ``start .. end`` predict."""
+        targets = self._tokens(start + 1, min(end + 1, self.prompt_length))
+        return PromptScore(targets, self.context.log_probabilities) if len(targets) else None
+
+    def take_scores(self, start: int, records: bytes) -> None:
+        """Store the records of the prompt tokens after the rows from ``start`` on."""
+        if self.prompt_log_probs is not None:
+            first = start * record_type(self.context.log_probabilities).itemsize
+            self.prompt_log_probs[first : first + len(records)] = records
 
     def next_count(self, budget: int, *, alone: bool) -> int:
         """Return the number of tokens of the next prefill chunk, at most ``budget``.

@@ -45,7 +45,7 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     position: Count  # of tokens[0]; router and client pass only position == next
     tokens: TokenIds
     logprobs: LogProbs | None = None
-    media: Chunk | None = None  # result that is complete with the run's last token
+    media: Chunk | None = None  # result that is complete with the run's last token: see protocol.md
 
 
 class Tokens(Message, frozen=True, kw_only=True):

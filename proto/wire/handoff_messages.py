@@ -13,6 +13,7 @@ from .message_types import (
     Attempt,
     Binaries,
     Binary,
+    Chunk,
     Count,
     GrantRef,
     Message,
@@ -117,6 +118,7 @@ class Commit(Message, frozen=True, kw_only=True):
     cached_tokens: Count = 0
     deadline: Remaining
     proof: Binary = b""  # of the Assign; proves that a router chose this decode worker
+    media: Chunk | None = None  # as in the first token's TokenRun, which may be lost
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 

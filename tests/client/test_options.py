@@ -52,6 +52,7 @@ WRONG = {
     "max_retries": ["1", 1.5, True, -1, [1], math.nan],
     "request_id": [*NO_TEXT, "", LONG, "\ud800"],
     "log_probabilities": ["1", 1.0, True, -1, 21, [1], math.nan],
+    "prompt_log_probabilities": ["1", 1.0, True, -1, 21, [1], math.nan],
     "cache_salt": [*NO_TEXT, LONG, "\ud800"],
     "traceparent": [*NO_TEXT, "", LONG, "00-1-2-01", f"00-{'0' * 32}-{'5c' * 8}-01"],
     "gateway": [*NO_TEXT, LONG, "\ud800"],

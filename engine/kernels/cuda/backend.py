@@ -18,6 +18,7 @@ from ..backend import F32, I32, U8, A, Activation, Gpu, Mapping, PackedLinear, W
 from . import attention, elementwise
 from .bfloat16 import bfloat16_bits
 from .block_moves import BlockMover, BlockStream, LayerMarks
+from .checks import BF16
 from .device import Device
 from .linear import linear, linear_silu_mul
 from .row_plan import RowPlan
@@ -144,6 +145,13 @@ class CudaBackend(_BlockMoves):
     def upload(self, array: npt.NDArray[A]) -> Any:
         """Return a copy on the device, with the same type."""
         return self.device.upload(np.ascontiguousarray(array))
+
+    def download(self, x: Any) -> Any:
+        """Return bfloat16 or float32 values as a float32 array in host memory."""
+        found = self.device.download(x)
+        if found.dtype != BF16:
+            return found
+        return (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
     def parameters(self, weights: npt.NDArray[A]) -> Any:
         """Return a bfloat16 copy on the device of float32 values or bfloat16 bits."""

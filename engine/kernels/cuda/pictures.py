@@ -89,13 +89,6 @@ class CudaPictures(CudaBackend):
         self._each("rounded", out, (x, out), _words(out))
         return out
 
-    def download(self, x: Any) -> Any:
-        """Return bfloat16 or float32 values as a float32 array in host memory."""
-        found = self.device.download(x)
-        if found.dtype != BF16:
-            return found
-        return (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
     # ------------------------------------------------------------------ attention
 
     def self_attention(self, qkv: Any, heads: int, scale: float, bias: Any, out: Any) -> None:
