@@ -33,10 +33,31 @@ TEKKEN = (
     f"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN_3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT_4O = (
+    f"{_START}{_UPPER}*{_LOWER}+{_SUFFIX}|{_START}{_UPPER}+{_LOWER}*{_SUFFIX}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGITS = r"\p{N}{1,3}"
+CHINESE_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+DEEPSEEK_V3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The last of three expressions, after those of digits and of Chinese characters."""
 CLIP = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 CLIP_WITH_ENDS = r"<\|startoftext\|>|<\|endoftext\|>|" + CLIP
 SPACES = r"\s+"
-KNOWN_PATTERNS = frozenset((GPT_2, LLAMA_3, QWEN, TEKKEN, CLIP, CLIP_WITH_ENDS, SPACES))
+KNOWN_PATTERNS = frozenset(
+    (
+        GPT_2, LLAMA_3, QWEN, QWEN_3_5, TEKKEN, GPT_4O, DIGITS, CHINESE_AND_KANA, DEEPSEEK_V3,
+        CLIP, CLIP_WITH_ENDS, SPACES,
+    )
+)  # fmt: skip
 """Regular expressions of widespread models, known not to take exponential time."""
 
 _NORMALIZERS = {

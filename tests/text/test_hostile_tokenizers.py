@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from baton.proto.errors import CheckpointError, InputError
 from baton.text import tokenizer as module
 from baton.text.guarded import GuardedTokenizer
-from baton.text.plain_tokenizers import LLAMA_3, QWEN, is_plain
+from baton.text.plain_tokenizers import KNOWN_PATTERNS, LLAMA_3, QWEN, is_plain
 from baton.text.tokenizer import Tokenizer
 from baton.text.tokenizer_core import LocalCore, TokenizerFailed
 
@@ -38,10 +39,28 @@ def changed(**parts: object) -> str:
     return json.dumps(json.loads(DEMO) | parts)
 
 
-def split(pattern: str) -> dict[str, object]:
-    return {
-        "type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": pattern},
-    }  # fmt: skip
+def split(*patterns: str) -> dict[str, object]:
+    steps: list[dict[str, object]] = [
+        {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": pattern}}
+        for pattern in patterns
+    ]
+    bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [*steps, {**bytes_only, "trim_offsets": True}]}
+
+
+O200K = (  # as the files of gpt-oss and GPT-4o have it
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK = (  # as DeepSeek-V3's file has them
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +70,8 @@ def split(pattern: str) -> dict[str, object]:
         ({"normalizer": {"type": "NFC"}}, True),
         ({"pre_tokenizer": split(LLAMA_3)}, True),
         ({"pre_tokenizer": split(QWEN)}, True),
+        ({"pre_tokenizer": split(O200K)}, True),
+        ({"pre_tokenizer": split(*DEEPSEEK)}, True),
         ({"normalizer": GROWING}, False),
         ({"pre_tokenizer": BACKTRACKING}, False),
         ({"post_processor": {"type": "Sequence", "processors": [REPEATED, REPEATED]}}, False),
@@ -63,6 +84,17 @@ def split(pattern: str) -> dict[str, object]:
 )
 def test_only_known_parts_run_in_this_process(parts, plain):
     assert is_plain(changed(**parts).encode()) is plain
+
+
+@pytest.mark.parametrize("pattern", sorted(KNOWN_PATTERNS))
+def test_known_expressions_take_time_in_proportion_to_the_text(pattern):
+    """Exponential time would exceed the time limit of a test, quadratic time would show in its list."""
+    splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for unit in ("a", "A", "aA", " ", "\n", " \n", "'", "'S", "1", "\u6f22", "\u0301", "!", "!a"):
+        for last in ("", "!", "a", "\0"):
+            text = unit * (20_000 // len(unit)) + last
+            pieces = splitter.pre_tokenize_str(text)
+            assert sum(end - start for _, (start, end) in pieces) == len(text)
 
 
 def test_plain_models_stay_in_this_process(monkeypatch):
