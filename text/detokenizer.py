@@ -145,7 +145,8 @@ class _WindowDecoder:
 
     ``_window`` holds tokens whose text has been returned (``_shown`` is that text), then up to
     ``_MAX_PENDING`` tokens whose text ends in U+FFFD and may still be an unfinished
-    character. When the window gets long, it restarts with its last few tokens.
+    character. The first of these may also end the text before, which is returned. When the window
+    gets long, it restarts with its last few tokens.
     """
 
     _LONGEST = 16
@@ -163,9 +164,14 @@ class _WindowDecoder:
         self._window.append(token)
         self._pending += 1
         text = self._text(self._window)
-        if text.endswith(_REPLACEMENT) and self._pending <= self._MAX_PENDING:
+        if not text.endswith(_REPLACEMENT) or self._pending > self._MAX_PENDING:
+            return self._show(text)
+        certain = text.rstrip(_REPLACEMENT)
+        if len(certain) <= len(self._shown) or not certain.startswith(self._shown):
             return ""
-        return self._show(text)
+        delta = self._show(certain)
+        self._pending = 1  # the character that this token begins
+        return delta
 
     def finish(self) -> str:
         return self._show(self._text(self._window)) if self._pending else ""
@@ -184,9 +190,10 @@ class _WindowDecoder:
         return delta
 
     def _start_over(self) -> None:
+        held = len(self._text(self._window)) - len(self._shown)  # an unfinished character
         length = self._CONTEXT
         text = self._text(self._window[-length:])
-        while _REPLACEMENT in text and length < self._MOST_CONTEXT:
+        while _REPLACEMENT in text[: len(text) - held] and length < self._MOST_CONTEXT:
             length += 1
             text = self._text(self._window[-length:])
-        self._window, self._shown = self._window[-length:], text
+        self._window, self._shown = self._window[-length:], text[: len(text) - held]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +59,6 @@ class LocalCore:
         # A prompt is tokenized by one thread; the library's own threads would also warn on fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
-        from tokenizers.decoders import ByteLevel
 
         with typed_failures():
             core: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -66,7 +66,8 @@ class LocalCore:
             core.no_padding()
             self._core = core
             self.vocab_size = int(core.get_vocab_size(with_added_tokens=True))
-            self.is_byte_level = isinstance(core.decoder, ByteLevel)
+            decoder = core.decoder
+            self.is_byte_level = decoder is not None and _is_byte_level(decoder.__getstate__())
             self.added_tokens = [
                 AddedToken(index, token.content, token.special)
                 for index, token in core.get_added_tokens_decoder().items()
@@ -94,6 +95,14 @@ class LocalCore:
 
     def close(self) -> None:
         """Do nothing: this core holds no resources."""
+
+
+def _is_byte_level(state: bytes) -> bool:
+    """True if a decoder, given as JSON, joins the bytes of the tokens and does nothing else."""
+    decoder = json.loads(state)
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [part["type"] for part in parts]
+    return kinds[:1] == ["ByteLevel"] and set(kinds[1:]) <= {"Fuse"}
 
 
 @contextmanager

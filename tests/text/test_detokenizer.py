@@ -5,6 +5,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, pre_tokenizers
 
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.tokenizer import Tokenizer
@@ -81,6 +83,51 @@ def test_an_unfinished_character_is_held_back(demo, sentencepiece):
         assert texts[-1] == "😀"
         stray = detokenizer.push(ids[-2:-1]).text + detokenizer.finish().text
         assert stray == "\ufffd"
+
+
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+SPELLING = {byte: chr(byte) for byte in PRINTABLE}
+SPELLING |= {byte: chr(256 + index) for index, byte in enumerate(OTHERS)}
+JAPANESE = "のテキスト、のメリット"
+BYTE_LEVEL_DECODERS = {
+    "alone": decoders.ByteLevel(),
+    "in a sequence": decoders.Sequence([decoders.ByteLevel()]),
+    "before a fuse": decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]),
+    "after a replacement": decoders.Sequence([decoders.Replace("no", "no"), decoders.ByteLevel()]),
+}
+
+
+def bytes_across_characters(decoder: decoders.Decoder) -> Tokenizer:
+    """A tokenizer whose tokens end one Japanese character and begin the next."""
+    vocab = {char: index for index, char in enumerate(SPELLING.values())}
+    merges = []
+    raw = "".join(SPELLING[byte] for byte in JAPANESE.encode())
+    for start in range(2, len(raw) - 3, 3):
+        for left, right in (
+            (raw[start + 1], raw[start + 2]),
+            (raw[start], raw[start + 1 : start + 3]),
+        ):
+            if left + right not in vocab:
+                vocab[left + right] = len(vocab)
+                merges.append((left, right))
+    core = Core(models.BPE(vocab=vocab, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoder
+    return Tokenizer.from_files({"tokenizer.json": core.to_str().encode()}, trusted=True)
+
+
+@pytest.mark.parametrize("name", BYTE_LEVEL_DECODERS)
+def test_tokens_across_characters_stream_their_text(name):
+    tokenizer = bytes_across_characters(BYTE_LEVEL_DECODERS[name])
+    ids = tokenizer.encode(JAPANESE * 5).tolist()
+    assert len(ids) < len(JAPANESE.encode() * 5) / 2
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    deltas = [detokenizer.push([token]).text for token in ids]
+    assert "".join(deltas) + detokenizer.finish().text == JAPANESE * 5
+    shown = sum(map(bool, deltas))
+    assert shown == len(JAPANESE * 5)  # each token shows the character that it ends
+    assert tokenizer.is_byte_level is (name != "after a replacement")
 
 
 def test_the_window_stays_short(sentencepiece):
