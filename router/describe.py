@@ -6,14 +6,10 @@ from pathlib import Path
 
 from ..images.settings import SETTINGS_FILES
 from ..proto.errors import ConfigError
-from ..text.model_files import PICTURE_FILES, SPEECH_FILE
+from ..text.model_files import PICTURE_FILES, SPEECH_FILE, TOKENIZER_FILES
 
 TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "special_tokens_map.json",
+    *TOKENIZER_FILES,
     *SETTINGS_FILES,
     SPEECH_FILE,
     *PICTURE_FILES,

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..runtime.process.helper import HelperProcess
 from .sandbox import MAX_OUTPUT_CHARS, RenderError, RenderLimit
+from .stated_tokens import StatedToken
 from .tokenizer_core import AddedToken, TokenizerFailed
 
 # The template cannot read the environment; as a second barrier, the helper gets few variables.
@@ -143,10 +144,11 @@ class GuardedTokenizer(GuardedProcess):
         timeout: float = TIMEOUT_S,
         cpu_seconds: int = TOKENIZER_CPU_S,
         memory_bytes: int = TOKENIZER_MEMORY_BYTES,
+        stated: Sequence[StatedToken] = (),
     ) -> None:
-        """Load a ``tokenizer.json``. Raises TokenizerFailed."""
+        """Load a ``tokenizer.json`` and add the ``stated`` tokens. Raises TokenizerFailed."""
         super().__init__("tokenizer", timeout, cpu_seconds, memory_bytes)
-        self.first_request = {"load": text}
+        self.first_request = {"load": text, "stated": list(stated)}
         facts = self._call(None)
         self.vocab_size = int(facts["vocab_size"])
         self.is_byte_level = bool(facts["byte_level"])

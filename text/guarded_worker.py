@@ -41,6 +41,7 @@ def tokenizer() -> Answer:
 
     The answer to a request that fails is ``{"error"}``.
     """
+    from .stated_tokens import StatedToken
     from .tokenizer_core import LocalCore, TokenizerFailed
 
     core: LocalCore | None = None
@@ -49,7 +50,7 @@ def tokenizer() -> Answer:
         nonlocal core
         try:
             if "load" in request:
-                core = LocalCore(request["load"])
+                core = LocalCore(request["load"], [StatedToken(*one) for one in request["stated"]])
                 return _facts(core)
             if core is None:
                 return {"error": "no tokenizer is loaded"}

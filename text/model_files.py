@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ..proto.errors import CheckpointError
+from .stated_tokens import special_tokens, stated_tokens
 
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "generation_config.json",
     "config.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/default.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 """The files a tokenizer is built from. All except the first may be missing."""
 
@@ -39,7 +44,8 @@ PICTURE_FILES = (
 )
 """The files of a picture model's folder that a prompt needs; see :mod:`.picture_prompts`."""
 
-_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image")
+_MORE_TEMPLATES = ("default", "tool_use")
+_IMAGE_TOKEN_KEYS = ("image_token_id", "image_token_index")
 
 
 class TokenizerSettings:
@@ -49,26 +55,51 @@ class TokenizerSettings:
         CheckpointError: a file is malformed; ``origin`` names the source.
 
     Attributes:
-        special_tokens: text by name; ``tokenizer_config.json`` takes precedence over the older
-            ``special_tokens_map.json``.
+        special_tokens: text by name; see :mod:`.stated_tokens`.
+        stated_tokens: tokens that ``tokenizer.json`` may lack.
         eos_token_ids: from ``generation_config.json``, else from ``config.json``.
-        templates: chat templates by name; ``chat_template.jinja`` takes precedence over
-            ``tokenizer_config.json``.
+        image_token_id: from ``config.json``, or None.
+        templates: chat templates by name. Template files replace ``chat_template.json``, and that
+            replaces the templates of ``tokenizer_config.json``.
 
     """
 
     def __init__(self, files: Mapping[str, bytes], origin: str) -> None:
         config = json_object(files, "tokenizer_config.json", origin)
         older = json_object(files, "special_tokens_map.json", origin)
-        self.special_tokens = {
-            f"{name}_token": text
-            for name in _NAMED_TOKENS
-            if (text := _token_text(config, older, f"{name}_token")) is not None
-        }
+        added = json_object(files, "added_tokens.json", origin)
+        self.special_tokens = special_tokens(config, older)
+        self.stated_tokens = stated_tokens(config, older, added, origin)
         self.eos_token_ids = _eos_ids(files, origin)
-        self.templates = _named_templates(config.get("chat_template"))
-        if "chat_template.jinja" in files:
-            self.templates["default"] = _text(files, "chat_template.jinja", origin)
+        model = json_object(files, "config.json", origin)
+        self.image_token_id = _image_id(model, origin)
+        self.templates = _templates(files, config, sees="vision_config" in model, origin=origin)
+
+
+def _templates(
+    files: Mapping[str, bytes], config: dict[str, Any], *, sees: bool, origin: str
+) -> dict[str, str]:
+    """Return the templates by name; ``sees``: the folder's processor has a template too."""
+    found = {
+        name: _text(files, file, origin)
+        for name in _MORE_TEMPLATES
+        if (file := f"additional_chat_templates/{name}.jinja") in files
+    }
+    if "chat_template.jinja" in files:
+        found.setdefault("default", _text(files, "chat_template.jinja", origin))
+    if not found and sees:  # the older form, which only processors of images read
+        older = json_object(files, "chat_template.json", origin)
+        found = _named_templates(older.get("chat_template"))
+    return found or _named_templates(config.get("chat_template"))
+
+
+def _image_id(config: dict[str, Any], origin: str) -> int | None:
+    """Return the placeholder of images that ``config.json`` names."""
+    ids = {config[key] for key in _IMAGE_TOKEN_KEYS if isinstance(config.get(key), int)}
+    if len(ids) > 1:
+        keys = " and ".join(_IMAGE_TOKEN_KEYS)
+        raise CheckpointError(f"{origin}: {keys} in config.json differ: {sorted(ids)}")
+    return next(iter(ids), None)
 
 
 def _text(files: Mapping[str, bytes], name: str, origin: str) -> str:
@@ -98,13 +129,6 @@ def files_below(files: Mapping[str, bytes], folder: str) -> dict[str, bytes]:
         for name, content in files.items()
         if name.startswith(folder)
     }
-
-
-def _token_text(config: dict[str, Any], older: dict[str, Any], name: str) -> str | None:
-    value = config[name] if name in config else older.get(name)
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _eos_ids(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:

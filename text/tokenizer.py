@@ -1,8 +1,8 @@
 """A model's tokenizer: converts text to token ids and back, and renders chat prompts.
 
 A tokenizer is built from the text files of a Hugging Face folder, read from disk or received
-through ``Describe``. This module uses no network. ``tokenizer.json`` alone decides ids and text;
-the other files only add the special ids and the chat template.
+through ``Describe``. This module uses no network. ``tokenizer.json`` decides ids and text; the
+other files add special tokens, ids and the chat template.
 
 Templates from a folder on this machine belong to the operator. They are rendered in this process
 with an output limit. Templates received over the network run in a killable process
@@ -25,6 +25,7 @@ from .guarded import GuardedRenderer, GuardedTokenizer
 from .model_files import TOKENIZER_FILES, TokenizerSettings
 from .plain_tokenizers import is_plain
 from .sandbox import MAX_OUTPUT_CHARS, RenderError, render
+from .stated_tokens import StatedToken
 from .tokenizer_core import LocalCore, TokenizerCore, TokenizerFailed
 
 __all__ = ["TOKENIZER_FILES", "ChatTemplate", "Tokenizer"]
@@ -174,9 +175,7 @@ class Tokenizer:
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         self.pad_token_id = self._named_id("pad_token")
-        known = (token for token in _IMAGE_TOKENS if core.token_to_id(token) is not None)
-        usual = next(known, _IMAGE_TOKENS[0])
-        self.image_token = settings.special_tokens.get("image_token", usual)
+        self.image_token = self._image_token(settings)
         self.image_token_id = core.token_to_id(self.image_token)
         own = () if self.eos_token_id is None else (self.eos_token_id,)
         self.eos_token_ids = frozenset((*settings.eos_token_ids, *own))
@@ -225,9 +224,13 @@ class Tokenizer:
             raise CheckpointError(f"{origin} has no tokenizer.json; give prompts as token ids")
         settings = TokenizerSettings(files, origin)
         guard = None if trusted else GuardedRenderer()
-        core = _load_core(files["tokenizer.json"], origin, trusted=trusted)
+        core = _load_core(files["tokenizer.json"], settings.stated_tokens, origin, trusted=trusted)
         try:
+            _check_ids(core, settings.stated_tokens, origin)
             return cls(core, settings, guard)
+        except CheckpointError:
+            core.close()
+            raise
         except TokenizerFailed as error:
             core.close()
             raise _unreadable(origin, error) from None
@@ -318,18 +321,44 @@ class Tokenizer:
         self.chat_template.close()
         self._core.close()
 
+    def _image_token(self, settings: TokenizerSettings) -> str:
+        """Return the placeholder of images: of config.json, of the tokenizer, or a usual one."""
+        if settings.image_token_id is not None and settings.image_token_id >= 0:
+            stated = self._core.id_to_token(settings.image_token_id)
+            if stated is not None:
+                return stated
+        known = (token for token in _IMAGE_TOKENS if self._core.token_to_id(token) is not None)
+        return settings.special_tokens.get("image_token") or next(known, _IMAGE_TOKENS[0])
+
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.token_id(text)
 
 
-def _load_core(content: bytes, origin: str, *, trusted: bool) -> TokenizerCore:
+def _load_core(
+    content: bytes, stated: Sequence[StatedToken], origin: str, *, trusted: bool
+) -> TokenizerCore:
     """Load the library's tokenizer, guarded if needed. Raises CheckpointError."""
     try:
         text = content.decode("utf-8")
-        return LocalCore(text) if trusted or is_plain(content) else GuardedTokenizer(text)
+        if trusted or is_plain(content):
+            return LocalCore(text, stated)
+        return GuardedTokenizer(text, stated=stated)
     except (TokenizerFailed, UnicodeDecodeError) as error:
         raise _unreadable(origin, error) from None
+
+
+def _check_ids(core: TokenizerCore, stated: Sequence[StatedToken], origin: str) -> None:
+    """Raise CheckpointError if a token has another id than a file states."""
+    ids = {token.content: token.index for token in core.added_tokens}
+    for token in stated:
+        found = ids.get(token.content)
+        if token.number is not None and found is not None and found != token.number:
+            raise CheckpointError(
+                f"{origin}: token {token.content!r} has id {found} by tokenizer.json, but "
+                f"{token.number} by added_tokens_decoder in tokenizer_config.json or by "
+                "added_tokens.json"
+            )
 
 
 def _unreadable(origin: str, error: Exception) -> CheckpointError:

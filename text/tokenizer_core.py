@@ -9,8 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from .stated_tokens import StatedToken
+
 if TYPE_CHECKING:
     import tokenizers
+
+
+MAX_STATED_TOKENS = 1 << 14
+"""Limit of the tokens that other files add; the library's time to add them grows as its square."""
 
 
 class TokenizerFailed(Exception):
@@ -54,8 +60,8 @@ class TokenizerCore(Protocol):
 class LocalCore:
     """The library, running in this process."""
 
-    def __init__(self, text: str) -> None:
-        """Read a ``tokenizer.json``. Raises TokenizerFailed."""
+    def __init__(self, text: str, stated: Sequence[StatedToken] = ()) -> None:
+        """Read a ``tokenizer.json`` and add the ``stated`` tokens. Raises TokenizerFailed."""
         # A prompt is tokenized by one thread; the library's own threads would also warn on fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
@@ -64,6 +70,7 @@ class LocalCore:
             core: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(text)
             core.no_truncation()
             core.no_padding()
+            _add(core, stated)
             self._core = core
             self.vocab_size = int(core.get_vocab_size(with_added_tokens=True))
             decoder = core.decoder
@@ -95,6 +102,29 @@ class LocalCore:
 
     def close(self) -> None:
         """Do nothing: this core holds no resources."""
+
+
+def _add(core: tokenizers.Tokenizer, stated: Sequence[StatedToken]) -> None:
+    """Add the tokens that the tokenizer lacks or has with other flags."""
+    import tokenizers
+
+    known = {
+        token.content: (
+            token.single_word, token.lstrip, token.rstrip, token.normalized, token.special
+        )
+        for token in core.get_added_tokens_decoder().values()
+    }  # fmt: skip
+    fresh = [token for token in stated if known.get(token.content) != token[2:]]
+    if len(fresh) > MAX_STATED_TOKENS:
+        raise TokenizerFailed(
+            f"other files add {len(fresh)} tokens, the limit is {MAX_STATED_TOKENS}"
+        )
+    made = []
+    for content, _, single_word, lstrip, rstrip, normalized, special in fresh:
+        flags = {"single_word": single_word, "lstrip": lstrip, "rstrip": rstrip}
+        flags |= {"normalized": normalized, "special": special}
+        made.append(tokenizers.AddedToken(content, **flags))
+    core.add_tokens(made)
 
 
 def _is_byte_level(state: bytes) -> bool:

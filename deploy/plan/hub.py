@@ -38,7 +38,12 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
     "model*.safetensors",
     "model.safetensors.index.json",
     "modules.json",  # embedding models, with one folder per module

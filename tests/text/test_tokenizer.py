@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,12 +75,129 @@ def test_eos_ids_come_from_generation_config_then_config(generation, config, exp
     assert Tokenizer.from_files(files).eos_token_ids == expected
 
 
-def test_older_special_tokens_map_fills_gaps():
+def test_the_older_special_tokens_map_counts_without_added_tokens_decoder():
     files = demo_files()
-    files["tokenizer_config.json"] = b'{"eos_token": "<|im_end|>"}'
-    files["special_tokens_map.json"] = b'{"eos_token": "no", "bos_token": "<|endoftext|>"}'
-    tokens = Tokenizer.from_files(files).special_tokens
-    assert tokens == {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
+    files["tokenizer_config.json"] = b'{"eos_token": "<|im_start|>"}'
+    files["special_tokens_map.json"] = b'{"eos_token": {"content": "<|im_end|>"}}'
+    assert Tokenizer.from_files(files).special_tokens == {"eos_token": "<|im_end|>"}
+    files["tokenizer_config.json"] = b'{"eos_token": "<|im_start|>", "added_tokens_decoder": {}}'
+    assert Tokenizer.from_files(files).special_tokens == {"eos_token": "<|im_start|>"}
+
+
+def added(content: str, **flags: bool) -> dict[str, object]:
+    usual = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    return {"content": content, "special": True, **usual, **flags}
+
+
+STATED = {
+    "added_tokens_decoder": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {"1025": added("<y>"), "1024": added("<x>")}
+        }
+    },
+    "added_tokens.json": {"added_tokens.json": {"<y>": 1025, "<x>": 1024}},
+    "named": {"tokenizer_config.json": {"bos_token": "<x>", "image_token": "<y>"}},
+    "extra": {"tokenizer_config.json": {"extra_special_tokens": ["<x>", "<y>"]}},
+    "additional": {"tokenizer_config.json": {"additional_special_tokens": ["<x>", "<y>"]}},
+    "special_tokens_map.json": {
+        "special_tokens_map.json": {"pad_token": "<x>", "additional_special_tokens": ["<y>"]}
+    },
+}
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize("where", STATED)
+def test_tokens_that_other_files_state_are_added(where, trusted, monkeypatch):
+    if not trusted:
+        monkeypatch.setattr("baton.text.tokenizer.is_plain", lambda _: False)
+    files = demo_files()
+    files |= {name: json.dumps(content).encode() for name, content in STATED[where].items()}
+    tokenizer = Tokenizer.from_files(files, trusted=trusted)
+    try:
+        ids = tokenizer.encode("a<x><y>b").tolist()
+        assert ids == [*tokenizer.encode("a"), 1024, 1025, *tokenizer.encode("b")]
+        assert tokenizer.vocab_size == 1026
+        assert tokenizer.decode([1024, 1025], skip_special_tokens=False) == "<x><y>"
+    finally:
+        tokenizer.close()
+
+
+def test_flags_of_added_tokens_decoder_count():
+    files = demo_files()
+    decoder = {"1024": added("<x>", lstrip=True, special=False)}
+    files["tokenizer_config.json"] = json.dumps({"added_tokens_decoder": decoder}).encode()
+    tokenizer = Tokenizer.from_files(files)
+    assert tokenizer.encode("a <x>").tolist() == [*tokenizer.encode("a"), 1024]
+    assert 1024 not in tokenizer.special_ids
+
+
+MANY = [f"<{number}>" for number in range(20_000)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("added_tokens.json", {"<x>": 1030}, "'<x>' has id 1024"),
+        ("added_tokens.json", {"<|im_end|>": 7}, "'<|im_end|>' has id 2"),
+        ("added_tokens.json", {"<x>": "1024"}, "'<x>' is no number"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": added("<x>")}}, "9 by added_"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": "<x>"}}, "bad token 9"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"-": added("<x>")}}, "bad token -"),
+        ("tokenizer_config.json", {"added_tokens_decoder": ["<x>"]}, "must be an object"),
+        ("tokenizer_config.json", {"extra_special_tokens": MANY}, "limit is 16384"),
+    ],
+)  # fmt: skip
+def test_files_that_contradict_each_other_are_refused(name, content, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Tokenizer.from_files({**demo_files(), name: json.dumps(content).encode()})
+
+
+@pytest.mark.parametrize("key", ["image_token_id", "image_token_index"])
+def test_the_placeholder_of_images_is_that_of_the_config(key):
+    """The names in tokenizer_config.json may be those of another release of the model."""
+    files = demo_files()
+    files["tokenizer_config.json"] = b'{"image_token": "<|im_end|>"}'
+    assert Tokenizer.from_files(files).image_token_id == 2
+    files["config.json"] = json.dumps({key: 1}).encode()
+    tokenizer = Tokenizer.from_files(files)
+    assert (tokenizer.image_token_id, tokenizer.image_token) == (1, "<|im_start|>")
+    files["config.json"] = b'{"image_token_id": 1, "image_token_index": 2}'
+    with pytest.raises(CheckpointError, match="image_token_id and image_token_index"):
+        Tokenizer.from_files(files)
+
+
+def test_named_templates_lie_in_a_folder(tmp_path):
+    for name, content in demo_files().items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "config"}')
+    (tmp_path / "chat_template.jinja").write_text("default")
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("{{ tools[0].name }}")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    message = [{"role": "user", "content": "x"}]
+    assert tokenizer.render_chat(message) == "default"
+    assert tokenizer.render_chat(message, tools=[{"name": "f"}]) == "f"
+    assert tokenizer.chat_template.names == ["default", "tool_use"]
+
+
+def test_template_files_replace_all_templates_of_the_config():
+    """As in transformers: otherwise an old template for tools would serve beside a new file."""
+    files = demo_files()
+    named = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "old tools"}]
+    files["tokenizer_config.json"] = json.dumps({"chat_template": named}).encode()
+    assert Tokenizer.from_files(files).chat_template.names == ["default"]
+
+
+def test_chat_template_json_is_for_models_with_images():
+    files = demo_files()
+    del files["chat_template.jinja"]
+    files["tokenizer_config.json"] = b'{"chat_template": "text"}'
+    files["chat_template.json"] = b'{"chat_template": "images"}'
+    message = [{"role": "user", "content": "x"}]
+    assert Tokenizer.from_files(files, trusted=True).render_chat(message) == "text"
+    files["config.json"] = b'{"vision_config": {}}'
+    assert Tokenizer.from_files(files, trusted=True).render_chat(message) == "images"
 
 
 def test_template_file_wins_over_the_config():
