@@ -18,7 +18,13 @@ from ..runtime.net.channel import ChannelOptions
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel
 from ..runtime.process.log import get_logger
-from ..runtime.process.main import LoadProgress, leave, run_incarnations, run_process
+from ..runtime.process.main import (
+    LoadProgress,
+    leave,
+    process_seal,
+    run_incarnations,
+    run_process,
+)
 from ..worker.membership import Membership, WorkerIdentity
 from .config import DecodeWorkerConfig
 from .shell import DecodeShell
@@ -81,6 +87,7 @@ def _shell(
         model=runner.card,
         max_batch=config.max_batch,
         device="" if gpu is None else gpu.device,
+        seal=process_seal(),
     )
     member = Membership(identity, tuple(config.routers))
     keys = None if doors is None else doors.ring

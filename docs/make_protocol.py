@@ -23,6 +23,7 @@ DIRECTIONS = {
     "RouterToClient": "Router to client",
     "WorkerToRouter": "Worker to router",
     "RouterToWorker": "Router to worker",
+    "RouterToSupervisor": "Router to supervisor",
     "PrefillToDecode": "Prefill worker to decode worker",
     "DecodeToPrefill": "Decode worker to prefill worker",
 }

@@ -27,6 +27,7 @@ from ..runtime.process.main import (
     LoadProgress,
     MakeShell,
     leave,
+    process_seal,
     run_incarnations,
     run_process,
 )
@@ -124,6 +125,7 @@ def _member(
         model=card,
         max_batch=config.max_active,
         device="" if gpu is None else gpu.device,
+        seal=process_seal(),
     )
     return Membership(identity, tuple(config.routers))
 

@@ -224,6 +224,10 @@ class Registry:
         """Return the live worker with this incarnation, or None."""
         return next((w for w in self._live.values() if w.incarnation == incarnation), None)
 
+    def sealed(self, seal: bytes) -> list[Worker]:
+        """Return the live workers of the process with this seal."""
+        return [worker for worker in self._live.values() if worker.seal == seal]
+
     def is_dead(self, incarnation: int) -> bool:
         """True if this router declared the incarnation dead."""
         return incarnation in self._dead_incarnations

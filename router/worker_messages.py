@@ -15,6 +15,7 @@ from ..proto.wire.messages import (
     Accepted,
     Adopt,
     Busy,
+    DeathCertificate,
     Drained,
     HandoffReport,
     Heartbeat,
@@ -107,6 +108,7 @@ class WorkerMessages:
             Moved: self._moved,
             Ping: self._ping,
             Pong: self._pong,
+            DeathCertificate: self._not_a_supervisor,
         }
 
     def handle(self, event: FromWorker, now: float) -> None:
@@ -116,6 +118,8 @@ class WorkerMessages:
         worker = by_identity(identity)
         if worker is not None:
             worker.seen_at = now
+        else:
+            self._certified(event, now)
         handlers = self._handlers
         for message in event.messages:
             if type(message) is Hello:
@@ -123,12 +127,21 @@ class WorkerMessages:
                 worker = by_identity(identity)
             elif worker is not None:
                 handlers[type(message)](worker, message, now)
-            else:
+            elif type(message) is not DeathCertificate:
                 self._drop("unknown_worker")
                 text = "not registered: send Hello first"
                 self._send(identity, Rejected(code="endpoint_unknown", message=text))
         if self._acknowledged:
             self._acknowledged.clear()
+
+    def _certified(self, event: FromWorker, now: float) -> None:
+        found = [one for one in event.messages if type(one) is DeathCertificate]
+        if found:
+            self._registration.certified(event.identity, found, now)
+
+    def _not_a_supervisor(self, worker: Worker, message: DeathCertificate, now: float) -> None:
+        """Ignore: a worker has no certificates to send."""
+        self._drop("unknown_certificate")
 
     # ------------------------------------------------------------------ tokens
 

@@ -6,11 +6,19 @@ workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..proto.errors import AccessDenied, BatonError
-from ..proto.wire.messages import Drained, Heartbeat, Hello, Rejected, Welcome
-from ..proto.wire.proofs import worker_key
+from ..proto.wire.messages import (
+    CertificateReceived,
+    DeathCertificate,
+    Drained,
+    Heartbeat,
+    Hello,
+    Rejected,
+    Welcome,
+)
+from ..proto.wire.proofs import seal_of, worker_key
 from ..runtime.tables import RecentMap
 from .admission import Admission
 from .config import RouterConfig
@@ -126,6 +134,24 @@ class WorkerRegistration:
         worker.finished = True
         self._on_drained(worker.id)
 
+    def certified(
+        self, identity: bytes, certificates: Sequence[DeathCertificate], now: float
+    ) -> None:
+        """Declare workers dead whose supervisor certifies the end of their process.
+
+        The secret proves that the certificate is the supervisor's, whoever sends it. It is valid
+        for every incarnation of that process, also for one that the supervisor never heard of.
+        """
+        lost = []
+        for certificate in certificates:
+            secret = certificate.secret
+            self._out.append(ToWorker(identity, CertificateReceived(secret=secret)))
+            found = self._registry.sealed(seal_of(secret))
+            if not found:  # repeated, or its worker was replaced or never registered here
+                self._metrics.dropped["unknown_certificate"] += 1
+            lost += [(worker, _end_of(worker, certificate.status)) for worker in found]
+        self._losses.lose_all(lost, now)
+
     def reject(self, event: WorkerInputRejected, _now: float) -> None:
         """Send Rejected for bytes that could not be decoded, or for a Hello without the right."""
         error = event.error
@@ -140,3 +166,12 @@ class WorkerRegistration:
         drained = [worker for worker in workers if worker.finished]
         self._losses.disconnected([worker for worker in workers if not worker.finished], now)
         self._losses.lose_all([(worker, "drained") for worker in drained], now)
+
+
+def _end_of(worker: Worker, status: int) -> str:
+    """Return the reason of a certified death."""
+    if worker.finished or (worker.draining and status == 0):
+        return "drained"
+    if status < 0:
+        return f"its process was killed by signal {-status}"
+    return f"its process ended with exit code {status}"

@@ -117,6 +117,7 @@ class Worker:
         "reported",
         "requests",
         "role",
+        "seal",
         "seen_at",
         "state",
         "step_s",
@@ -133,6 +134,7 @@ class Worker:
         self.card: ModelCard = hello.model
         self.max_batch = hello.max_batch
         self.device = hello.device
+        self.seal = hello.seal
         self.load: WorkerLoad = hello.load
         self.dropped: dict[str, int] = {}
         self.latency = Latency()

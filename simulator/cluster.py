@@ -1,6 +1,6 @@
 """A whole cluster in one process: real cores, a seeded network and a simulated host.
 
-The cluster also plays the supervisor, which restarts ended processes after a pause.
+The cluster restarts ended processes after a pause. The supervisor node certifies their end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .network import Aim, Faults, Network
 from .nodes import DETECT_S, Node, RouterNode
 from .prefill_nodes import EmbedNode, PrefillNode
 from .recording import Recording
+from .supervisor import SupervisorNode
 from .workers import Sizes, WorkerNode
 
 CLUSTER_KEY = "00" * 16
@@ -56,7 +57,9 @@ class Cluster:
         faults: Faults | None = None,
         aim: Aim | None = None,
         recording: Recording | None = None,
+        certificate_faults: float = 0.0,
     ) -> None:
+        self.certificate_faults = certificate_faults
         self.recording = recording
         self.shape = shape = shape or Shape()
         self.stats: Counter[str] = Counter()
@@ -77,7 +80,8 @@ class Cluster:
             ClientNode(self, f"client-{i}", self._routers_from(i % shape.routers))
             for i in range(shape.clients)
         ]
-        for node in self.nodes:
+        self.supervisor = SupervisorNode(self, "supervisor")
+        for node in (self.supervisor, *self.nodes):
             node.start()
 
     def _routers_from(self, first: int) -> list[RouterNode]:
@@ -116,7 +120,10 @@ class Cluster:
         return next((n for n in self.decodes if n.endpoint == endpoint), None)
 
     def to_worker(self, router: RouterNode, identity: bytes, message: Message) -> None:
-        """Deliver to the worker incarnation with this identity, if there is one."""
+        """Deliver to the worker incarnation with this identity, or to the supervisor."""
+        if identity == self.supervisor.identity:
+            self.supervisor.answered(router, message)
+            return
         for node in self.workers:
             if node.alive and node.identity == identity:
                 router.transmit(node, partial(node.from_router, router.name, message))
@@ -133,6 +140,8 @@ class Cluster:
     def broken(self, node: Node) -> None:
         """Let the peers notice a node's death, and restart the node later."""
         identity = node.identity
+        if isinstance(node, WorkerNode):
+            self.supervisor.ended(node)
         self.network.after(DETECT_S, lambda: self._notice(node, identity))
         self.network.after(self.shape.restart_s, lambda: self._restart(node))
 

@@ -60,6 +60,7 @@ class Storm:
             self._jump: scenario.jumps,
             self._slow: scenario.slow,
             self._misfit: scenario.misfits,
+            self._forge: scenario.forgeries,
         }
         for strike, count in kinds.items():
             for _ in range(count):
@@ -197,6 +198,9 @@ class Storm:
             worker.crash()
 
         self._cluster.network.at(when, replace)
+
+    def _forge(self, node: Node, when: float) -> None:
+        self._cluster.network.at(when, self._cluster.supervisor.forge)
 
     def _pair(self) -> tuple[Node, Node]:
         """Return two nodes that have a connection."""

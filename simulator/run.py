@@ -44,7 +44,14 @@ class Run:
     def __post_init__(self) -> None:
         """Create the cluster."""
         scenario = self.scenario
-        self.cluster = Cluster(self.seed, scenario.shape, scenario.faults, self.aim, self.recording)
+        self.cluster = Cluster(
+            self.seed,
+            scenario.shape,
+            scenario.faults,
+            self.aim,
+            self.recording,
+            scenario.certificate_faults,
+        )
 
     def play(self) -> Counter[str]:
         """Run to the end and return the results. Raises Violation with the seed."""

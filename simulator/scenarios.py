@@ -45,7 +45,9 @@ class Scenario:
     clients or both), ``cuts`` (a prefill and a decode worker cannot reach each other, in one
     direction or both; ``cut_kinds`` as in :mod:`.faults`), ``drains``, ``jumps`` (a clock jumps
     forward), ``slow`` (a client reads nothing for a while), ``misfits`` (a worker restarts with
-    another model). ``victims``: kinds of nodes that faults strike.
+    another model), ``forgeries`` (certificates of all workers' deaths without the secrets).
+    ``certificate_faults``: probability that a certificate is lost, late, repeated, or joined by
+    forged ones. ``victims``: kinds of nodes that faults strike.
     Probabilities per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before),
     ``structured`` (answers follow a grammar, which takes a while to compile).
     ``harmless``: no worker may be declared dead or exit while the faults last.
@@ -76,6 +78,8 @@ class Scenario:
     jumps: int = 0
     slow: int = 0
     misfits: int = 0
+    forgeries: int = 0
+    certificate_faults: float = 0.0
     poison: int = 0
     cancels: float = 0.0
     pins: float = 0.0
@@ -171,6 +175,23 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "twins-all": replace(
         _ALL, load_s=2.0, twins=2, pauses=2, absences=1, flaps=4, shape=TWO, answer=60
+    ),
+    "certificates": Scenario(
+        load_s=3.0,
+        crashes=5,
+        stops=2,
+        flaps=3,
+        certificate_faults=0.6,
+        faults=NOISE,
+        cancels=0.1,
+        answer=60,
+        shape=Shape(prefill=2, decode=3, clients=2, routers=2),
+        allowed=UNLUCKY,
+    ),
+    "certificates-all": replace(_ALL, certificate_faults=0.6, crashes=6, absences=1, shape=TWO),
+    # Nobody dies, so nobody may be declared dead.
+    "certificates-forged": Scenario(
+        load_s=2.0, forgeries=5, flaps=3, harmless=True, cancels=0.1, answer=60
     ),
     "hang": Scenario(hangs=2, cancels=0.1, allowed=UNLUCKY),
     "scarce": Scenario(shape=Shape(sizes=SCARCE), cancels=0.1, answer=40, requests=40, load_s=0.3),

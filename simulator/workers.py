@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..deploy.supervise.certificates import SECRET_BYTES
 from ..engine.cache.paged_cache import PagedCache
 from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from ..engine.scheduling.plan import StepPlan, StepResult, abandoned_step
@@ -26,6 +27,7 @@ from ..proto.layout import ModelCard
 from ..proto.wire.arrays import Frame
 from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.wire.messages import Message
+from ..proto.wire.proofs import seal_of
 from ..router.events import FromWorker
 from ..worker.attempts import Key
 from ..worker.events import (
@@ -115,12 +117,18 @@ class WorkerNode(Node, Generic[C]):
         self.card = self.make_card()
         self.endpoint = f"ipc:///simulated/{name}"
         self.hangs = self.misfit = False
+        self.secret = b""  # only its supervisor has it
         self.slow_step = 0.0  # additional seconds for the next step
         self.idle_from = 0.0  # time at which the engine finishes its steps
 
     @abstractmethod
     def make_card(self) -> ModelCard:
         """Return the card of the model that this worker serves."""
+
+    @property
+    def seal(self) -> bytes:
+        """The hash of the secret of this process, as its supervisor passed it on."""
+        return seal_of(self.secret)
 
     @property
     def blocks_used(self) -> int:
@@ -136,6 +144,7 @@ class WorkerNode(Node, Generic[C]):
         """Create a new pool and core, then connect to the routers."""
         self.hangs = False
         self.idle_from = 0.0
+        self.secret = self.cluster.network.random.randbytes(SECRET_BYTES)
         self.member = self._membership()
         self.make()
         for router in self.cluster.routers:
@@ -160,6 +169,7 @@ class WorkerNode(Node, Generic[C]):
             pool="default",
             model=card,
             max_batch=MAX_BATCH,
+            seal=self.seal,
         )
         return Membership(me, tuple(router.name for router in self.cluster.routers))
 

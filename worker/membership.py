@@ -78,6 +78,7 @@ class WorkerIdentity:
     model: ModelCard
     max_batch: int
     device: str = ""
+    seal: bytes = b""
 
 
 @dataclass(slots=True, frozen=True)
@@ -191,6 +192,7 @@ class Membership:
             draining=self.draining,
             elsewhere=bool(self._welcome - {router}),
             device=me.device,
+            seal=me.seal,
         )
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
 

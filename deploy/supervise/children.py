@@ -29,6 +29,7 @@ from ..local.run_folder import RunFolder
 from ..local.terminal import Terminal
 from ..messages import json_line, load_progress, mebibytes, sentence
 from ..report import ClusterReport
+from .certifier import Certifier
 from .core import (
     Action,
     Add,
@@ -83,6 +84,7 @@ class Children:
         self._retry = retry
         self._log = ChildLog(out, log_level, lambda name: self._decide(Alive(name)), as_json)
         self._oom = OomWatch()
+        self._certifier = Certifier(loop)
         self._specs: dict[str, ProcessSpec] = {}
         self._children: dict[str, Child] = {}
         self.starts = 0
@@ -127,6 +129,7 @@ class Children:
             child.wait()
             child.close()
         self._children.clear()
+        self._certifier.close()
 
     # ------------------------------------------------------------- events
 
@@ -143,6 +146,8 @@ class Children:
         code = child.exit_code()
         if code is None:
             return
+        if child.secret:
+            self._certifier.died(child.spec, child.secret, code)
         self._loop.remove_fd(child.exit_fd)
         self._loop.remove_fd(child.stderr_fd)
         child.kill()  # ends remaining processes of the child's process group

@@ -22,8 +22,10 @@ from typing import Any
 
 import msgspec
 
+from ...proto.wire.proofs import seal_of
 from ...runtime.keys.api_keys import KEY_VARIABLE
 from ..controller.backend import POOLS
+from .certificates import new_secret
 from .oom import let_die_first
 
 _READ = 1 << 16
@@ -34,7 +36,8 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to run: ``python -P -m module --config FILE --parent PID``.
 
-    ``json_log``: a supervisor of this process alone writes its lines as JSON.
+    A worker also gets ``--seal HEX``. ``json_log``: a supervisor of this process alone writes its
+    lines as JSON.
     """
 
     name: str
@@ -71,14 +74,19 @@ def not_started(problem: Exception, folder: Path) -> str:
 
 
 class Child:
-    """A started process. ``stderr_fd`` is readable after a log line and at the end."""
+    """A started process. ``stderr_fd`` is readable after a log line and at the end.
+
+    ``secret``: certifies the death of a worker (:mod:`.certificates`). Empty for other processes.
+    """
 
     def __init__(self, spec: ProcessSpec, config_path: Path) -> None:
         self.spec = spec
+        self.secret = new_secret() if spec.role in POOLS else b""
+        seal = ["--seal", seal_of(self.secret).hex()] if self.secret else []
         self._popen = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
             [
                 *(sys.executable, "-P", "-m", spec.module),
-                *("--config", str(config_path), "--parent", str(os.getpid())),
+                *("--config", str(config_path), "--parent", str(os.getpid()), *seal),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

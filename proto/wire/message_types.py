@@ -30,6 +30,8 @@ Word = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """A number or an index of tokens, blocks, frames or bytes."""
 Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
+ExitStatus = Annotated[int, Meta(ge=-1024, le=1024)]
+"""Exit code of a process, negative for a signal."""
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_DURATION_S)]
 """A duration; never NaN."""
 Total = Annotated[float, Meta(ge=0.0, le=float(MAX_COUNT))]

@@ -96,6 +96,8 @@ from .worker_messages import (
     Assign,
     Buckets,
     Busy,
+    CertificateReceived,
+    DeathCertificate,
     HandoffReport,
     Heartbeat,
     Hello,
@@ -125,12 +127,14 @@ __all__ = [
     "Buckets",
     "Busy",
     "Cancel",
+    "CertificateReceived",
     "ClientToRouter",
     "Code",
     "Commit",
     "Committed",
     "Count",
     "Credit",
+    "DeathCertificate",
     "DecodeToPrefill",
     "Describe",
     "Described",
@@ -172,6 +176,7 @@ __all__ = [
     "Resume",
     "Revoke",
     "RouterToClient",
+    "RouterToSupervisor",
     "RouterToWorker",
     "Seconds",
     "Share",
@@ -224,7 +229,10 @@ WorkerToRouter = (
     | Moved
     | Ping
     | Pong
+    | DeathCertificate
 )
+
+RouterToSupervisor = CertificateReceived | Rejected | Ping | Pong
 
 RouterToWorker = (
     Welcome | Assign | Abort | Adopt | TerminalAck | PeerDead | Drain | Rejected | Ping | Pong

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hmac
 from functools import lru_cache
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 
 PROOF_BYTES = 16
 
@@ -22,6 +22,14 @@ PROOF_BYTES = 16
 def assignment_proof(cluster_key: bytes, request: bytes, attempt: int, incarnation: int) -> bytes:
     """Return 16 bytes that prove that a router gave this attempt to worker ``incarnation``."""
     return _digest(_bound(cluster_key, b"baton-assigned", incarnation), request, attempt)
+
+
+def seal_of(secret: bytes) -> bytes:
+    """Return the seal of a process, which its Hello has.
+
+    Only the supervisor of the process has the secret, and reveals it in a DeathCertificate.
+    """
+    return sha256(secret).digest()
 
 
 @lru_cache(maxsize=4096)

@@ -20,6 +20,7 @@ from .message_types import (
     Binary,
     Code,
     Count,
+    ExitStatus,
     Message,
     Name,
     Remaining,
@@ -101,6 +102,7 @@ class Hello(Message, frozen=True, kw_only=True):
     draining: bool = False
     elsewhere: bool = False  # another router serves it: this router was cut off
     device: Name = ""  # the GPU as this process numbers it, and its UUID: "cuda:1 GPU-..."
+    seal: Binary = b""  # SHA-256 of the secret in a DeathCertificate of this process
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -169,7 +171,21 @@ class PeerLost(Message, frozen=True, kw_only=True):
     refused: bool = False  # the peer answers, but is incompatible: a retry cannot help
 
 
+class DeathCertificate(Message, frozen=True, kw_only=True):
+    """Supervisor to router: a worker's process has ended. Repeated until CertificateReceived."""
+
+    worker: WorkerName
+    secret: Binary  # its hash is the seal in the Hello of the process; no worker has the secret
+    status: ExitStatus
+
+
 # --------------------------------------------------------------------------- router -> worker
+
+
+class CertificateReceived(Message, frozen=True, kw_only=True):
+    """Router to supervisor: the answer to a DeathCertificate, also of an unknown process."""
+
+    secret: Binary
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -48,23 +48,26 @@ SWITCH_S = 0.0005
 Config = TypeVar("Config", bound=msgspec.Struct)
 _log = get_logger()
 _supervised = False
+_seal = b""
 
 
 def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -> int:
-    """Parse ``--config FILE [--parent PID]``, prepare the process, call ``serve``.
+    """Parse ``--config FILE [--parent PID --seal HEX]``, prepare the process, call ``serve``.
 
     Returns the exit code. A :class:`BatonError` or MemoryError gives one log line without a
     traceback, and exit code 1.
     """
-    global _supervised
+    global _supervised, _seal
     os_settings.limit_blas_threads(1)
     os_settings.recycle_large_buffers()
     raise_open_files()
     parser = argparse.ArgumentParser(prog=f"baton-{role}")
     parser.add_argument("--config", required=True, help="settings file (JSON or TOML)")
     parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
+    parser.add_argument("--seal", type=bytes.fromhex, default=b"", help="see process_seal")
     options = parser.parse_args()
     configure(role)
+    _seal = options.seal
     if options.parent:
         # SIGKILL, not a drain: after the supervisor's death this process would be an orphan.
         os_settings.die_with_parent(options.parent, signal.SIGKILL)
@@ -85,6 +88,14 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def process_seal() -> bytes:
+    """Return the hash of the secret by which the supervisor certifies this process's end.
+
+    Empty without a supervisor.
+    """
+    return _seal
 
 
 def show_life(loop: Loop) -> None:

@@ -40,6 +40,7 @@ from baton.proto.wire.messages import (
     PrefillToDecode,
     Probe,
     RouterToClient,
+    RouterToSupervisor,
     RouterToWorker,
     Submit,
     Terminal,
@@ -58,6 +59,7 @@ UNIONS = [
     RouterToClient,
     WorkerToRouter,
     RouterToWorker,
+    RouterToSupervisor,
     PrefillToDecode,
     DecodeToPrefill,
 ]

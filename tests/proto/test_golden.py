@@ -29,6 +29,7 @@ from baton.proto.wire.messages import (
     KVFrame,
     PrefillToDecode,
     RouterToClient,
+    RouterToSupervisor,
     RouterToWorker,
     WorkerToRouter,
 )
@@ -40,6 +41,7 @@ UNIONS = {
     "router_to_client": RouterToClient,
     "worker_to_router": WorkerToRouter,
     "router_to_worker": RouterToWorker,
+    "router_to_supervisor": RouterToSupervisor,
     "prefill_to_decode": PrefillToDecode,
     "decode_to_prefill": DecodeToPrefill,
 }

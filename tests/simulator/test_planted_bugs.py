@@ -309,26 +309,27 @@ def newcomers_take_any_name(monkeypatch):
 
 
 def suspects_are_dead(monkeypatch):
-    """A pause of a second is taken for death."""
-
     def make(original):
-        def suspected(self, found, now):
-            for worker, reason in found:
-                self.lose(worker, reason, now)
+        def judged(self, lost, doubtful, now):
+            original(self, [*lost, *doubtful], [], now)
 
-        return suspected
+        return judged
 
-    around(monkeypatch, WorkerLosses, "suspected", make)
+    around(monkeypatch, WorkerLosses, "judged", make)
 
 
 def lost_connections_are_deaths(monkeypatch):
     def make(original):
-        def disconnected(self, worker, now):
-            self.lose(worker, "the connection closed", now)
+        def disconnected(self, workers, now):
+            self.lose_all([(worker, "the connection closed") for worker in workers], now)
 
         return disconnected
 
     around(monkeypatch, WorkerLosses, "disconnected", make)
+
+
+def certificates_need_no_secret(monkeypatch):
+    monkeypatch.setattr("baton.router.worker_registration.seal_of", lambda secret: secret)
 
 
 def drain_asked_once(monkeypatch):
@@ -504,6 +505,7 @@ PLANTS = [
     (newcomers_take_any_name, "twins", 3),
     (suspects_are_dead, "pauses", 3),
     (lost_connections_are_deaths, "cut-off", 3),
+    (certificates_need_no_secret, "certificates-forged", 3),
     (drain_asked_once, "rolling-noise", 10),
     (ends_are_kept_for_clients_that_never_come, "noise", 5),
     (orphans_have_no_time_of_grace, "orphans", 5),
