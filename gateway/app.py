@@ -183,6 +183,8 @@ class Door:
                     error = InputError(f"the header {repeated} occurs more than once")
                     await response_of(error)(scope, receive, send_named)
                     return
+                if exchange is not None:
+                    exchange.admitted()
                 if tracing is not None:
                     span = tracing.begin(scope, headers, name.decode())
                 await self._app(scope, receive, send_named)

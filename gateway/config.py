@@ -13,6 +13,9 @@ from .bodies import MAX_BODY_BYTES
 from .chat_style import check_parsers
 from .image_fetch import parse_hosts
 
+MAX_CONNECTIONS = 4096
+"""Of one gateway, if its limit on open files allows as many."""
+
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one gateway.
@@ -53,7 +56,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     share_port: bool = False
     grace_s: float = 10.0
     worker_grace_s: float = 30.0
-    max_connections: int = 4096
+    max_connections: int = MAX_CONNECTIONS
     metrics_host: str = "127.0.0.1"
     metrics_ports: tuple[int, ...] = ()
     metrics_compat: str = ""

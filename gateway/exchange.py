@@ -15,6 +15,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from ..proto.errors import InternalError
+from .connections import Place
 from .metrics import GatewayMetrics
 
 _KEY: Final = "baton.exchange"
@@ -70,18 +71,20 @@ _UNBATCHED = WriteBatch()  # never opened
 class Exchange:
     """One request and its answer. ``cycle``: uvicorn's state of them.
 
-    ``headers``: header lines that the answer has besides its own. ``status``: 0 before the answer.
-    ``batch``: may hold the events of a stream; a closed one writes each at once. ``flow``: its
-    ``write_paused`` is true while the client reads too slowly, so that no event should be written.
+    ``place``: of the connection. ``headers``: header lines that the answer has besides its own.
+    ``status``: 0 before the answer. ``batch``: may hold the events of a stream; a closed
+    one writes each at once. ``flow``: its ``write_paused`` is true while the client reads too
+    slowly, so that no event should be written.
     """
 
     __slots__ = (
-        "_cycle", "_held", "_on_gone", "_on_room", "_transport", "batch", "flow", "headers",
-        "status",
+        "_cycle", "_held", "_on_gone", "_on_room", "_place", "_transport", "batch", "flow",
+        "headers", "status",
     )  # fmt: skip
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, place: Place) -> None:
         self._cycle = cycle
+        self._place = place
         self._transport = cycle.transport
         self.flow = cycle.flow
         self._on_gone: Callback | None = None
@@ -106,10 +109,10 @@ class Exchange:
         return exchange
 
     @classmethod
-    def begin(cls, cycle: RequestResponseCycle) -> Exchange:
+    def begin(cls, cycle: RequestResponseCycle, place: Place) -> Exchange:
         """Return a new exchange, which the request's scope then has."""
         scope: Scope = cycle.scope  # type: ignore[assignment]  # a TypedDict without this key
-        exchange = scope[_KEY] = cls(cycle)
+        exchange = scope[_KEY] = cls(cycle, place)
         return exchange
 
     @staticmethod
@@ -123,6 +126,10 @@ class Exchange:
         return self._cycle.response_complete
 
     # ------------------------------------------------------------------ the connection
+
+    def admitted(self) -> None:
+        """Keep the connection while its request runs: it may run."""
+        self._place.works()
 
     def watch(self, on_gone: Callback, on_room: Callback) -> None:
         """Call ``on_gone`` if the client closes its connection, also if it has done so already.

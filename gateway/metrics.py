@@ -21,6 +21,7 @@ from ..runtime.metrics.families import (
     gauge,
     histogram,
 )
+from .connections import Connections
 
 CLIENT_GONE = 499
 """Status in the metrics of a request whose client closed the connection before the answer's end."""
@@ -112,6 +113,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.running = 0
+        self.connections: Connections | None = None
         self.requests: Counter[tuple[str, str]] = Counter()  # by route and status
         self.prompt_tokens = self.generated_tokens = 0
         self.first_tokens = Histogram(LATENCY_S)
@@ -180,5 +182,24 @@ class GatewayMetrics:
             histogram("baton_gateway_request_prompt_tokens", "Length of prompts.", self.prompts),
             histogram(
                 "baton_gateway_request_generated_tokens", "Length of answers.", self.generated
+            ),
+            *self._of_connections(),
+        ]
+
+    def _of_connections(self) -> list[Family]:
+        found = self.connections
+        if found is None:
+            return []
+        ends: dict[Labels, float] = {
+            ("crowded_out",): found.crowded_out,
+            ("refused",): found.refused,
+        }
+        return [
+            gauge("baton_gateway_connections", "Open HTTP connections.", len(found)),
+            counter(
+                "baton_gateway_connections_ended_total",
+                "Connections that were closed to make room for others, or refused.",
+                ends,
+                ("reason",),
             ),
         ]

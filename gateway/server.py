@@ -13,7 +13,9 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -25,15 +27,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from ..client.async_client import AsyncClient
 from ..proto.errors import ConfigError
 from ..runtime.metrics.families import Family
+from ..runtime.metrics.listener import MAX_CONNECTIONS as METRICS_CONNECTIONS
 from ..runtime.metrics.listener import MetricsListener
 from ..runtime.metrics.vllm import vllm_families
+from ..runtime.net.descriptors import open_files
 from ..runtime.process.log import get_logger
 from ..runtime.process.main import SIGN_EVERY_S, collect_rarely, favor_event_loop, say_alive
+from .acceptor import Acceptor
 from .app import make_app
 from .chat_plan import ChatPlanner
-from .config import GatewayConfig
+from .config import MAX_CONNECTIONS, GatewayConfig
+from .connections import Connections, Phase, Place, nothing, places_for
 from .exchange import Exchange, WriteBatch
-from .image_fetch import ImageFetcher
+from .image_fetch import MAX_FETCHES, ImageFetcher
 from .metrics import GatewayMetrics
 from .served import Served
 from .tracing import make_tracing
@@ -44,10 +50,18 @@ _CODING = "the only transfer coding that this server knows is chunked"
 _BACKLOG = 2048
 _FIRST_REQUEST_S = 1.0
 """Seconds that a new connection has for its first request when the server stops."""
+_LINGER_S = 1.0
+"""Seconds for which a refused client may go on sending."""
+_SHORT_LINGER_S = 0.25
+"""The same, while other clients wait to be refused."""
 _UNREAD_S = 60.0
 """Seconds after which a connection ends whose client does not read its answer."""
 _ENDS_LATER_S = 30.0
 """Seconds that a gateway which is replaced may need in addition to its grace."""
+_ROUTER_FILES = 8
+"""Descriptors of the sockets to one router."""
+_SPARE_FILES = 12
+"""Descriptors of helper processes, of files that are read, and of a few more."""
 _log = get_logger()
 
 
@@ -69,11 +83,24 @@ class LimitedHttp(HttpToolsProtocol):
     _idle_timer: asyncio.TimerHandle | None = None
     _idle_since = 0.0  # the end of the last answer
     _leaves = False  # the server stops: the first request on this connection is its last
+    _lingers = False  # was refused: what still arrives is dropped
+    _refusal: _Refusal | None = None  # why the parser's callback has raised ValueError
+    _place: Place
+    _closed: Callable[[Place], object] | None = None
+
+    def take(self, place: Place, closed: Callable[[Place], object]) -> None:
+        """Take a place among the gateway's connections; call ``closed`` when it is free."""
+        self._place, self._closed = place, closed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for the first request's head."""
         super().connection_made(cast(asyncio.Transport, transport))
-        self._timer = self.loop.call_later(self.head_timeout_s, self._late)
+        if self._closed is None:
+            self._place = Place("", Phase.FRESH, self.loop.time())
+        self._place.end = self._crowded_out
+        is_refused = self._place.phase is Phase.REFUSED
+        limit = _FIRST_REQUEST_S if is_refused else self.head_timeout_s
+        self._timer = self.loop.call_later(limit, self._late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
@@ -84,21 +111,26 @@ class LimitedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._exchange is not None:
             self._exchange.gone()
+        self._place.end = nothing  # else the two keep each other in memory
+        if self._closed is not None:
+            self._closed(self._place)
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of the head and of trailers; too many end the connection."""
+        if self._lingers:
+            return
         if self._in_head:
             self._head_bytes += len(data)
         else:
             # The parser keeps an unfinished trailer: dropping finished ones does not bound memory.
             self._idle_bytes += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._lingers:
             return
         size = self._head_bytes if self._in_head else self._idle_bytes
         if size > MAX_HEAD_BYTES:
             text = _LONG_HEAD if self._in_head else "the request's end is too long"
-            self._refuse("431 Request Header Fields Too Large", text)
+            self._refuse(_Refusal("431 Request Header Fields Too Large", text))
         elif self._in_head and self._head_bytes and self._timer is None:
             # A part of a further head on a kept connection. Most heads arrive as a whole.
             self._timer = self.loop.call_later(self.head_timeout_s, self._late)
@@ -134,6 +166,9 @@ class LimitedHttp(HttpToolsProtocol):
             head = sum(len(name) + len(value) + 4 for name, value in self.headers)
             if len(self.url) + head > MAX_HEAD_BYTES:
                 raise ValueError(_LONG_HEAD)
+        if self._place.phase is Phase.REFUSED:
+            self._refusal = _FULL
+            raise ValueError(_FULL.message)
         self._in_head = False
         self._head_bytes = self._idle_bytes = 0
         self._codings = b""
@@ -150,7 +185,7 @@ class LimitedHttp(HttpToolsProtocol):
         """Answer a request. A pipelined one comes here after the answer before it."""
         if self._leaves:
             cycle.keep_alive = False
-        self._exchange = Exchange.begin(cycle)
+        self._exchange = Exchange.begin(cycle, self._place)
         super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
@@ -174,13 +209,14 @@ class LimitedHttp(HttpToolsProtocol):
         Also limit the time of what still arrives of an answered request.
         """
         self.server_state.total_requests += 1
+        self._idle_since = now = self.loop.time()
+        self._place.rests(now)
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
-            self._idle_since = self.loop.time()
             if self._idle_timer is None:
                 self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._idle)
         cycle = self.cycle  # of the request that arrives now; a pipelined one has no answer yet
@@ -219,12 +255,14 @@ class LimitedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser does not accept. It does not pass on why the head was refused."""
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse("431 Request Header Fields Too Large", _LONG_HEAD)
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+        elif self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_Refusal("431 Request Header Fields Too Large", _LONG_HEAD))
         elif self._codings not in (b"", b"chunked"):
-            self._refuse("501 Not Implemented", _CODING)
+            self._refuse(_Refusal("501 Not Implemented", _CODING))
         else:
-            self._refuse("400 Bad Request", "the request is not valid HTTP/1.1")
+            self._refuse(_Refusal("400 Bad Request", "the request is not valid HTTP/1.1"))
 
     def _late(self) -> None:
         self._timer = None
@@ -232,7 +270,8 @@ class LimitedHttp(HttpToolsProtocol):
             self.transport.close()
             return
         if self._in_head and self._head_bytes and not self.transport.is_closing():
-            self._refuse("408 Request Timeout", "the request's head did not arrive in time")
+            text = "the request's head did not arrive in time"
+            self._refuse(_Refusal("408 Request Timeout", text))
         elif not self._head_bytes and self.cycle is None:
             self.transport.close()
 
@@ -241,20 +280,85 @@ class LimitedHttp(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    def _refuse(self, status: str, message: str) -> None:
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "head"}
+    def _crowded_out(self) -> None:
+        """Make room for another connection at once."""
+        is_plain = self.transport.can_write_eof()  # TLS would wait for the peer
+        if not is_plain or self.transport.get_write_buffer_size():
+            self.transport.abort()
+            return
+        if self._in_head and self._head_bytes:
+            self.transport.write(_FULL.content())
+        self.transport.close()
+
+    def _refuse(self, refusal: _Refusal) -> None:
+        """Answer, unless an answer has begun, and end the connection.
+
+        A connection that is closed with unread bytes is reset, and the client may lose the answer.
+        So what arrives is dropped until the client closes its half, for a limited time.
+        """
+        cycle = self.cycle
+        runs = cycle is not None and not cycle.response_complete
+        if runs and cycle.response_started:
+            self.transport.close()
+            return
+        self.transport.write(refusal.content())
+        if not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        if runs:
+            cycle.message_event.set()
+            if self._exchange is not None:
+                self._exchange.gone()
+        self.transport.write_eof()
+        self._lingers = True
+        self.flow.resume_reading()
+        self._stop_timer()
+        limit = _SHORT_LINGER_S if self._place.phase is Phase.REFUSED else _LINGER_S
+        self._timer = self.loop.call_later(limit, self.transport.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The answer to a request that no route gets. ``header``: one more line."""
+
+    status: str
+    message: str
+    code: str = "head"
+    kind: str = "invalid_request_error"
+    header: str = ""
+
+    def content(self) -> bytes:
+        """Return the answer's head and body."""
+        error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
         body = msgspec.json.encode({"error": error})
         head = (
-            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"HTTP/1.1 {self.status}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{self.header}connection: close\r\n\r\n"
         )
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            self.transport.write(head.encode() + body)
-        self.transport.close()
+        return head.encode() + body
+
+
+_FULL = _Refusal(
+    "503 Service Unavailable",
+    "all connections of this gateway are in use; try again later",
+    "gateway_full",
+    "server_error",
+    "retry-after: 1\r\n",
+)
 
 
 class Server(uvicorn.Server):
-    """A server whose stop by a signal is a normal end: the exit code is 0."""
+    """A server whose stop by a signal is a normal end: the exit code is 0.
+
+    ``places``: of its connections.
+    """
+
+    def __init__(self, config: uvicorn.Config, places: Connections | None = None) -> None:
+        super().__init__(config)
+        if places is None:
+            places = Connections(*places_for(open_files(), 0, MAX_CONNECTIONS))
+        self.places = places
+        self._acceptors: list[Acceptor] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -269,56 +373,39 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(one)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. A TLS handshake has as long as a request's head, not a minute as by default."""
-        if self.config.ssl is None or sockets is None:
-            await super().startup(sockets)
-            return
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(
-                self._make_protocol, sock=one, ssl=self.config.ssl, backlog=self.config.backlog,
-                ssl_handshake_timeout=LimitedHttp.head_timeout_s,
-            )
-            for one in sockets
-        ]  # fmt: skip
+        """Listen."""
+        self.servers = []
+        self._acceptors = [Acceptor(one, self.places, self._connect) for one in sockets or ()]
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop; first take the connections that the kernel has accepted for this process.
-
-        Another gateway may listen at the same port, but the kernel moves none of them to it.
-        """
-        loop, taken = asyncio.get_running_loop(), list[socket.socket]()
-        for listener in sockets or ():
-            with suppress(OSError):  # no more is waiting
-                listener.settimeout(0.0)
-                while len(taken) < _BACKLOG:
-                    taken.append(listener.accept()[0])
-                    taken[-1].settimeout(0.0)
-        for server in self.servers:
-            server.close()
-        for listener in sockets or ():
-            with suppress(OSError):  # closed already
-                listener.shutdown(socket.SHUT_RD)  # uvloop closes it only at the end of its turn
-        tls = self.config.ssl
-        limit = _FIRST_REQUEST_S if tls is not None else None
-        connecting = (
-            loop.connect_accepted_socket(
-                self._make_protocol, one, ssl=tls, ssl_handshake_timeout=limit
-            )
-            for one in taken
-        )
-        await asyncio.gather(*connecting, return_exceptions=True)  # a peer may have gone
+        """Stop; first take the connections that the kernel has accepted for this process."""
+        for acceptor in self._acceptors:
+            acceptor.stop()
+        for acceptor in self._acceptors:
+            await acceptor.connected(_FIRST_REQUEST_S)
         await super().shutdown(sockets)
 
-    def _make_protocol(self) -> LimitedHttp:
-        return LimitedHttp(self.config, self.server_state, self.lifespan.state)
+    async def _connect(self, connection: socket.socket, place: Place) -> None:
+        """Serve a connection. A TLS handshake has as long as a request's head."""
+        protocol = LimitedHttp(self.config, self.server_state, self.lifespan.state)
+        protocol.take(place, self._freed)
+        tls = self.config.ssl
+        limit = LimitedHttp.head_timeout_s if tls is not None else None
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=limit
+        )
+
+    def _freed(self, place: Place) -> None:
+        self.places.closed(place)
+        for acceptor in self._acceptors:
+            acceptor.resume()
 
 
 def server_config(
-    app: ASGIApp, *, most: int | None = None, grace_s: float, certfile: str = "", keyfile: str = ""
+    app: ASGIApp, *, grace_s: float, certfile: str = "", keyfile: str = ""
 ) -> uvicorn.Config:
-    """Return the settings of a server. ``most``: connections; ``grace_s``: of its stop."""
+    """Return the settings of a server. ``grace_s``: of its stop."""
     return uvicorn.Config(
         cast(Any, app),
         http=LimitedHttp,
@@ -329,7 +416,6 @@ def server_config(
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        limit_concurrency=most,
         timeout_graceful_shutdown=max(1, int(grace_s)),
         ssl_certfile=certfile or None,
         ssl_keyfile=keyfile or None,
@@ -402,15 +488,11 @@ async def _serve(
     app = make_app(served, config.api_keys, counts, tracing)
     listener = _metrics_listener(config, counts)
     LimitedHttp.head_timeout_s = config.head_timeout_s
-    server = Server(
-        server_config(
-            app,
-            most=config.max_connections,
-            grace_s=config.grace_s,
-            certfile=config.ssl_certfile,
-            keyfile=config.ssl_keyfile,
-        )
+    settings = server_config(
+        app, grace_s=config.grace_s, certfile=config.ssl_certfile, keyfile=config.ssl_keyfile
     )
+    server = Server(settings, _connections(config))
+    counts.connections = server.places
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     host, port = sockets[0].getsockname()[:2]
     scheme = "https" if config.ssl_certfile else "http"
@@ -432,6 +514,20 @@ async def _serve(
                 tracing.close()
             if listener is not None:
                 listener.close()
+
+
+def _connections(config: GatewayConfig) -> Connections:
+    """Return the connections that the limit on open files allows. Raises ConfigError."""
+    needed = (
+        sum(1 for _ in Path("/dev/fd").iterdir())
+        + _SPARE_FILES
+        + _ROUTER_FILES * len(config.routers)
+    )
+    if config.image_hosts:
+        needed += MAX_FETCHES
+    if config.metrics_ports:
+        needed += METRICS_CONNECTIONS + 1
+    return Connections(*places_for(open_files(), needed, config.max_connections))
 
 
 def _router_clients(config: GatewayConfig) -> tuple[AsyncClient, ...]:

@@ -82,12 +82,16 @@ class Http:
 
 
 class Gateway(Http):
-    """A running ``baton gateway``."""
+    """A running ``baton gateway``. ``files``: its limit on open files, if not this process's."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *flags: str, **variables: str) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, *flags: str, files: int = 0, **variables: str
+    ) -> None:
         super().__init__()
         self.log = folder / "gateway.log"
         command = [sys.executable, "-P", "-m", "baton.cli", "gateway", "--http-port=0", *flags]
+        if files:
+            command = ["prlimit", f"--nofile={files}:{files}", *command]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, f"--address={cluster.address}"],

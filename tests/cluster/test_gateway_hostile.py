@@ -5,6 +5,7 @@ The gateway answers others meanwhile, its memory stays bounded, and no worker ke
 
 import json
 import random
+import shutil
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from contextlib import ExitStack
 import pytest
 
 from .conftest import wait_until
-from .http import resident_bytes
+from .http import Gateway, resident_bytes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -155,3 +156,30 @@ def test_bodies_that_never_end_are_bounded_together(gateway):
         lambda: gateway.ask("POST", "/tokenize", {"prompt": "x"})[0] == 200,
         what="the bytes to be free",
     )
+
+
+@pytest.mark.skipif(not shutil.which("prlimit"), reason="prlimit sets the limit on open files")
+def test_connections_beyond_the_limit_on_open_files_get_503_and_the_others_are_served(
+    pools, tmp_path
+):
+    few = Gateway(pools, tmp_path, files=64).wait_ready()
+
+    def one(_: int) -> bytes:
+        with raw(few) as connection:
+            connection.sendall(request(CHAT, messages=MESSAGES, max_tokens=100, ignore_eos=True))
+            answer = b""
+            while b"\r\n\r\n" not in answer:
+                part = connection.recv(1 << 16)
+                assert part, "the connection ended without an answer"
+                answer += part
+            return answer
+
+    with ThreadPoolExecutor(200) as threads:
+        answers = list(threads.map(one, range(200)))
+    served = [answer for answer in answers if answer.startswith(b"HTTP/1.1 200 ")]
+    refused = [answer for answer in answers if answer.startswith(b"HTTP/1.1 503 ")]
+    assert len(served) + len(refused) == 200
+    assert len(served) >= 16
+    assert all(b"\r\nretry-after: 1\r\n" in answer for answer in refused)
+    assert "Too many open files" not in few.text()
+    assert few.end() == 0, few.text()

@@ -15,6 +15,7 @@ import pytest
 from starlette.requests import Request
 
 from baton.gateway.app import make_app
+from baton.gateway.connections import Phase, Place
 from baton.gateway.errors import BodyTooSlow
 from baton.gateway.exchange import Exchange
 from baton.gateway.served import Served, read_body
@@ -237,7 +238,7 @@ def test_a_body_that_has_arrived_as_a_whole_is_taken_without_a_message():
             flow=SimpleNamespace(resume_reading=lambda: resumed.append(True)), transport=None,
             scope={"type": "http", "headers": [], "app": SimpleNamespace(served=Served(Cluster()))},
         )  # type: ignore[arg-type]  # fmt: skip
-        exchange = Exchange.begin(cycle)  # type: ignore[arg-type]
+        exchange = Exchange.begin(cycle, Place("", Phase.FRESH, 0.0))  # type: ignore[arg-type]
         assert exchange.take_body() is None  # the rest is still on its way
         cycle.body += b"}"
         cycle.more_body = False
