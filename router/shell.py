@@ -59,7 +59,7 @@ from .events import (
     WorkersGone,
 )
 from .stories import Story
-from .story_report import Record, log_fields, story_record
+from .story_report import request_line, story_record
 from .story_slices import spans_of
 
 CLIENT_QUEUE = 64
@@ -79,6 +79,8 @@ PATIENCE_S = 0.001
 
 They are not urgent. An extra envelope for each of them would wake two more threads, which compete
 with urgent messages for the processors."""
+TOLD_AT_ONCE = 64
+"""Ended requests that are logged before the next tick: their objects are still in the cache."""
 _LATEST_COUNTS = frozenset((Described, StatusReport))
 
 _log = get_logger()
@@ -151,7 +153,7 @@ class RouterShell:
 
     def close(self) -> None:
         """Close the sockets."""
-        self._tell_requests()
+        self._tell_requests(self.core.stories.take_fresh())
         self.clients.close()
         self.workers.close()
         if self._spans is not None:
@@ -264,7 +266,7 @@ class RouterShell:
     def _tick(self) -> None:
         now = self._loop.now()
         self._count_refused()
-        self._tell_requests()
+        self._tell_requests(self.core.stories.take_fresh())
         for event, keys in self._log_limit.due(now):
             _log.warning(event, **keys)
         self._perform(self.core.handle(Tick(), now))
@@ -316,6 +318,8 @@ class RouterShell:
         waiting = self._to_workers.waiting or self._to_clients.waiting
         if waiting and self._patience is None:
             self._patience = self._loop.call_later(PATIENCE_S, self._out_of_patience)
+        if many := self.core.stories.take_complete(at_least=TOLD_AT_ONCE):
+            self._tell_requests(many)  # after the messages, which are urgent
 
     def _make_exporter(self, config: RouterConfig) -> SpanExporter[tuple[Story, int]] | None:
         """Start to export the spans of requests; None without a collector. Raises ConfigError."""
@@ -332,24 +336,20 @@ class RouterShell:
         exporter.start()
         return exporter
 
-    def _tell_requests(self) -> None:
-        """Log and export the requests that ended or were refused since the last tick.
-
-        A tick later, because the report of a short request's handoff may arrive after its end.
-        """
-        ended: list[Record] = []
-        stories = self.core.stories.take_fresh()
+    def _tell_requests(self, stories: list[Story]) -> None:
+        """Log and export requests that ended or were refused."""
         if stories and self._spans is not None:
             clocks = time.time() - self._loop.now()
             for story in stories:
                 self._spans.put((story, int((clocks + story.began) * 1e9)))
             if self._spans.dropped:
                 self.core.dropped["spans"] = self._spans.dropped
+        ended = []
         for story in stories:
             if story.state != "refused":
-                ended.append(log_fields(story))
+                ended.append(request_line(story))
             elif self._log_limit.passes("request.refused", self._loop.now(), code=story.code):
-                _log.info("request.refused", **log_fields(story))
+                _log.info("request.refused", **msgspec.to_builtins(request_line(story)))
         if ended:
             _log.info_all("request.ended", ended)
 

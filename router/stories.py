@@ -3,7 +3,8 @@
 While an ended request has a record, its :class:`Story` is made of the record. After that the story
 is kept as msgpack bytes, without prompt, tokens and embedding, and decoded when it is asked for.
 As objects it would take three times the memory, and it takes 2 µs to free so many small objects
-that are in no cache any more.
+that are in no cache any more. For the same reason each story is built once, and its log line is
+made while its objects are in the cache.
 
 Workers report durations, because the clocks of processes differ. The times of this router are
 monotonic seconds.
@@ -17,8 +18,8 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any, TypeVar, cast
+from itertools import chain, islice
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,7 +31,7 @@ from ..proto.wire.messages import HandoffReport, Resume, Submit, Terminal, Worke
 from ..proto.wire.wire_context import WireContext, WireTokens
 from .authorization import ANYBODY, Caller
 from .placement import Route
-from .requests import NEVER, Attempt, Request, State
+from .requests import NEVER, Attempt, Request
 from .workers import Worker
 
 MAX_PAST = 8
@@ -41,9 +42,9 @@ STORY_BYTES = (12 + MAX_PAST * 5) << 10
 A request without replays takes 0.4 KB, one with eight replays 1 KB. The rest is room for the
 longest names and texts that the decoder admits, of characters with 4 bytes each."""
 MAX_FRESH = 16_384
-"""Stories that wait for :meth:`Stories.take_fresh`; above this the oldest is dropped."""
+"""Stories that wait to be taken, of each kind; above this the oldest is dropped."""
 MAX_UNENCODED = 128
-"""Ended requests that wait to be encoded: enough to profit, and few enough for the cache."""
+"""Dropped records that wait to be encoded: enough to profit, and few enough for the cache."""
 MAX_LATE = 4096
 """Latest ended requests among which the request of a late report is searched."""
 MAX_MESSAGE_CHARS = 512
@@ -156,12 +157,10 @@ class Story(msgspec.Struct, array_like=True, gc=False):
         return self.times if self.decoded else None
 
 
-Handoff = tuple[Any, ...]
 T = TypeVar("T", Request, Story)
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Story).decode
-_ATTEMPTS = Story.__struct_fields__.index("attempts")
 _NO_CONTEXT = WireContext(tokens=WireTokens(np.empty(0, np.int32)), max_length=1)
 _NO_TOKENS: array[int] = array("i")
 
@@ -170,28 +169,29 @@ class Stories:
     """The stories of the last ended and the last refused requests of one router.
 
     ``keep``: number of requests of each kind; 0 keeps none. ``fresh``: whether
-    :meth:`take_fresh` is called, for logs and metrics.
+    :meth:`take_fresh` is called, for logs and spans.
     """
 
     def __init__(self, keep: int, *, fresh: bool = False) -> None:
-        self._ended: list[Request] = []  # not encoded yet; with a record or without
+        self._ended: dict[bytes, Request] = {}  # since the last take_fresh, and have a record
         self._recorded: dict[bytes, Request] = {}  # ended earlier, and still have a record
+        self._dropped: list[Request] = []  # not encoded yet, without a record
         self._kept: deque[bytes] = deque(maxlen=keep)
         self._refused: deque[Story] = deque(maxlen=keep)
-        self._fresh: deque[Story] | None = deque(maxlen=MAX_FRESH) if fresh else None
+        self._complete: deque[Story] = deque(maxlen=MAX_FRESH)
+        self._waiting: deque[Story] = deque(maxlen=MAX_FRESH)  # a report may still join them
+        self._fresh = fresh
         self._on = bool(keep or fresh)
 
     # ------------------------------------------------------------------ what happens
 
     def ended(self, request: Request, terminal: Terminal, now: float) -> None:
-        """Record the end of a request. Encoding is left for later: many at once take less time."""
+        """Record the end of a request."""
         if not self._on:
             return
         request.ended_at = now
         request.times, request.decoded = terminal.times, terminal.decode != ""
-        self._ended.append(request)
-        if len(self._ended) >= MAX_UNENCODED:
-            self._encode_ended()
+        self._ended[request.key] = request
 
     def moved(self, request: Request, router: str, now: float) -> None:
         """Record that another router serves the request."""
@@ -199,7 +199,10 @@ class Stories:
         self.ended(request, Terminal(request=request.key), now)
 
     def forgotten(self, request: Request) -> None:
-        """Free the prompt, the tokens and the result of a request whose record is dropped."""
+        """Free the prompt, the tokens and the result of a request whose record is dropped.
+
+        Encoding is left for later: many at once take less time.
+        """
         if not self._on:
             return
         request.context = _NO_CONTEXT
@@ -211,21 +214,26 @@ class Stories:
         elif terminal.message or terminal.media is not None or terminal.embedding is not None:
             text = terminal.message[:MAX_MESSAGE_CHARS]
             request.terminal = replace(terminal, embedding=None, media=None, message=text)
-        if self._recorded and self._recorded.pop(request.key, None) is not None:
-            self._kept.append(_encode(_fields(request, NEVER)))
+        if self._ended.pop(request.key, None) is not None:
+            self._dropped.append(request)
+            if len(self._dropped) >= MAX_UNENCODED:
+                self._encode_dropped()
+        elif self._recorded.pop(request.key, None) is not None:
+            self._keep(story_of(request))
 
-    def _encode_ended(self) -> None:
-        """Encode the requests that ended since the last call and have no record any more."""
-        kept, fresh = self._kept, self._fresh
-        for request in self._ended:
-            story = _fields(request, NEVER)
-            if fresh is not None:
-                fresh.append(_story(story))
-            if request.state is State.FORGOTTEN:
-                kept.append(_encode(story))
-            else:
-                self._recorded[request.key] = request
-        self._ended.clear()
+    def _encode_dropped(self) -> None:
+        """Encode the requests whose records were dropped since the last call."""
+        for request in self._dropped:
+            story = story_of(request)
+            self._keep(story)
+            if self._fresh:
+                reported = request.past is None and request.attempt.report is not None
+                (self._complete if reported else self._waiting).append(story)
+        self._dropped.clear()
+
+    def _keep(self, story: Story) -> None:
+        if self._kept.maxlen:
+            self._kept.append(_encode(story))
 
     def refused(
         self, key: bytes, asked: Submit | Resume, identity: bytes, owner: bytes,
@@ -243,23 +251,22 @@ class Stories:
             type(asked) is Resume, [], None, error.code, str(error)[:MAX_MESSAGE_CHARS],
         )  # fmt: skip
         self._refused.append(story)
-        if self._fresh is not None:
-            self._encode_ended()  # they ended before
-            self._fresh.append(story)
+        if self._fresh:
+            self._complete.append(story)
 
     def handed_over(self, report: HandoffReport, worker: Worker, now: float) -> None:
         """Add the report of a handoff that arrived after its request's end.
 
         ``worker``: its sender. A report of a worker that did not run the attempt is ignored.
         """
-        self._encode_ended()
-        recorded = self._recorded.get(report.request)
+        self._encode_dropped()
+        recorded = self._ended.get(report.request) or self._recorded.get(report.request)
         if recorded is not None:
             for past in recorded.past or ():
                 runs = past.number == report.attempt and past.prefill is worker
                 if runs and past.report is None:
                     past.report, past.reported_at = report, now
-        for story in islice(reversed(self._fresh or ()), MAX_LATE):
+        for story in islice(reversed(self._waiting), MAX_LATE):
             if story.key == report.request:
                 _add_report(story, report, worker, now)
                 break
@@ -272,12 +279,30 @@ class Stories:
     # ------------------------------------------------------------------ look up
 
     def take_fresh(self) -> list[Story]:
-        """Return the requests that ended or were refused since the last call, oldest first."""
-        self._encode_ended()
-        if not self._fresh:
+        """Return the requests that ended or were refused since the last call.
+
+        Call it now and then, and not at once: a handoff's report may arrive after the request's
+        end.
+        """
+        self._encode_dropped()
+        found = [*self.take_complete(), *self._waiting]
+        self._waiting.clear()
+        if self._fresh:
+            found += map(story_of, self._ended.values())
+            self._recorded |= self._ended
+            self._ended.clear()
+        return found
+
+    def take_complete(self, at_least: int = 0) -> list[Story]:
+        """Return those stories of :meth:`take_fresh` to which no report can be added.
+
+        Returns none if there are fewer than ``at_least``.
+        """
+        complete = self._complete
+        if len(complete) < at_least or not complete:
             return []
-        found = list(self._fresh)
-        self._fresh.clear()
+        found = list(complete)
+        complete.clear()
         return found
 
     def last(self, most: int, caller: Caller = ANYBODY) -> list[Story]:
@@ -308,7 +333,7 @@ class Stories:
             return filter(wanted, seen)
 
         most = max(0, most)
-        self._encode_ended()
+        self._encode_dropped()
         # Only the chosen stories are decoded, and stories whose bytes look as if they were chosen.
         kept = (
             _decode(story)
@@ -317,14 +342,15 @@ class Stories:
         )
         found = [*islice(chosen(kept), most), *islice(chosen(reversed(self._refused)), most)]
         if self._kept.maxlen:
-            recorded = islice(chosen(reversed(self._recorded.values())), most)
-            found += map(story_of, recorded)
+            latest_first = chain(reversed(self._ended.values()), reversed(self._recorded.values()))
+            found += map(story_of, islice(chosen(latest_first), most))
         found.sort(key=_ended_at)
         return found[len(found) - most :] if len(found) > most else found
 
     def __len__(self) -> int:
-        self._encode_ended()
-        return len(self._kept) + len(self._recorded) + len(self._refused)
+        self._encode_dropped()
+        records = len(self._ended) + len(self._recorded)
+        return len(self._kept) + records + len(self._refused)
 
 
 def _add_report(story: Story, report: HandoffReport, worker: Worker, now: float) -> None:
@@ -332,7 +358,7 @@ def _add_report(story: Story, report: HandoffReport, worker: Worker, now: float)
     for attempt in story.attempts:
         runs = (attempt.number, attempt.prefill, attempt.incarnation)
         if runs == (report.attempt, worker.id, worker.incarnation) and attempt.report is None:
-            attempt.report, attempt.reported_at = StoryHandoff(*_handoff(report)), now
+            attempt.report, attempt.reported_at = _handoff(report), now
 
 
 def names(name: str, key: bytes, request_id: str) -> bool:
@@ -348,21 +374,7 @@ def names(name: str, key: bytes, request_id: str) -> bool:
 
 def story_of(request: Request, now: float = NEVER) -> Story:
     """Return the story of an ended request, or until ``now`` of an unfinished one."""
-    return _story(_fields(request, now))
-
-
-def _story(fields: tuple[Any, ...]) -> Story:
-    story = Story(*fields)
-    story.attempts = [StoryAttempt(*attempt) for attempt in fields[_ATTEMPTS]]
-    for attempt in story.attempts:
-        if attempt.report is not None:
-            attempt.report = StoryHandoff(*cast(Handoff, attempt.report))
-    return story
-
-
-def _fields(request: Request, now: float) -> tuple[Any, ...]:
-    """Return the fields of a request's :class:`Story`, in their order."""
-    terminal, last, past = request.terminal, request.attempt, request.past
+    terminal, past = request.terminal, request.past
     status = code = None
     message, cached = "", 0
     if request.moved_to:
@@ -377,10 +389,10 @@ def _fields(request: Request, now: float) -> tuple[Any, ...]:
         else:
             state = "failed" if code else "finished"
     ended = request.ended_at
-    attempts = [_attempt(last)]
+    attempts = [_attempt(request.attempt)]
     if past is not None:
         attempts[:0] = map(_attempt, past)
-    return (
+    return Story(
         request.key, request.request_id, request.identity, request.owner, request.gateway,
         request.traceparent, state, request.began, request.first_at, request.token_at,
         now if ended == NEVER else ended, request.base, request.next - request.base, cached,
@@ -398,10 +410,9 @@ def _task(request: Request) -> str:
     return embed if request.embeds else draw if request.draws else _GENERATE
 
 
-def _attempt(attempt: Attempt) -> tuple[Any, ...]:
-    """Return the fields of a :class:`StoryAttempt`, in their order."""
+def _attempt(attempt: Attempt) -> StoryAttempt:
     prefill, decode, report = attempt.prefill, attempt.decode, attempt.report
-    return (
+    return StoryAttempt(
         attempt.number, "" if prefill is None else prefill.id,
         0 if prefill is None else prefill.incarnation, "" if decode is None else decode.id,
         attempt.assigned_at, attempt.route,
@@ -410,9 +421,8 @@ def _attempt(attempt: Attempt) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _handoff(report: HandoffReport) -> Handoff:
-    """Return the fields of a :class:`StoryHandoff`, in their order."""
-    return (
+def _handoff(report: HandoffReport) -> StoryHandoff:
+    return StoryHandoff(
         report.transport, report.bytes_sent, report.bytes_received, report.blocks,
         report.cached_tokens, report.frames, report.resent_frames, report.seconds, report.times,
     )  # fmt: skip

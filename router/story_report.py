@@ -7,6 +7,10 @@ assumed to take equally long. Those of a decode worker end with the terminal's a
 
 from __future__ import annotations
 
+from math import floor
+
+import msgspec
+
 from ..proto.wire.messages import WorkerTimes
 from .policy import Margin
 from .requests import NEVER
@@ -49,48 +53,45 @@ def story_record(story: Story, policy: str, now: float) -> Record:
     }
 
 
-def log_fields(story: Story) -> Record:
-    """Return the fields of a request's log line that are known; neither prompt nor tokens.
+class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
+    """The fields of a request's log line; unknown fields are left out."""
 
-    Every request has such a line, so each field is added by itself: to filter a map of all fields
-    takes twice as long.
-    """
+    outcome: str
+    request_id: str = ""
+    request: str = ""
+    client: str = ""
+    gateway: str = ""
+    finish_reason: str | None = None
+    code: str | None = None
+    message: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    new_tokens: int | None = None
+    seconds: float | None = None
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    prefill: str = ""
+    decode: str = ""
+    transport: str = ""
+    attempts: int | None = None
+
+
+def request_line(story: Story) -> RequestLine:
+    """Return a request's log line; it has neither prompt nor tokens."""
     attempts = story.attempts
     last = attempts[-1] if attempts else None
-    found: Record = {"outcome": story.state}
-    if story.request_id:
-        found["request_id"] = story.request_id
-    found["request"] = story.key.hex()
-    if client := _client(story.identity):
-        found["client"] = client
-    if story.gateway:
-        found["gateway"] = story.gateway
-    if story.status:
-        found["finish_reason"] = story.status
-    if story.code:
-        found["code"] = story.code
-    if message := story.message or ("" if last is None else last.cause):
-        found["message"] = message
-    found["prompt_tokens"] = story.prompt_tokens
-    found["cached_tokens"] = story.cached_tokens
-    found["new_tokens"] = story.new_tokens
-    found["seconds"] = round(story.ended - story.began, 6)
-    if (queued := story.queued) is not None:
-        found["queue_s"] = round(queued, 6)
-    if (ttft := story.ttft) is not None:
-        found["ttft_s"] = round(ttft, 6)
-    if (itl := story.itl) is not None:
-        found["itl_s"] = round(itl, 6)
-    if last is not None:
-        if last.prefill:
-            found["prefill"] = last.prefill
-        if last.decode:
-            found["decode"] = last.decode
-        if last.report is not None and last.report.transport:
-            found["transport"] = last.report.transport
-        if len(attempts) > 1:
-            found["attempts"] = len(attempts)
-    return found
+    report = None if last is None else last.report
+    return RequestLine(
+        story.state, story.request_id, story.key.hex(), _client(story.identity), story.gateway,
+        story.status, story.code, story.message or ("" if last is None else last.cause),
+        story.prompt_tokens, story.cached_tokens, story.new_tokens,
+        _rounded(story.ended - story.began),
+        _rounded(story.queued), _rounded(story.ttft), _rounded(story.itl),
+        "" if last is None else last.prefill, "" if last is None else last.decode,
+        "" if report is None else report.transport,
+        len(attempts) if len(attempts) > 1 else None,
+    )  # fmt: skip
 
 
 def assign_delay(attempt: StoryAttempt, times: WorkerTimes | None, ended: float) -> float:
@@ -204,4 +205,5 @@ def _after(story: Story, when: float) -> float | None:
 
 
 def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
+    """Round to microseconds, in a quarter of the time of ``round(seconds, 6)``."""
+    return None if seconds is None else floor(seconds * 1e6 + 0.5) / 1e6

@@ -164,23 +164,26 @@ class Logger:
         if self._shows("info"):
             self._log("info", event, keys)
 
-    def info_all(self, event: str, records: Sequence[Mapping[str, object]]) -> None:
-        """Log an event with the keys of each record, all at this time.
+    def info_all(self, event: str, records: Sequence[msgspec.Struct]) -> None:
+        """Log an event with the fields of each record, all at this time.
 
-        As JSON, a line costs a fifth of :meth:`info`.
+        A record has a field, and none of the names that every line has. As JSON, a line costs a
+        tenth of :meth:`info`.
         """
         if not self._shows("info"):
             return
         if self._human:
             for record in records:
-                self._log("info", event, record)
+                self._log("info", event, msgspec.to_builtins(record, enc_hook=repr))
             return
+        begin = b"{" + _encode_json(self._bound)[1:-1] + b"," if self._bound else b"{"
         end = {"event": event, "level": "info", "timestamp": _now()}
+        rest = b"," + _encode_json(end)[1:] + b"\n"
         for some in (
             records[i : i + LINES_PER_WRITE] for i in range(0, len(records), LINES_PER_WRITE)
         ):
-            lines = [_encode_json({**self._bound, **record, **end}) for record in some]
-            _writer.write(b"\n".join([*lines, b""]), len(lines))
+            lines = [begin + _encode_json(record)[1:-1] + rest for record in some]
+            _writer.write(b"".join(lines), len(lines))
 
     def warning(self, event: str, **keys: object) -> None:
         """Log a problem that was handled."""

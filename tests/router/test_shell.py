@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import zmq
 
@@ -75,7 +76,7 @@ def test_ended_requests_are_logged_once_and_a_flood_of_refusals_as_a_count(
     monkeypatch.setattr(
         shell_module._log,
         "info_all",
-        lambda event, records: lines.extend((event, fields) for fields in records),
+        lambda event, records: lines.extend((event, msgspec.to_builtins(one)) for one in records),
     )
     submit = Submit(request_id="mine", context=context())
     shell._feed(FromClient(b"client", [submit]))
@@ -83,8 +84,8 @@ def test_ended_requests_are_logged_once_and_a_flood_of_refusals_as_a_count(
     for number in range(9):
         refused = Submit(request_id=f"r{number}", context=context(), pin="wrong")
         shell._feed(FromClient(b"client", [refused]))
-    shell._tell_requests()
-    shell._tell_requests()
+    for _ in range(2):
+        shell._tell_requests(shell.core.stories.take_fresh())
     names = ("request.ended", "request.refused")
     told = sorted([line for line in lines if line[0] in names], key=lambda line: line[0])
     assert [event for event, _ in told] == ["request.ended", "request.refused"]

@@ -26,7 +26,7 @@ from baton.router.authorization import Caller
 from baton.router.config import AdmissionConfig
 from baton.router.queries import merge_queries
 from baton.router.stories import MAX_PAST, STORY_BYTES
-from baton.router.story_report import log_fields
+from baton.router.story_report import request_line
 
 from .conftest import make_context
 
@@ -179,6 +179,35 @@ def test_a_late_report_joins_a_story_that_the_log_has_not_taken(make_bench):
     assert told(bench, "r")[0]["attempts"][0]["handoff"]["frames"] == 2
 
 
+def test_a_story_that_no_report_can_join_need_not_wait_for_the_tick(make_bench, monkeypatch):
+    monkeypatch.setattr(stories, "MAX_UNENCODED", 1)
+    bench = make_bench(fresh_stories=True)
+    prefill, decode = bench.pair()
+    for name in ("one", "two"):
+        bench.ack(serve(bench, name))
+    _, _, assign = start(bench, "unreported")
+    decode.tokens(assign.request, 10, 5, 6)
+    decode.end(assign.request, 12, decode=decode.id)
+    bench.ack(assign.request)
+    kept = bench.core.stories
+    assert kept.take_complete(at_least=3) == []
+    assert [one.request_id for one in kept.take_complete(at_least=2)] == ["one", "two"]
+    prefill.say(handoff(assign))
+    (story,) = kept.take_fresh()
+    assert (story.request_id, story.attempts[0].report.frames) == ("unreported", 2)
+    assert kept.take_fresh() == kept.take_complete() == []
+
+
+def test_a_story_is_fresh_once_though_its_record_is_kept(make_bench):
+    bench = make_bench(fresh_stories=True)
+    bench.pair()
+    key = serve(bench)
+    assert [one.request_id for one in bench.core.stories.take_fresh()] == ["r"]
+    bench.ack(key)
+    assert bench.core.stories.take_fresh() == []
+    assert told(bench, "r")[0]["state"] == "finished"
+
+
 @pytest.mark.parametrize("waiting", [1, 2, 128])
 def test_stories_are_the_same_before_and_after_they_are_encoded(make_bench, monkeypatch, waiting):
     monkeypatch.setattr(stories, "MAX_UNENCODED", waiting)
@@ -186,7 +215,7 @@ def test_stories_are_the_same_before_and_after_they_are_encoded(make_bench, monk
     bench.pair()
     for number in range(6):
         key = serve(bench, f"request-{number}")
-        assert len(bench.core.stories._ended) < waiting
+        assert len(bench.core.stories._dropped) < waiting
         told(bench, last=9)  # encodes those that are acknowledged
         before = told(bench, f"request-{number}")
         assert len(before) == 1
@@ -378,7 +407,7 @@ def test_fresh_stories_are_taken_once_and_make_log_lines(make_bench):
     key = serve(bench)
     (story,) = bench.core.stories.take_fresh()
     assert bench.core.stories.take_fresh() == []
-    assert log_fields(story) == {
+    assert msgspec.to_builtins(request_line(story)) == {
         "outcome": "finished", "request_id": "r", "request": key.hex(),
         "client": b"client".hex(), "finish_reason": "end_of_sequence",
         "prompt_tokens": 10, "cached_tokens": 16, "new_tokens": 2,

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from baton.runtime.process import log
@@ -57,14 +58,19 @@ def test_level_and_human_format(capsys):
     assert "quiet" not in text and "loud" in text and "key=1" in text
 
 
+class Record(msgspec.Struct):
+    number: int
+    thing: object
+
+
 @pytest.mark.parametrize("human", [False, True])
 def test_many_records_are_logged_as_one_by_one(capsys, human):
-    records = [{"number": number, "thing": object} for number in range(20)]
+    records = [Record(number, object) for number in range(20)]
     log.configure("router", "r0", human=human)
     log.get_logger().info_all("request.ended", records)
     together = capsys.readouterr().err.splitlines()
     for record in records:
-        log.get_logger().info("request.ended", **record)
+        log.get_logger().info("request.ended", number=record.number, thing=object)
     alone = capsys.readouterr().err.splitlines()
     assert len(together) == len(alone) == 20
     if not human:
@@ -76,7 +82,7 @@ def test_many_records_are_logged_as_one_by_one(capsys, human):
 
 def test_many_records_below_the_level_are_not_logged(capsys):
     log.configure("router", "r0", level="warning")
-    log.get_logger().info_all("request.ended", [{"number": 1}])
+    log.get_logger().info_all("request.ended", [Record(1, None)])
     assert capsys.readouterr().err == ""
 
 
