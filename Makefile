@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 3
 DEALT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test check test-all test-cluster test-compat test-cuda test-tools \
+.PHONY: help setup demo test check test-all test-cluster test-compat test-cuda test-tools beside \
 	test-oracle test-deploy test-clients test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
 
 help:  ## this list
@@ -123,6 +123,11 @@ soak: $(VENV)/.installed  ## ten million random operations on contexts against t
 
 bench: $(VENV)/.installed  ## figures beside their peers and limits
 	$(BIN)/python -m baton.benchmarks $(ARGS)
+
+OLD ?= main
+PATHS ?=
+beside: $(VENV)/.installed  ## hot paths beside those of another commit or folder (OLD=COMMIT PATHS="router core")
+	$(BIN)/python -m baton.benchmarks beside $(OLD) $(PATHS) $(ARGS)
 
 # On a GPU: with PYTHON=python3 that Python as it is, with its packages and those of WHEELS=FOLDER;
 # otherwise the virtual environment, which then needs CuPy.

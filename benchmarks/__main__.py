@@ -3,6 +3,7 @@
 Each runs in a separate process and prints its figures beside its peers and limits. With
 ``--peer-python PATH`` (a Python that has torch and transformers; by default the environment
 ``make test-oracle`` makes, when it is there) the engine is measured beside transformers.
+``beside OTHER`` compares hot paths with another checkout instead (:mod:`.beside`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from . import beside
 from .scratch import leave_on_signals
 
 ORDER = (
@@ -61,6 +63,9 @@ def run(command: list[str]) -> int:
 
 def main() -> int:
     """Run the chosen measurements. The exit code is 0 if all of them ran."""
+    if sys.argv[1:2] == ["beside"]:
+        leave_on_signals()
+        return beside.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ORDER)}")
     parser.add_argument("--peer-python", help="a Python with torch and transformers")

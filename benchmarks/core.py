@@ -7,22 +7,16 @@ made just before the step and not timed, so the cache holds them as if they were
 CPU time, the best of many runs of 2,048 requests, because other processes on the machine only add
 to it. The numbers of bytecodes and calls do not depend on the load at all.
 
-With ``--beside FOLDER`` another checkout takes turns with this one, in separate processes.
-
-    python -m baton.benchmarks.core [--rounds 3] [--beside FOLDER]
+    python -m baton.benchmarks.core
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -200,41 +194,24 @@ def measure() -> dict[str, list[float]]:
     return {"steps": [min(step) for step in zip(*runs, strict=True)], "counts": [*counts]}
 
 
-def in_process(source: Path) -> dict[str, list[float]]:
-    """Measure the checkout whose packages are in ``source``, in a separate process."""
-    program = (
-        "import sys; from importlib.util import module_from_spec, spec_from_file_location as at;"
-        "import baton.benchmarks; spec = at('baton.benchmarks.core', sys.argv[1]);"
-        "module = module_from_spec(spec); sys.modules[spec.name] = module;"
-        "spec.loader.exec_module(module); print(module.json.dumps(module.measure()))"
-    )
-    command = [sys.executable, "-c", program, __file__]
-    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONHASHSEED": "0"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    found: dict[str, list[float]] = json.loads(done.stdout)
-    return found
+def figures(_seconds: float) -> dict[str, float]:
+    """Return requests per CPU-second of each step and of the core without stories."""
+    steps = measure()["steps"]
+    found = dict(zip(STEPS, steps, strict=True), core=sum(steps[:4]), all=sum(steps))
+    return {f"requests/CPU-s, {name}": 1e6 / us for name, us in found.items() if us}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the best figures of all rounds."""
+    """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--beside", type=Path, help="another checkout of the project")
-    options = parser.parse_args(arguments)
-    checkouts = {"this": Path(__file__).resolve().parents[1]}
-    if options.beside:
-        checkouts["beside"] = options.beside.resolve()
-    found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in checkouts}
-    for _ in range(options.rounds):
-        for name, checkout in checkouts.items():
-            found[name].append(in_process(checkout / "src"))
+    parser.parse_args(arguments)
+    found = measure()
     names = (*STEPS, "core", "all", "bytecodes", "calls")
     print(f"{'µs per request':<16}" + "".join(f"{name:>11}" for name in names))
-    for name, runs in found.items():
-        steps = [min(step) for step in zip(*(run["steps"] for run in runs), strict=True)]
-        numbers = [f"{us:>11.2f}" for us in (*steps, sum(steps[:4]), sum(steps))]
-        numbers += [f"{count:>11.0f}" for count in runs[0]["counts"]]
-        print(f"{name:<16}" + "".join(numbers))
+    steps = found["steps"]
+    numbers = [f"{us:>11.2f}" for us in (*steps, sum(steps[:4]), sum(steps))]
+    numbers += [f"{count:>11.0f}" for count in found["counts"]]
+    print(f"{'core':<16}" + "".join(numbers))
 
 
 if __name__ == "__main__":

@@ -527,6 +527,17 @@ def measured_peers(python: Path, seconds: float) -> Iterator[tuple[str, float, L
 # --------------------------------------------------------------------------- command line
 
 
+def figures(seconds: float) -> dict[str, float]:
+    """Return whole answers and streamed tokens per CPU-second of gateway and router together."""
+    kinds = {name: (request, at_once) for name, request, at_once, _ in kinds_of_load()}
+    found: dict[str, float] = {}
+    with setup_of("this", None) as setup:
+        for name in ("request of ids, 16 at a time", "streamed token, 64 streams"):
+            ((costs, load),), _ = measure([setup], *kinds[name], seconds)
+            found[f"{name}, per CPU-s"] = 1 / _each(costs, load)["both"]
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -23,6 +23,8 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -65,6 +67,7 @@ from .scratch import scratch_folder
 
 # The 125M-parameter Llama of docs/benchmarks.md.
 LAYOUT = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16)
+FRAME_KIB = 2048
 IDLE_S = 0.002
 """Seconds that both sides sleep before a measurement, as while a prompt is computed."""
 Socket = zmq.Socket[bytes]
@@ -340,42 +343,61 @@ class Decode:
 # --------------------------------------------------------------------------- measurement
 
 
-def measure(tokens: list[int], frame_bytes: int, runs: int, *, stages: bool) -> None:
-    """Start the receiving process and print the table."""
+@contextmanager
+def both_sides(most_tokens: int, frame_bytes: int) -> Iterator[tuple[Prefill, int]]:
+    """Start the receiving process; yields the sending side and the process's pid."""
     with scratch_folder() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            __spec__.name if __spec__ else "",
-            "--receive",
-            str(folder),
-        ]
-        child = subprocess.Popen([*command, "--tokens", str(max(tokens))])
+        name = __spec__.name if __spec__ else ""
+        command = [sys.executable, "-m", name, "--receive", str(folder)]
+        child = subprocess.Popen([*command, "--tokens", str(most_tokens)])
         try:
             while not (folder / "raw").exists():
                 time.sleep(0.02)
-            side = Prefill(str(folder), max(tokens), frame_bytes)
-            print(f"handoff beside ZeroMQ ipc, frames of {frame_bytes >> 10} KiB, {runs} pairs")
-            print(
-                "over blocks    tokens     MiB   waited µs   GB/s   all µs   GB/s   raw µs   GB/s"
-                "   share waited   share all   limit GB/s   CPU µs   raw's"
-            )
-            for over, name, table in (
-                ("zmq", "scattered", side.scattered),
-                ("zmq", "in a row", np.sort(side.scattered)),
-                ("shm", "scattered", side.scattered),
-                ("shm", "in a row", np.sort(side.scattered)),
-            ):
-                side.table, side.shared = table, over == "shm"
-                for count in tokens:
-                    print(f"{over:4s} {name:9s} {_row(side, child.pid, count, runs)}")
-                    if stages:
-                        print(_stages([side.stages() for _ in range(runs) if side.handoff(count)]))
+            side = Prefill(str(folder), most_tokens, frame_bytes)
+            yield side, child.pid
             side.raw.send(b"stop")
             child.wait(10)
         finally:
             child.kill()
             child.wait()
+
+
+def figures(seconds: float) -> dict[str, float]:
+    """Return MB/s of whole handoffs of 1,024 tokens in scattered blocks."""
+    tokens = 1024
+    found: dict[str, float] = {}
+    with both_sides(tokens, FRAME_KIB << 10) as (side, _):
+        for over in ("zmq", "shm"):
+            side.table, side.shared = side.scattered, over == "shm"
+            nbytes = LAYOUT.blocks_for(tokens) * LAYOUT.block_bytes * LAYOUT.num_layers
+            took: list[float] = []
+            end = time.monotonic() + seconds
+            while time.monotonic() < end or len(took) < 4:
+                took.append(side.handoff(tokens)[0])
+                side.stages()
+            found[f"MB/s over {over}"] = nbytes / statistics.median(took) / 1e6
+    return found
+
+
+def measure(tokens: list[int], frame_bytes: int, runs: int, *, stages: bool) -> None:
+    """Start the receiving process and print the table."""
+    with both_sides(max(tokens), frame_bytes) as (side, pid):
+        print(f"handoff beside ZeroMQ ipc, frames of {frame_bytes >> 10} KiB, {runs} pairs")
+        print(
+            "over blocks    tokens     MiB   waited µs   GB/s   all µs   GB/s   raw µs   GB/s"
+            "   share waited   share all   limit GB/s   CPU µs   raw's"
+        )
+        for over, name, table in (
+            ("zmq", "scattered", side.scattered),
+            ("zmq", "in a row", np.sort(side.scattered)),
+            ("shm", "scattered", side.scattered),
+            ("shm", "in a row", np.sort(side.scattered)),
+        ):
+            side.table, side.shared = table, over == "shm"
+            for count in tokens:
+                print(f"{over:4s} {name:9s} {_row(side, pid, count, runs)}")
+                if stages:
+                    print(_stages([side.stages() for _ in range(runs) if side.handoff(count)]))
 
 
 def _row(side: Prefill, other: int, tokens: int, runs: int) -> str:
@@ -432,7 +454,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
-    parser.add_argument("--frame-kib", type=int, default=2048)
+    parser.add_argument("--frame-kib", type=int, default=FRAME_KIB)
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--stages", action="store_true", help="when each stage is over")
     options = parser.parse_args()
