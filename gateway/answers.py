@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 from ..client.output import Output
 from ..proto.contexts.outputs import LogProbabilities
 from ..proto.contexts.status import GenerationStatus
+from ..proto.prompt_log_probs import PromptLogProb
 from ..text.tokenizer import Tokenizer
 from .reader import MessageReader, ReadMessage, read_message
 from .tool_calls import CallArguments, CallBegin, Event, Reasoning, Text
@@ -34,6 +35,7 @@ class Choice:
     index: int
     texts: list[str] = field(default_factory=list)
     entries: list[tuple[int, LogProbabilities]] = field(default_factory=list)
+    scored: list[PromptLogProb] | None = None  # of the prompt's tokens
     prompt_tokens: int = 0
     tokens: int = 0
     cached_tokens: int = 0
@@ -44,6 +46,8 @@ class Choice:
         if not self.prompt_tokens:
             self.prompt_tokens = output.position
         self.tokens += len(output.tokens)
+        if output.prompt_log_probabilities is not None:
+            self.scored = output.prompt_log_probabilities
         if output.final_status is not None:
             self.finish_reason = finish_reason(output)
             self.cached_tokens = output.cached_tokens
@@ -115,7 +119,7 @@ class TokenTexts:
 
     def _likely(self, entry: LogProbabilities) -> list[tuple[int, float]]:
         """Return the requested number of most likely tokens."""
-        return list(entry.top_log_probabilities[0].items())[: self._top]
+        return self._first(entry.top_log_probabilities[0])
 
     def completion(
         self, entries: Iterable[tuple[int, LogProbabilities]], offset: int
@@ -124,23 +128,86 @@ class TokenTexts:
 
         ``offset``: position of the first token's text in the choice's text, in characters.
         """
-        texts, log_probs, tops, offsets = [], [], [], []
+        lists = TokenLists()
         for token, entry in entries:
-            text = self._text(token)
-            texts.append(text)
-            log_probs.append(max(entry.token_log_probabilities[0], -9999.0))
-            tops.append({self._text(one): value for one, value in self._likely(entry)})
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": log_probs,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+            tops = {self._text(one): value for one, value in self._likely(entry)}
+            lists.add(self._text(token), entry.token_log_probabilities[0], tops, offset)
+            offset += len(lists.tokens[-1])
+        return lists.shown()
+
+    def prompt(self, scored: Iterable[PromptLogProb]) -> dict[str, Any]:
+        """Return the format of completions for the tokens of an echoed prompt."""
+        lists, offset = TokenLists(), 0
+        for one in scored:
+            tops = {self._text(token): value for token, value in self._first(one.top)}
+            lists.add(self._text(one.token), one.logprob, tops, offset)
+            offset += len(lists.tokens[-1])
+        return lists.shown()
+
+    def _first(self, top: Mapping[int, float]) -> list[tuple[int, float]]:
+        return list(top.items())[: self._top]
 
     def _text(self, token: int) -> str:
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+@dataclass(slots=True)
+class TokenLists:
+    """The parallel lists of a completion's log-probabilities."""
+
+    tokens: list[str] = field(default_factory=list)
+    log_probs: list[float | None] = field(default_factory=list)
+    tops: list[dict[str, float] | None] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+
+    def add(self, text: str, log_prob: float | None, tops: dict[str, float], offset: int) -> None:
+        """Add a token; ``log_prob`` None: the first of a prompt, which nothing predicts."""
+        self.tokens.append(text)
+        self.log_probs.append(None if log_prob is None else max(log_prob, -9999.0))
+        self.tops.append(None if log_prob is None else tops)
+        self.offsets.append(offset)
+
+    def shown(self) -> dict[str, Any]:
+        """Return the lists by their names."""
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.log_probs,
+            "top_logprobs": self.tops,
+            "text_offset": self.offsets,
+        }
+
+
+class PromptTexts:
+    """vLLM's ``prompt_logprobs``: for each prompt token a map of token ids, or null.
+
+    ``top``: the number of most likely tokens to show beside the prompt's own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+
+    def shown(self, scored: Iterable[PromptLogProb]) -> list[dict[str, Any] | None]:
+        """Return the entries of a prompt's tokens; the first is null."""
+        return [None if one.logprob is None else self._entry(one, one.logprob) for one in scored]
+
+    def _entry(self, one: PromptLogProb, logprob: float) -> dict[str, Any]:
+        likely = list(one.top.items())[: self._top]
+        ranked = {token: (value, rank) for rank, (token, value) in enumerate(likely, 1)}
+        ranked[one.token] = (logprob, one.rank)
+        return {
+            str(token): {
+                "logprob": max(value, -9999.0),
+                "rank": rank,
+                "decoded_token": self._tokenizer.token_bytes(token).decode("utf-8", "replace"),
+            }
+            for token, (value, rank) in ranked.items()
+        }
+
+
+def joined_lists(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
+    """Return the lists of a prompt and of its answer as one."""
+    return second if first is None else {name: first[name] + second[name] for name in second}
 
 
 class ChatForm:
@@ -281,20 +348,29 @@ class CompletionForm:
     def whole(self, choice: Choice) -> dict[str, Any]:
         """Return a finished choice."""
         echo = self._echo[choice.index] if self._echo else ""
-        log_probs = self._log_probs
+        log_probs = None
+        if self._log_probs is not None:
+            answer = self._log_probs.completion(choice.entries, len(echo))
+            log_probs = joined_lists(self._echoed(choice), answer)
         return {
             "index": choice.index,
             "text": echo + "".join(choice.texts),
-            "logprobs": log_probs and log_probs.completion(choice.entries, len(echo)),
+            "logprobs": log_probs,
             "finish_reason": choice.finish_reason,
         }
+
+    def _echoed(self, choice: Choice) -> dict[str, Any] | None:
+        """Return the log-probabilities of an echoed prompt, if they were requested."""
+        if not self._echo or self._log_probs is None or choice.scored is None:
+            return None
+        return self._log_probs.prompt(choice.scored)
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """Return the choice's entry in its opening event; None if it needs no such event."""
         if not self._echo:
             return None
         self._offsets[choice.index] = len(self._echo[choice.index])
-        return self._part(choice, self._echo[choice.index], None, None)
+        return self._part(choice, self._echo[choice.index], self._echoed(choice), None)
 
     def parts(self, choice: Choice, output: Output) -> list[dict[str, Any]]:
         """Return the choice's entries in the events of one output, none if it adds nothing."""
@@ -324,17 +400,26 @@ Form = ChatForm | CompletionForm
 class Answer:
     """Encodes the response to one request: choices with id, time and model."""
 
-    def __init__(self, form: Form, name: str, model: str) -> None:
+    def __init__(
+        self, form: Form, name: str, model: str, prompt_texts: PromptTexts | None = None
+    ) -> None:
         self._form = form
+        self._prompt_texts = prompt_texts
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[Choice], prompts: int) -> bytes:
         """Return the response as one JSON object."""
         parts = [self._form.whole(choice) for choice in choices]
-        usage = usage_of(choices, prompts)
-        return _encode(
-            {**self._head, "object": self._form.object, "choices": parts, "usage": usage}
-        )
+        content = {**self._head, "object": self._form.object, "choices": parts}
+        content["usage"] = usage_of(choices, prompts)
+        if self._prompt_texts is not None:
+            shown = [self._prompt_texts.shown(choice.scored or ()) for choice in choices]
+            if isinstance(self._form, ChatForm):  # where vLLM has them: one prompt, so once
+                content["prompt_logprobs"] = shown[0]
+            else:
+                for part, entries in zip(parts, shown, strict=True):
+                    part["prompt_logprobs"] = entries
+        return _encode(content)
 
     def first(self, choice: Choice, more: dict[str, Any]) -> bytes:
         """Return the opening event of a choice, or nothing. ``more``: additional fields."""

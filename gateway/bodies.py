@@ -118,12 +118,12 @@ class GenerationBody(SamplingBody, kw_only=True):
     max_tokens: Count | None = None
     response_format: ResponseFormat | None = None
     spaces_between_special_tokens: bool | None = None  # special tokens are not in the text
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     # Accepted with their neutral values only; see REFUSED.
     skip_special_tokens: Any = None
     include_stop_str_in_output: Any = None
     truncate_prompt_tokens: Any = None
-    prompt_logprobs: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     priority: Any = None
@@ -155,6 +155,17 @@ class GenerationBody(SamplingBody, kw_only=True):
     def answer_format(self) -> ResponseFormat | None:
         """Return what the answer must look like."""
         return self.response_format
+
+    def scored_prompt(self) -> int | None:
+        """Return the most likely tokens to show per prompt token; None: no log-probabilities."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise ParameterError("prompt_logprobs cannot be streamed", "prompt_logprobs")
+        return self.prompt_logprobs
+
+    @property
+    def answers(self) -> bool:
+        """Whether new tokens are wanted, and not the prompt's log-probabilities alone."""
+        return True
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -209,6 +220,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: Prompts
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = False
     add_special_tokens: bool | None = None
@@ -219,11 +231,25 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     def answer_tokens(self) -> int | None:
         """Return the maximum number of tokens of an answer, 16 by default as OpenAI has it."""
-        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is None:
+            return DEFAULT_COMPLETION_TOKENS
+        return max(1, self.max_tokens)  # the cluster computes one token, which is left out
+
+    @property
+    def answers(self) -> bool:
+        """Whether new tokens are wanted, and not the prompt's log-probabilities alone."""
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ParameterError("max_tokens of 0 needs echo or prompt_logprobs", "max_tokens")
+        return self.max_tokens != 0
 
     def shown_log_probs(self) -> int | None:
         """Return the number of most likely tokens to show per token; None: no log-probabilities."""
         return self.logprobs
+
+    def scored_prompt(self) -> int | None:
+        """Return the most likely tokens to show per prompt token; None: no log-probabilities."""
+        own, echoed = super().scored_prompt(), self.logprobs if self.echo else None
+        return echoed if own is None else max(own, echoed or 0)
 
 
 class EmbeddingBody(Body, kw_only=True):
@@ -257,7 +283,6 @@ REFUSED: Refused = {
     "skip_special_tokens": ((True,), "special tokens are never part of the text"),
     "include_stop_str_in_output": ((False,), "stop strings are never part of the text"),
     "truncate_prompt_tokens": ((), "prompts are not truncated"),
-    "prompt_logprobs": ((0,), "log-probabilities of prompt tokens are not computed"),
     "use_beam_search": ((False,), "beam search is not offered"),
     "length_penalty": ((1, 1.0), "beam search is not offered"),
     "priority": ((0,), "requests have no priorities"),

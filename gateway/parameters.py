@@ -16,7 +16,14 @@ from ..proto.sampling import (
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
 )
-from .bodies import MAX_PROMPTS, CompletionBody, Prompts, ResponseFormat, SamplingBody
+from .bodies import (
+    MAX_PROMPTS,
+    CompletionBody,
+    GenerationBody,
+    Prompts,
+    ResponseFormat,
+    SamplingBody,
+)
 from .errors import ParameterError
 from .grammars import Content, Schema, choice_rule, regex_rule
 
@@ -147,6 +154,8 @@ def options_of(body: SamplingBody) -> RequestOptions:
     wanted = body.shown_log_probs()
     if wanted is not None:
         options["log_probabilities"] = max(1, wanted)
+    if isinstance(body, GenerationBody) and (scored := body.scored_prompt()) is not None:
+        options["prompt_log_probabilities"] = scored
     return options
 
 

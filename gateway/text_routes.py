@@ -21,9 +21,19 @@ from ..client.model import ServedModel, TokensOrText, encode
 from ..client.options import RequestOptions
 from ..client.output import Output
 from ..images.processor import Image, SharedImage
+from ..proto.contexts.status import GenerationStatus
 from ..proto.errors import BatonError, InputError, PromptTooLong, RequestCancelled
 from ..proto.sampling import SamplingParams
-from .answers import DONE, Answer, ChatForm, Choice, CompletionForm, TokenTexts, usage_of
+from .answers import (
+    DONE,
+    Answer,
+    ChatForm,
+    Choice,
+    CompletionForm,
+    PromptTexts,
+    TokenTexts,
+    usage_of,
+)
 from .bodies import (
     CHAT_REFUSED,
     MAX_PROMPTS,
@@ -82,7 +92,7 @@ async def chat(request: Request) -> None:
 
     form = ChatForm(token_texts(model, body), plan.new_reader)
     name = name_of("chatcmpl", request)
-    answer = Answer(form, name, served.name)
+    answer = Answer(form, name, served.name, prompt_texts(model, body))
     await _respond(request, name, answer, body, model, [start], images)
 
 
@@ -111,7 +121,7 @@ async def completions(request: Request) -> None:
 
     form = CompletionForm(token_texts(model, body), echo)
     name = name_of("cmpl", request)
-    answer = Answer(form, name, served.name)
+    answer = Answer(form, name, served.name, prompt_texts(model, body))
     await _respond(request, name, answer, body, model, [starter(one) for one in prompts])
 
 
@@ -183,6 +193,25 @@ def token_texts(model: ServedModel, body: SamplingBody) -> TokenTexts | None:
     return None if shown is None else TokenTexts(model.tokenizer, shown)
 
 
+def prompt_texts(model: ServedModel, body: GenerationBody) -> PromptTexts | None:
+    """Return what shows log-probabilities of the prompt, if the request asks for them."""
+    shown = body.prompt_logprobs
+    return None if shown is None else PromptTexts(model.tokenizer, shown)
+
+
+def _without_answer(take: Take) -> Take:
+    """Return a function that takes the outputs of a request without its one new token."""
+
+    def taker(output: Output) -> None:
+        status = None if output.final_status is None else GenerationStatus.MAXIMUM_LENGTH
+        bare = msgspec.structs.replace(
+            output, tokens=[], text="", log_probabilities=None, final_status=status
+        )
+        take(bare)
+
+    return taker
+
+
 class Delivery:
     """The native requests of one HTTP request, one per choice. ``prompts``: number of prompts."""
 
@@ -214,8 +243,11 @@ class Delivery:
         """
         self._exchange.watch(self._gone, self._has_room)
         try:
+            answers = self._body.answers
             for choice, generation in zip(self._choices, self._generations, strict=True):
-                generation.deliver(self._taker(choice), self._failed, whole=self._is_whole)
+                take = self._taker(choice)
+                taker = take if answers else _without_answer(take)
+                generation.deliver(taker, self._failed, whole=self._is_whole)
             await self._over
         finally:
             self._exchange.unwatch()

@@ -387,7 +387,7 @@ def _check_features(wire: WireContext, card: ModelCard) -> None:
 def _check_echo(wire: WireContext) -> None:
     """Check that log-probabilities of the prompt can be computed and sent."""
     if type(wire) is not WireContext or wire.task != "generate":
-        raise InputError("log_probabilities_echo is for prompts of text alone")
+        raise InputError("log-probabilities of a prompt are for prompts of text alone")
     check_prompt_log_probs(len(wire.tokens.array), wire.log_probabilities)
 
 

@@ -446,3 +446,67 @@ def test_a_request_waits_for_a_router_that_is_away_longer_than_a_client_would(ga
             assert answer.result(60)["choices"]
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_an_echo_has_the_log_probabilities_of_the_prompt(gateway, native):
+    ids = gateway.post("/tokenize", prompt=STORY)["tokens"]
+    records = native.complete(
+        STORY, SamplingParams(max_new_tokens=3, temperature=0), prompt_log_probabilities=2
+    ).prompt_logprobs
+    asked = {"prompt": STORY, "echo": True, "logprobs": 2, "temperature": 0}
+    (choice,) = gateway.post("/v1/completions", max_tokens=3, **asked)["choices"]
+    lists = choice["logprobs"]
+    assert {len(one) for one in lists.values()} == {len(ids) + 3}
+    assert "".join(lists["tokens"]) == choice["text"] and lists["text_offset"][0] == 0
+    assert lists["text_offset"][len(ids)] == len(STORY)
+    assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
+    assert lists["token_logprobs"][1 : len(ids)] == [one.logprob for one in records[1:]]
+    tops = [{one.text: one.logprob for one in record.top} for record in records[1:]]
+    assert lists["top_logprobs"][1 : len(ids)] == tops
+    events = gateway.stream("/v1/completions", max_tokens=3, **asked)
+    parts = [event["choices"][0]["logprobs"] for event in events if event["choices"]]
+    streamed = {name: [one for part in parts if part for one in part[name]] for name in lists}
+    assert streamed == lists and text_of(events) == choice["text"]
+
+    found = gateway.post("/v1/completions", max_tokens=0, **asked)
+    (alone,) = found["choices"]
+    assert alone["text"] == STORY and alone["finish_reason"] == "length"
+    assert alone["logprobs"] == {name: one[: len(ids)] for name, one in lists.items()}
+    assert found["usage"]["completion_tokens"] == 0
+    by_ids = gateway.post("/v1/completions", max_tokens=0, **{**asked, "prompt": ids})
+    assert by_ids["choices"] == found["choices"]
+
+
+def test_prompt_logprobs_have_the_form_of_vllm(gateway, native):
+    records = native.complete(
+        STORY, SamplingParams(max_new_tokens=1, temperature=0), prompt_log_probabilities=1
+    ).prompt_logprobs
+    body = {"prompt": STORY, "max_tokens": 2, "prompt_logprobs": 1, "temperature": 0, "n": 2}
+    for choice in gateway.post("/v1/completions", **body)["choices"]:
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None and choice["logprobs"] is None and len(rest) == len(records) - 1
+        for entry, record in zip(rest, records[1:], strict=True):
+            own = entry[str(record.token_id)]
+            wanted = {
+                "logprob": record.logprob, "rank": record.rank, "decoded_token": record.text
+            }  # fmt: skip
+            assert own == wanted
+            assert len(entry) == (1 if record.rank == 1 else 2)
+    chat = gateway.post(CHAT, messages=MESSAGES, max_tokens=2, prompt_logprobs=0, temperature=0)
+    assert chat["prompt_logprobs"][0] is None
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert {len(entry) for entry in chat["prompt_logprobs"][1:]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+    ids=str,
+)
+def test_a_prompt_cannot_be_scored_in_every_way(gateway, body, field):
+    status, answer, _ = gateway.ask("POST", "/v1/completions", {"prompt": STORY, **body})
+    assert (status, answer["error"]["param"]) == (400, field)

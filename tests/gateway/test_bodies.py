@@ -107,7 +107,7 @@ def test_every_field_of_a_generation_is_used_or_refused():
         "max_completion_tokens", "logprobs",
         "top_logprobs", "chat_template_kwargs", "add_generation_prompt", "prompt", "echo",
         "add_special_tokens", "tools", "tool_choice", "parallel_tool_calls",
-        "prompt_cache_key", "safety_identifier", "spaces_between_special_tokens",
+        "prompt_cache_key", "prompt_logprobs", "safety_identifier", "spaces_between_special_tokens",
     }  # fmt: skip
     for kind in (GenerationBody, ChatBody, CompletionBody):
         assert set(kind.__struct_fields__) <= used | set(REFUSED) | set(CHAT_REFUSED)
