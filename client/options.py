@@ -16,7 +16,13 @@ from typing import Any, TypedDict, cast
 
 from ..proto.errors import ConfigError, DeadlineExceeded, InputError
 from ..proto.ids import RequestID
-from ..proto.json_schema import grammar_as_schema, json_schema_text
+from ..proto.json_schema import (
+    checked_whitespace,
+    grammar_as_schema,
+    json_schema_text,
+    whitespace_options,
+    with_whitespace,
+)
 from ..proto.limits import (
     MAX_CACHE_SALT_CHARS,
     MAX_DEADLINE_S,
@@ -54,7 +60,9 @@ class RequestOptions(TypedDict, total=False):
     alone; None: off. ``cache_salt``: share the prefix cache
     only with requests of the same salt. ``json_schema``: JSON text or a mapping; constrains the
     answer to this schema. ``grammar``: in Lark syntax; constrains the answer to this language, in
-    place of a ``json_schema``. ``show_text``: outputs contain text also for prompts of token ids.
+    place of a ``json_schema``. ``disable_any_whitespace=False``: an answer in JSON may have
+    whitespace (default: it has none). ``whitespace_pattern``: a regular expression of the
+    whitespace that it may have. ``show_text``: outputs contain text also for prompts of token ids.
     ``max_retries``: how often a request that is refused for lack of room (CapacityError) is
     submitted again, after the delay that the cluster asks for or when another request of this
     client ends (default: 0, for a list of prompts 100). ``images``: images of the prompt in order,
@@ -75,6 +83,8 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
     json_schema: str | Mapping[str, Any] | None
     grammar: str | None
+    disable_any_whitespace: bool
+    whitespace_pattern: str
     show_text: bool
     max_retries: int
     images: Sequence[Any]
@@ -169,12 +179,15 @@ _CHECKS: dict[str, Check] = {
     "cache_salt": text(0, MAX_CACHE_SALT_CHARS),
     "json_schema": _schema,
     "grammar": _grammar,
+    "disable_any_whitespace": flag,
+    "whitespace_pattern": lambda _, value: checked_whitespace(value),
     "show_text": flag,
     "traceparent": _traceparent,
     "gateway": text(0, MAX_GATEWAY_CHARS),
     "images": _images,
     "max_retries": whole(0, _MAX_RETRIES, f"a whole number, 0 to {_MAX_RETRIES}"),
 }
+_WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
 _SAMPLING = frozenset(item.name for item in fields(SamplingParams))
 
 
@@ -195,6 +208,12 @@ def check_options(
         if "json_schema" in checked:
             raise InputError("grammar cannot be combined with json_schema")
         checked["json_schema"] = checked.pop("grammar")  # it travels as one
+    given = {name: checked.pop(name) for name in _WHITESPACE if name in checked}
+    if given:
+        if "json_schema" not in checked or options.get("grammar") is not None:
+            raise InputError(f"{min(given)} needs a json_schema")
+        if whitespace := whitespace_options(**given):
+            checked["json_schema"] = with_whitespace(checked["json_schema"], whitespace)
     return cast("RequestOptions", checked)
 
 

@@ -60,13 +60,18 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's field: one of a JSON schema, any object, a pattern, texts, or a grammar in Lark."""
+    """vLLM's field: one of a JSON schema, any object, a pattern, texts, or a grammar in Lark.
+
+    ``disable_any_whitespace``, ``whitespace_pattern``: of JSON, also that of other fields.
+    """
 
     json: dict[str, Any] | bool | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
     grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -310,7 +315,7 @@ REFUSED: Refused = {
     "guided_choice": ((), "use structured_outputs"),
     "guided_grammar": ((), "use structured_outputs"),
     "guided_decoding_backend": ((), "there is only one"),
-    "guided_whitespace_pattern": ((), "JSON has up to 32 blanks between tokens"),
+    "guided_whitespace_pattern": ((), "use structured_outputs.whitespace_pattern"),
     "structural_tag": ((), "use tools, or structured_outputs.grammar"),
     "logits_processors": (([],), "code is not accepted; use logit_bias"),
     "logprob_token_ids": (([],), "use top_logprobs"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,13 @@ class ChatPlanner:
         variables: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
         content: Content | None = None,
+        whitespace: Mapping[str, Any] = MappingProxyType({}),
     ) -> ChatPlan:
         """Render the prompt and choose constraint and reader; takes milliseconds.
 
-        ``variables``: of the template, without tools. ``content``: of the answers. Raises
-        InputError for what the template refuses, ParameterError for tools that it has not.
+        ``variables``: of the template, without tools. ``content``: of the answers. ``whitespace``:
+        options of their schemas. Raises InputError for what the template refuses, ParameterError
+        for tools that it has not.
         """
         given = dict(check_variables(variables))
         style = self._style(model, with_tools=tools is not None)
@@ -63,7 +66,7 @@ class ChatPlanner:
         plain = thought is Thought.NONE and tools is None
         return ChatPlan(
             tokens=encode(prompt, model, add_special_tokens=False),
-            constraint=constraint_of(content, thought, tools, style.form),
+            constraint=constraint_of(content, thought, tools, style.form, whitespace),
             new_reader=None if plain else lambda: style.reader(thought, tools),
         )
 

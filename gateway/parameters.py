@@ -10,7 +10,7 @@ import msgspec
 
 from ..client.options import RequestOptions
 from ..proto.errors import InputError, PromptTooLong, SchemaTooComplex
-from ..proto.json_schema import check_pattern
+from ..proto.json_schema import check_pattern, whitespace_options
 from ..proto.sampling import (
     MAX_SEED,
     SamplingParams,
@@ -116,6 +116,8 @@ def renamed(error: InputError, fields: tuple[str, ...]) -> InputError:
     return ParameterError(said, name) if name in fields else error
 
 
+_CONTENTS = ("json", "json_object", "regex", "choice", "grammar")
+_ONE_CONTENT = "structured_outputs needs one of json, json_object, regex, choice and grammar"
 _PROMPTS = ("messages", "input", "prompt")
 """The field of a body that has the prompt, with its images."""
 
@@ -164,18 +166,17 @@ def content_of(body: SamplingBody) -> Content | None:
     form = body.answer_format()
     schema = None if form is None else _schema_of(form)
     asked = body.structured_outputs
-    if asked is None:
+    given = [name for name in _CONTENTS if asked and getattr(asked, name) not in (None, False)]
+    if asked is None or not given:
+        if asked is not None and schema is None and not getattr(body, "tools", None):
+            raise ParameterError(_ONE_CONTENT, "structured_outputs")
         return None if schema is None else Content(schema)
-    given = [name for name in asked.__struct_fields__ if getattr(asked, name) not in (None, False)]
     if schema is not None:
         raise ParameterError(
             "structured_outputs cannot be combined with response_format", "structured_outputs"
         )
     if len(given) != 1:
-        raise ParameterError(
-            "structured_outputs needs one of json, json_object, regex, choice and grammar",
-            "structured_outputs",
-        )
+        raise ParameterError(_ONE_CONTENT, "structured_outputs")
     if asked.regex is not None:
         check_pattern(asked.regex)
         return Content(rule=regex_rule(asked.regex))
@@ -184,6 +185,18 @@ def content_of(body: SamplingBody) -> Content | None:
     if asked.grammar is not None:
         return Content(grammar=asked.grammar)
     return Content({"type": "object"} if asked.json is None else _json_of(asked.json))
+
+
+def whitespace_of(body: SamplingBody) -> dict[str, Any]:
+    """Return the options of schemas for whitespace between JSON tokens. Raises ParameterError."""
+    asked = body.structured_outputs
+    if asked is None:
+        return {}
+    try:
+        return whitespace_options(asked.disable_any_whitespace, asked.whitespace_pattern)
+    except InputError as error:
+        name = "structured_outputs.whitespace_pattern"
+        raise ParameterError(f"structured_outputs.{error}", name) from None
 
 
 def _json_of(given: dict[str, Any] | bool | str) -> Schema:

@@ -24,7 +24,7 @@ from ..proto.errors import InputError
 from .answers import Choice, TokenTexts
 from .bodies import BodyReader
 from .messages import ImageUrl
-from .parameters import content_of, named, options_of, sampling_of
+from .parameters import content_of, named, options_of, sampling_of, whitespace_of
 from .reader import MessageReader
 from .responses_bodies import (
     RESPONSES_REFUSED,
@@ -73,6 +73,7 @@ async def responses(request: Request) -> Response | EventStream:
         variables=body.chat_template_kwargs,
         tools=tools_of_body(body),
         content=content_of(body),
+        whitespace=whitespace_of(body),
     )
     options |= {**origin_of(request), **plan.constraint, "request_id": name, "show_text": True}
     if images:

@@ -31,6 +31,7 @@ from .metrics import GatewayMetrics
 from .parameters import list_of
 from .served import Served, name_of, origin_of, read_body, target_of
 from .streams import EventStream, unless_gone
+from .tools import tools_of
 
 ROUTER_TIMEOUT_S = 2.0
 """Seconds to wait for the router's metrics; without an answer only the gateway's are shown."""
@@ -153,8 +154,8 @@ async def tokenize(request: Request) -> Response:
             variables = dict(body.chat_template_kwargs or {})
             if body.add_generation_prompt is not None:
                 variables["add_generation_prompt"] = body.add_generation_prompt
-            if body.tools:
-                variables["tools"] = body.tools
+            if (tools := tools_of(body.tools, None, None)) is not None:
+                variables["tools"] = tools.definitions
             ids = encode_chat(messages_of(body.messages), found, variables)
         else:
             special = body.add_special_tokens is not False

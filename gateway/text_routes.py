@@ -49,7 +49,14 @@ from .exchange import Exchange
 from .grammars import constraint_of
 from .messages import ImageUrl, messages_of
 from .metrics import OutputTimes, current_clock
-from .parameters import content_of, named, options_of, prompts_of, sampling_of
+from .parameters import (
+    content_of,
+    named,
+    options_of,
+    prompts_of,
+    sampling_of,
+    whitespace_of,
+)
 from .served import Served, name_of, origin_of, read_body, target_of
 from .tools import tools_of
 
@@ -82,6 +89,7 @@ async def chat(request: Request) -> None:
         variables=variables,
         tools=tools_of(body.tools, body.tool_choice, body.parallel_tool_calls),
         content=content_of(body),
+        whitespace=whitespace_of(body),
     )
 
     def start(params: SamplingParams, options: RequestOptions) -> AsyncGeneration:
@@ -104,7 +112,7 @@ async def completions(request: Request) -> None:
     prompts: Sequence[TokensOrText] = prompts_of(body)
     if body.add_special_tokens is False:
         prompts = await asyncio.to_thread(_without_special_tokens, prompts, model)
-    constraint = constraint_of(content_of(body))
+    constraint = constraint_of(content_of(body), whitespace=whitespace_of(body))
     echo: list[str] = []
     if body.echo:
         texts = await asyncio.to_thread(_texts_of, prompts, model)

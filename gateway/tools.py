@@ -13,11 +13,14 @@ from .errors import ParameterError
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_NO_PARAMETERS: Mapping[str, Any] = {
+NO_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
     "additionalProperties": False,
 }
+"""The schema of the arguments of a function without parameters: nothing but ``{}``."""
+_EMPTY_KEYS = frozenset({"type", "properties", "required", "title", "description", "$schema"})
+"""Keywords of a schema of objects that, without a property, allows any."""
 
 
 class _Function(msgspec.Struct):
@@ -83,13 +86,30 @@ def tools_of(
     if choice == "none" or not functions:
         return None
     return Tools(
-        definitions=list(tools or ()),
-        schemas={name: one.parameters or _NO_PARAMETERS for name, one in functions.items()},
+        definitions=[_without_null(tool) for tool in tools or ()],
+        schemas={name: _schema_of(one.parameters) for name, one in functions.items()},
         strict=frozenset(name for name, one in functions.items() if one.strict),
         forced=forced,
         allowed=allowed,
         parallel=parallel is not False,
     )
+
+
+def _schema_of(parameters: dict[str, Any] | None) -> Mapping[str, Any]:
+    """Return the schema of arguments; a list of no parameters, as OpenAI has it, allows none."""
+    given = parameters or {}
+    is_empty = given.keys() <= _EMPTY_KEYS and not given.get("properties")
+    if is_empty and given.get("type", "object") == "object" and not given.get("required"):
+        return NO_PARAMETERS
+    return given
+
+
+def _without_null(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a definition without the null members that clients write, for the template."""
+    found = {name: value for name, value in tool.items() if value is not None}
+    function = found["function"]
+    found["function"] = {name: value for name, value in function.items() if value is not None}
+    return found
 
 
 def _function(tool: Any, place: str) -> _Function:

@@ -16,8 +16,12 @@ import msgspec
 from .errors import InputError, SchemaTooComplex
 from .limits import MAX_JSON_SCHEMA_CHARS, MAX_JSON_SCHEMA_DEPTH, MAX_PATTERN_TEXT_CHARS
 
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Whitespace between JSON tokens is the model's choice; the limit stops endless whitespace."""
+ANY_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Whitespace between JSON tokens where the model may choose it; the limit stops endless ones."""
+_BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|09|0[aAdD]))"
+_WHITESPACE_PATTERN = re.compile(
+    rf"(?:{_BLANK}|\[{_BLANK}+\]|\((?:\?:)?|[)|?*+]|\{{\d{{1,4}}(?:,\d{{0,4}})?\}})*"
+)
 _PATTERN_PART = re.compile(
     r"(?P<none>\\[bBAzZ]|[\^$]|\(\?[a-zA-Z-]+\))"
     r"|(?P<open>\((?:\?(?:[a-zA-Z-]*:|P?<\w+>|<?[=!]))?)|(?P<close>\))|(?P<or>\|)"
@@ -61,6 +65,41 @@ def grammar_as_schema(grammar: str) -> str:
             f"grammar has {len(grammar)} characters, at most {MAX_JSON_SCHEMA_CHARS} are allowed"
         )
     return text
+
+
+def whitespace_options(
+    disable_any_whitespace: bool | None = None, whitespace_pattern: str | None = None
+) -> dict[str, Any]:
+    """Return the options of ``x-guidance`` for whitespace between JSON tokens, none by default.
+
+    Raises InputError for a pattern of other characters than JSON's whitespace, and for both.
+    """
+    if whitespace_pattern is not None:
+        if disable_any_whitespace:
+            raise InputError("whitespace_pattern cannot be combined with disable_any_whitespace")
+        return {"whitespace_pattern": checked_whitespace(whitespace_pattern)}
+    return {} if disable_any_whitespace in (None, True) else {"whitespace_flexible": True}
+
+
+def checked_whitespace(pattern: object) -> str:
+    """Return a pattern of JSON's whitespace. Raises InputError for one of other characters."""
+    if not isinstance(pattern, str) or not _WHITESPACE_PATTERN.fullmatch(pattern):
+        raise InputError(
+            "whitespace_pattern must be a regular expression of blanks, \\n, \\r, \\t and \\s, "
+            f"not {str(pattern)[:80]!r}"
+        )
+    check_pattern(pattern)
+    return pattern.replace(r"\s", r"[\x20\n\r\t]")
+
+
+def with_whitespace(schema: str, options: Mapping[str, Any]) -> str:
+    """Return a schema's JSON text with these options, checked as :func:`check_json_schema`."""
+    value = msgspec.json.decode(schema)
+    if isinstance(value, bool):
+        value = {} if value else {"enum": []}
+    known = value.get("x-guidance")
+    own = known if isinstance(known, dict) else {}
+    return json_schema_text({**value, "x-guidance": {**own, **options}})
 
 
 def grammar_of(schema: object) -> str | None:

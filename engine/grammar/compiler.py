@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...proto.errors import InputError, SchemaTooComplex
-from ...proto.json_schema import JSON_WHITESPACE, check_json_schema, grammar_of
+from ...proto.json_schema import check_json_schema, grammar_of
+from .enforceable import enforceable, enforceable_parts
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_LEXER_STATES = 32_000  # about 0.6 KiB each
 _MESSAGE_CHARS = 300
-# Options that keep the answer JSON; the other options change its spelling.
-_OPTIONS = frozenset({"coerce_one_of", "lenient", "whitespace_flexible"})
 
 
 def load_tokenizer(folder: Path, vocab_size: int, eos: Iterable[int]) -> LLTokenizer:
@@ -55,21 +54,16 @@ def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
     value = msgspec.json.decode(schema)
     grammar = grammar_of(value)
     what = "json_schema" if grammar is None else "grammar"
-    if grammar is None:
-        _check_options(value)
-    if isinstance(value, bool):  # options can only be added to an object
-        schema = "{}" if value else '{"enum":[]}'
     limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
     try:
         if grammar is None:
-            text = LLMatcher.grammar_from_json_schema(
-                schema, defaults={"whitespace_pattern": JSON_WHITESPACE}
-            )
+            compiled = msgspec.json.encode(enforceable(value)).decode()
+            text = LLMatcher.grammar_from_json_schema(compiled)
         else:
-            text = LLMatcher.grammar_from_lark(grammar)
+            text = LLMatcher.grammar_from_lark(enforceable_parts(grammar))
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
-    except MemoryError:
+    except (MemoryError, InputError):
         raise
     except Exception as error:
         raise InputError(f"{what}: {one_line(str(error))}") from None
@@ -90,16 +84,6 @@ def _refusal(what: str, text: str) -> InputError:
     too_complex = any(word in line for word in ("too large", "too many", "Unable to determine"))
     kind = SchemaTooComplex if too_complex else InputError
     return kind(f"{what}: {line}")
-
-
-def _check_options(value: object) -> None:
-    """Raise InputError for options that would make the answer something else than JSON."""
-    options = value.get("x-guidance") if isinstance(value, dict) else None
-    if options is None:
-        return
-    if not isinstance(options, dict) or not options.keys() <= _OPTIONS:
-        known = ", ".join(sorted(_OPTIONS))
-        raise InputError(f"json_schema: x-guidance supports only the options {known}")
 
 
 def one_line(text: str) -> str:

@@ -58,6 +58,8 @@ WRONG = {
     "gateway": [*NO_TEXT, LONG, "\ud800"],
     "json_schema": [5, 0.5, b"{}", ["x"], "{", "5", {"x": object()}, "\ud800"],
     "images": [5, "x.png", b"x", True, {"a": 1}, object(), np.zeros((2, 2, 3), np.uint8)],
+    "disable_any_whitespace": [1, "yes", []],
+    "whitespace_pattern": [5, "x", "[^ ]", b" ", "( {9999}){9999}{9999}x"],
     "grammar": [5, b"start: A", ["x"], {}, "", " ", "\ud800", "x" * (128 << 10)],
 }
 CASES = [(name, value) for name, values in WRONG.items() for value in values]

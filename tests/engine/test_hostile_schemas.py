@@ -148,7 +148,7 @@ NUMBERS = {
     "NaN": '{"const":NaN}',
     "infinity": '{"maximum":Infinity}',
     "out of range": '{"minimum":-1e400}',
-    "long": json.dumps({"type": "integer", "minimum": -(10**300), "maximum": 10**300}),
+    "long": json.dumps({"type": "integer", "minimum": 10**300, "maximum": 10**301}),
     "tiny steps": '{"type":"number","multipleOf":1e-300}',
     "no steps": '{"type":"integer","multipleOf":0}',
     "a lone surrogate": '{"const":"\\ud800"}',
@@ -165,7 +165,6 @@ def test_strange_values_are_input_errors(name, compiler):
 @pytest.mark.parametrize(
     "options",
     [
-        {"whitespace_pattern": "x*"},
         {"item_separator": ";"},
         {"key_separator": "="},
         {"json_allowed_escapes": "q"},

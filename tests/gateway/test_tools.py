@@ -67,6 +67,39 @@ def test_the_choice_of_a_tool():
     assert len(named.definitions) == 2
 
 
+EMPTY = [
+    None,
+    {},
+    {"type": "object"},
+    {"type": "object", "properties": {}},
+    {"type": "object", "properties": {}, "required": [], "title": "now", "description": "none"},
+]
+
+
+@pytest.mark.parametrize("parameters", EMPTY, ids=str)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_function_without_parameters_gets_no_arguments(tokenizer, parameters, choice):
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+    tools = tools_of([tool], choice, False)
+    grammar = constraint_of(None, tools=tools, form="llama3_json")["grammar"]
+    assert accepts(tokenizer, grammar, '{"name": "now", "parameters": {}}')
+    assert not accepts(tokenizer, grammar, '{"name": "now", "parameters": {"a":1}}')
+
+
+def test_a_function_that_takes_any_arguments_gets_them(tokenizer):
+    tool = {"type": "function", "function": {
+        "name": "now", "parameters": {"type": "object", "additionalProperties": True}}}  # fmt: skip
+    grammar = constraint_of(None, tools=tools_of([tool], "required", False), form="llama3_json")
+    assert accepts(tokenizer, grammar["grammar"], '{"name": "now", "parameters": {"a":1}}')
+
+
+def test_the_template_gets_no_null_members():
+    tool = {"type": "function", "function": {"name": "f", "description": None, "strict": None},
+            "cache": None}  # fmt: skip
+    (found,) = tools_of([tool], None, None).definitions
+    assert found == {"type": "function", "function": {"name": "f"}}
+
+
 def test_calls_of_messages_become_objects():
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -149,7 +182,7 @@ def grammar(form, tools, choice="auto", parallel=True, thought=Thought.NONE, con
 
 
 FORMS = {"hermes": "\n", "llama3_json": "; "}
-GOOD, WRONG = '{"city": "Oslo"}', '{"town": "Oslo"}'
+GOOD, WRONG = '{"city":"Oslo"}', '{"town":"Oslo"}'
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -184,9 +217,10 @@ def test_required_calls(tokenizer, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_free_answers_with_strict_calls(tokenizer, form):
     assert grammar(form, [WEATHER, NOW]) is None
-    rules = grammar(form, [STRICT, NOW])
+    free = {"type": "function", "function": {"name": "free", "parameters": {"required": ["any"]}}}
+    rules = grammar(form, [STRICT, NOW, free])
     good = call(form, "weather", GOOD)
-    for text in ("hello", "", "a b < c", good, call(form, "now", '{"any": [1]}')):
+    for text in ("hello", "", "a b < c", good, call(form, "free", '{"any":[1]}')):
         assert accepts(tokenizer, rules, text), text
     for text in (call(form, "weather", WRONG), call(form, "other", "{}"), good[:-2]):
         assert not accepts(tokenizer, rules, text), text
