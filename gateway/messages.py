@@ -35,11 +35,12 @@ def messages_of(
 def _message(message: dict[str, Any], place: str, images: list[ImageUrl] | None) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise ParameterError(f"{place}.role must be text", f"{place}.role")
-    if message.get("function_call") is not None:
+    message = _without_empty(message)
+    if "function_call" in message:
         raise ParameterError(
             f"{place}.function_call is not supported: use tool_calls", f"{place}.function_call"
         )
-    changed = dict(message)
+    changed = message
     if message["role"] == "developer":
         changed["role"] = "system"  # the name that chat templates know
     content = message.get("content")
@@ -53,6 +54,18 @@ def _message(message: dict[str, Any], place: str, images: list[ImageUrl] | None)
     if calls:
         changed["tool_calls"] = _calls_of(calls, f"{place}.tool_calls")
     return changed
+
+
+def _without_empty(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without null and empty members, which clients echo back.
+
+    Templates ask whether a message has a member such as ``tool_calls``. Its content stays.
+    """
+    return {
+        name: value
+        for name, value in message.items()
+        if name == "content" or (value is not None and value != [])
+    }
 
 
 def _content_of(
@@ -116,7 +129,8 @@ def _call_of(call: object, place: str) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise ParameterError(f"{place}.function.name must be text", f"{place}.function.name")
     arguments = arguments_of(function.get("arguments"), f"{place}.function.arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
+    given = {name: value for name, value in call.items() if value is not None}
+    return {**given, "function": {**function, "arguments": arguments}}
 
 
 def arguments_of(given: object, place: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from .limits import MAX_JSON_SCHEMA_CHARS, MAX_JSON_SCHEMA_DEPTH, MAX_PATTERN_TE
 
 ANY_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Whitespace between JSON tokens where the model may choose it; the limit stops endless ones."""
-_BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|09|0[aAdD]))"
+_BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|09|0[aA]|0[dD]))"
 _WHITESPACE_PATTERN = re.compile(
     rf"(?:{_BLANK}|\[{_BLANK}+\]|\((?:\?:)?|[)|?*+]|\{{\d{{1,4}}(?:,\d{{0,4}})?\}})*"
 )

@@ -58,15 +58,15 @@ def enforceable_parts(grammar: str) -> str:
     at = 0
     while part := _LARK_PART.search(grammar, at):
         begin, end = part.start("schema"), part.end()
+        text = grammar[at:end]
         if begin >= 0:
             try:
                 schema, end = _decoder.raw_decode(grammar, begin)
             except (ValueError, RecursionError):  # the compiler names the error
-                begin = -1
-        if begin < 0:
-            found.append(grammar[at:end])
-        else:
-            found.append(grammar[at:begin] + json.dumps(enforceable(schema)))
+                schema = None
+            if schema is not None:
+                text = grammar[at:begin] + json.dumps(enforceable(schema))
+        found.append(text)
         at = end
     return "".join([*found, grammar[at:]])
 

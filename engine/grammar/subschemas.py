@@ -118,11 +118,13 @@ class Subschemas:
         node: Node | None = None
         for step in reference[2:].split("/"):
             key: Key = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(place, list) and str(key).isdigit():
+            inner: Any = None
+            if isinstance(place, dict):
+                inner = place.get(key)
+            elif isinstance(place, list) and str(key).isdecimal() and len(str(key)) < 9:
                 key = int(key)
-            try:
-                inner = place[key]
-            except (KeyError, IndexError, TypeError):
+                inner = place[key] if key < len(place) else None
+            if inner is None:
                 return None
             node = Node(inner, place, key)
             place = inner

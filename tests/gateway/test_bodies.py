@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.client.options import check_options
 from baton.gateway import bodies
 from baton.gateway.bodies import (
     CHAT_REFUSED,
@@ -19,8 +20,16 @@ from baton.gateway.bodies import (
 from baton.gateway.errors import ParameterError, error_json, status_of
 from baton.gateway.grammars import Content, constraint_of
 from baton.gateway.messages import messages_of
-from baton.gateway.parameters import content_of, list_of, named, options_of, sampling_of
+from baton.gateway.parameters import (
+    content_of,
+    list_of,
+    named,
+    options_of,
+    sampling_of,
+    whitespace_of,
+)
 from baton.gateway.responses_bodies import RESPONSES_REFUSED, ResponsesBody
+from baton.gateway.tools import tools_of
 from baton.proto.errors import DuplicateRequest, InputError, PromptTooLong, SchemaTooComplex
 from baton.proto.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults
 
@@ -267,7 +276,7 @@ def test_a_schema_alone_is_sent_as_a_schema():
         ({"structured_outputs": {"json": "{", "json_object": False}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "response_format": FORM}, "structured_outputs"),
-        ({"structured_outputs": {"whitespace_pattern": ""}}, "structured_outputs.whitespace"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
     ],
     ids=str,
 )
@@ -298,6 +307,70 @@ def test_prompts_of_every_form(given, wanted):
 def test_wrong_prompts_are_refused(given):
     with pytest.raises(ParameterError, match="prompt"):
         list_of(given, "prompt", 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({}, {}),
+        ({"disable_any_whitespace": True}, {}),
+        ({"disable_any_whitespace": False}, {"whitespace_flexible": True}),
+        ({"whitespace_pattern": " ?"}, {"whitespace_pattern": " ?"}),
+    ],
+    ids=str,
+)
+def test_whitespace_is_asked_for_by_vllms_names(asked, options):
+    """Beside the schema, a response format, or tools."""
+    body = chat(structured_outputs={"json": SCHEMA, **asked})
+    assert whitespace_of(body) == options
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    others = [{"response_format": FORM}, {"tools": tools}] if asked else []
+    for other in others:
+        assert whitespace_of(chat(structured_outputs=asked, **other)) == options
+        content_of(chat(structured_outputs=asked, **other))
+    constraint = constraint_of(content_of(body), whitespace=whitespace_of(body))
+    wanted = SCHEMA | ({"x-guidance": options} if options else {})
+    assert constraint == {"json_schema": wanted}
+    forced = tools_of(tools, "required", False)
+    text = constraint_of(None, tools=forced, form="hermes", whitespace=options)["grammar"]
+    assert ("x-guidance" in text) == bool(options)
+    native = check_options({"json_schema": SCHEMA, **asked})["json_schema"]
+    assert json.loads(native) == wanted
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"whitespace_pattern": "x"},
+        {"whitespace_pattern": " ", "disable_any_whitespace": True},
+        {"whitespace_pattern": "( {1000}){1000}{1000}"},
+    ],
+    ids=str,
+)
+def test_impossible_whitespace_is_refused(asked):
+    with pytest.raises(ParameterError, match=r"structured_outputs\."):
+        whitespace_of(chat(structured_outputs={"json": SCHEMA, **asked}))
+    with pytest.raises(InputError):
+        check_options({"json_schema": SCHEMA, **asked})
+    with pytest.raises(InputError, match="needs a json_schema"):
+        check_options({"grammar": "start: A", "whitespace_pattern": " "})
+
+
+ECHOED = {
+    "refusal": None, "audio": None, "annotations": [], "function_call": None, "name": None,
+    "reasoning_content": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": None}, {"tool_calls": []}], ids=str)
+def test_members_that_clients_echo_are_absent(calls):
+    answer = {"role": "assistant", "content": "Hello"}
+    assert messages_of([{**answer, **ECHOED, **calls}]) == [answer]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [{**call, "index": None}]}
+    (found,) = messages_of([{**called, **ECHOED}])
+    call["function"]["arguments"] = {}
+    assert found == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def test_parts_of_text_become_one_text():
