@@ -32,7 +32,7 @@ from ..proto.vision_requests import complete_images
 from ..proto.wire.context_maps import request_map
 from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.wire.messages import ClientToRouter, Described, Message, Submit
-from ..proto.wire.wire_context import WireContext
+from ..proto.wire.wire_context import WireContext, WireRequestID
 from ..text.detokenizer import IncrementalDetokenizer
 from ..text.model_files import PICTURE_FILES, has_tokenizer_files
 from ..text.picture_prompts import PicturePrompts
@@ -319,9 +319,12 @@ def _int32(tokens: npt.NDArray[Any]) -> Int32:
 
 
 def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> RequestSpec:
-    """Make a request from options. A request without ``name`` gets a random id."""
+    """Make a request from options, and name its context. Without ``name`` it gets a random id."""
+    name = str(RequestID()) if name is None else name
+    if wire.request_id is None or wire.request_id.value != name:
+        wire = msgspec.structs.replace(wire, request_id=WireRequestID(name))
     return RequestSpec(
-        request_id=str(RequestID()) if name is None else name,
+        request_id=name,
         context=wire,
         deadline=options.get("deadline"),
         pool=options.get("pool"),

@@ -10,20 +10,22 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts.pixels import decode_png, png_size
+from ..proto.contexts.pixels import PixelContext, decode_png, png_size
+from ..proto.contexts.text import wrap_tokens
+from ..proto.contexts.tokens import TokenBuffer
 from ..proto.errors import InputError, InternalError, TaskMismatch
 from ..proto.limits import MAX_GUIDANCE, MAX_PICTURE_SIDE, MAX_PICTURE_STEPS, MAX_PREVIEWS
 from ..proto.picture_requests import PICTURE_MULTIPLE, check_picture
 from ..proto.requests import check_wire_context
 from ..proto.sampling import MAX_SEED
 from ..proto.value_checks import Check, real, shown, text, whole
-from ..proto.wire.wire_context import WirePixelContext, WireTokens
+from ..proto.wire.context_maps import to_map
+from ..proto.wire.wire_context import WirePixelContext
 from ..text.prompt_tokens import MAX_PROMPT_CHARS, PromptTokens
 from .events import Ended, NewTokens, RequestSpec
 from .model import ServedModel, make_spec
@@ -140,9 +142,10 @@ class PictureJob:
         elif own.get("previews"):
             raise InputError("previews needs on_preview, a function that gets them")
         prompts = [model.pictures.tokenizer.encode(one) for one in texts]
-        wire = _wire_of(model, prompts, own)
-        target, salt = options.get("target_endpoint"), options.get("cache_salt", "")
-        wire = msgspec.structs.replace(wire, target_endpoint=target, cache_salt=salt)
+        context = _context_of(model, prompts, own)
+        context.target_endpoint = options.get("target_endpoint")
+        context.cache_salt = options.get("cache_salt", "")
+        wire = cast("WirePixelContext", to_map(context))
         check_wire_context(wire, model.card)
         self.spec: RequestSpec = make_spec(wire, options, options.get("request_id"))
         self._wire = wire
@@ -263,13 +266,13 @@ def _check_classic(model: ServedModel, own: dict[str, Any]) -> None:
             raise InputError(f"{name} has no effect without guidance; set guidance above 0")
 
 
-def _wire_of(
+def _context_of(
     model: ServedModel, prompts: Sequence[PromptTokens], own: Mapping[str, Any]
-) -> WirePixelContext:
+) -> PixelContext:
     """Return the request. ``prompts``: the prompt, then the negative prompt, if there is one."""
     defaults = model.pictures.defaults
     first, second = _tokens(prompts[0])
-    wire = WirePixelContext(
+    context = PixelContext(
         tokens=first,
         tokens_2=second,
         model_name=model.card.name,
@@ -280,20 +283,15 @@ def _wire_of(
         guidance_scale=own.get("guidance", defaults.guidance),
     )
     if len(prompts) > 1:
-        first, second = _tokens(prompts[1])
-        wire = msgspec.structs.replace(
-            wire,
-            negative_tokens=first,
-            negative_tokens_2=second,
-            true_cfg_scale=own.get("true_cfg", defaults.true_cfg or 1.0),
-        )
-    check_picture(wire)  # the area, which no single field exceeds
-    return wire
+        context.negative_tokens, context.negative_tokens_2 = _tokens(prompts[1])
+        context.true_cfg_scale = own.get("true_cfg", defaults.true_cfg or 1.0)
+    check_picture(context)  # the area, which no single field exceeds
+    return context
 
 
-def _tokens(prompt: PromptTokens) -> tuple[WireTokens, WireTokens | None]:
+def _tokens(prompt: PromptTokens) -> tuple[TokenBuffer, TokenBuffer | None]:
     second = prompt.tokens_2
-    return WireTokens(prompt.tokens), None if second is None else WireTokens(second)
+    return wrap_tokens(prompt.tokens), None if second is None else wrap_tokens(second)
 
 
 def _named(own: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:

@@ -79,7 +79,7 @@ def check_picture_shape(wire: WirePixelContext, *, committed: bool = False) -> N
     """Raise InputError for the first fault of a picture request on the wire.
 
     ``committed``: a request with its state, as a decode worker gets it. Its ``tokens`` are the row
-    of the picture, and ``base`` is set.
+    of the picture, and it has a :func:`base_length`.
     """
     check_picture(wire, committed=committed)
     if wire.task != "draw":
@@ -87,8 +87,8 @@ def check_picture_shape(wire: WirePixelContext, *, committed: bool = False) -> N
     for name in _TEXT_FIELDS:
         if getattr(wire, name) != getattr(_PLAIN, name):
             raise InputError(f"{name} has no meaning in a request for a picture")
-    if (wire.base > 0) != committed:
-        raise InputError(f"base is {wire.base}, which only workers set")
+    if bool(base_length(wire)) != committed:
+        raise InputError(f"extra_params has {BASE!r}, which workers set, and only in a Commit")
 
 
 def check_prompts(request: PixelContext | WirePixelContext, architecture: str) -> None:
@@ -150,6 +150,19 @@ def picture_seed(request: PixelContext | WirePixelContext) -> int | None:
     """
     seed = _number(request, "seed")
     return None if seed is None else seed % (1 << 64)
+
+
+def base_length(request: PixelContext | WirePixelContext) -> int:
+    """Return the length of the request's own ``tokens``, of which a Commit has the row instead.
+
+    It is ``extra_params["base"]``, an integer array of one element; 0: ``tokens`` are the prompt.
+
+    Raises InputError for another array or number.
+    """
+    base = _number(request, BASE)
+    if base is not None and not 0 < base <= MAX_PICTURE_PROMPT_TOKENS:
+        raise InputError(f"{BASE} is {base}, of a prompt of at most {MAX_PICTURE_PROMPT_TOKENS}")
+    return base or 0
 
 
 def preview_steps(request: PixelContext | WirePixelContext) -> frozenset[int]:
@@ -245,7 +258,8 @@ def _check_scale(name: str, value: object) -> None:
         raise InputError(f"{name} must be a number in 0..{MAX_GUIDANCE}, not {value!r:.40}")
 
 
-_NAMED = ("seed", "previews", "cfg_normalization", "cfg_truncation")
+BASE = "base"
+_NAMED = (BASE, "seed", "previews", "cfg_normalization", "cfg_truncation")
 _PROMPTS = ("tokens", "tokens_2", "negative_tokens", "negative_tokens_2")
 _PLAIN = WireContext(tokens=WireTokens(np.empty(0, np.int32)), max_length=1)
 _TEXT_FIELDS = (
@@ -277,7 +291,7 @@ def _check_arrays(request: PixelContext | WirePixelContext) -> None:
     unknown = request.extra_params.keys() - _NAMED
     if unknown:
         raise InputError(
-            f"extra_params has {min(unknown)[:40]!r}; only {', '.join(_NAMED)} are supported"
+            f"extra_params has {min(unknown)[:40]!r}; only {', '.join(_NAMED[1:])} are supported"
         )
     if request.mask is not None and not request.mask.all():
         raise InputError("mask is not supported; the encoders read all tokens")
@@ -373,8 +387,8 @@ def state_parts(request: PixelContext | WirePixelContext, block_size: int) -> tu
         texts = len(_prompt(request, f"{prefix}tokens"))
         if two:
             texts = len(_prompt(request, f"{prefix}tokens_2"))
-        elif not prefix and isinstance(request, WirePixelContext) and request.base:
-            texts = request.base  # the request's own tokens gave way to the row
+        elif not prefix and (base := base_length(request)):
+            texts = base  # the request's own tokens gave way to the row
         end = start + -(-max(texts + two, STATE_KEY_TOKENS) // block_size) * block_size
         parts.append(StatePart(prefix, start, texts, end))
         start = end

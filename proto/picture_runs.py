@@ -6,9 +6,9 @@ The scheduler, the caches and the handoff see a text request: its prompt is the 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from .contexts.pixels import PixelContext
@@ -16,9 +16,17 @@ from .contexts.text import TextContext
 from .contexts.tokens import TokenBuffer
 from .errors import InputError
 from .ids import RequestID
-from .picture_requests import StatePart, rows_of, state_length, state_parts, state_tokens
-from .wire.context_maps import from_map, to_map, token_buffer
-from .wire.wire_context import WirePixelContext, WireTokens
+from .picture_requests import (
+    BASE,
+    StatePart,
+    base_length,
+    rows_of,
+    state_length,
+    state_parts,
+    state_tokens,
+)
+from .wire.context_maps import check_progress, from_map, to_map, token_buffer
+from .wire.wire_context import WirePixelContext
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -67,7 +75,8 @@ def picture_run(wire: WirePixelContext, request_id: RequestID, block_size: int) 
     """
     parts = state_parts(wire, block_size)
     length = state_length(parts)
-    if wire.base:
+    base = base_length(wire)
+    if base:
         tokens = token_buffer(wire.tokens)
         if tokens.prompt_length != length:
             raise InputError(f"a row of {tokens.prompt_length} positions; expected {length}")
@@ -77,9 +86,9 @@ def picture_run(wire: WirePixelContext, request_id: RequestID, block_size: int) 
     if not isinstance(request, PixelContext):
         raise InputError("the request is not for a picture")
     request.request_id = request_id
-    if wire.base:
+    if base:
         request.tokens = TokenBuffer(np.zeros(1, np.int64))
-    return PictureRun(
+    run = PictureRun(
         tokens=tokens,
         max_length=length + wire.num_inference_steps + 1,
         request_id=request_id,
@@ -87,17 +96,19 @@ def picture_run(wire: WirePixelContext, request_id: RequestID, block_size: int) 
         cache_salt=wire.cache_salt,
         task=wire.task,
         ignore_eos=True,
-        _is_initial_prompt=not wire.base,
+        _is_initial_prompt=not base,
         picture=Picture(request, parts),
-        base=wire.base or len(wire.tokens),
+        base=base or len(wire.tokens),
     )
+    check_progress(run)
+    return run
 
 
 def committed_picture(run: PictureRun) -> WirePixelContext:
     """Return the map of a request whose state was computed, for a decode worker."""
-    wire = to_map(run.picture.request)  # its prompts are at most a few thousand ids
-    row = WireTokens(run.tokens.ids(), _prompt_length=run.prompt_length)
-    made = msgspec.structs.replace(wire, tokens=row, base=run.base, cache_salt=run.cache_salt)
+    request = run.picture.request
+    named = {**request.extra_params, BASE: np.array([run.base], np.int64)}
+    made = to_map(dataclasses.replace(request, tokens=run.tokens, extra_params=named))
     if not isinstance(made, WirePixelContext):
         raise InputError("the request is not for a picture")
     return made

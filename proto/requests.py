@@ -32,6 +32,7 @@ from .wire.endpoints import check_target_endpoint
 from .wire.wire_context import (
     WireContext,
     WirePixelContext,
+    WireSampling,
     WireSpeechContext,
     WireTokens,
     WireVisionContext,
@@ -100,6 +101,7 @@ def build_embed_context(
         tokens=WireTokens(text),
         max_length=len(text),
         model_name=card.name,
+        sampling=WireSampling(),  # written, as of every context
         target_endpoint=target_endpoint,
         task="embed",
     )

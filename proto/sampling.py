@@ -302,15 +302,16 @@ class SamplingParams(_Named):
         """Return the wire form; raises InputError for logits processors, which cannot be sent."""
         if self.logits_processors:
             raise InputError("logits_processors are code and cannot be sent to a cluster")
-        # By name: attrgetter and a loop take three times as long.
+        # By name: attrgetter and a loop take three times as long. A number that equals its default
+        # becomes the default object, which is left out: equal parameters have equal bytes.
         return WireSampling(
             self.top_k,
-            self.top_p,
-            self.min_p,
-            self.temperature,
-            self.frequency_penalty,
-            self.presence_penalty,
-            self.repetition_penalty,
+            NEUTRAL if self.top_p == NEUTRAL else self.top_p,
+            OFF if self.min_p == OFF else self.min_p,
+            NEUTRAL if self.temperature == NEUTRAL else self.temperature,
+            OFF if self.frequency_penalty == OFF else self.frequency_penalty,
+            OFF if self.presence_penalty == OFF else self.presence_penalty,
+            NEUTRAL if self.repetition_penalty == NEUTRAL else self.repetition_penalty,
             self.max_new_tokens,
             self.min_new_tokens,
             self.ignore_eos,

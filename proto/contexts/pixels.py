@@ -115,6 +115,8 @@ class PixelContext:
     true_cfg_scale: float = 1.0
     num_warmup_steps: int = 0
     num_images_per_prompt: int = 1
+    target_endpoint: str | None = None
+    cache_salt: str = ""
     status: GenerationStatus = GenerationStatus.ACTIVE
     type: str = field(default="PixelContext", init=False, repr=False)
 

@@ -201,6 +201,8 @@ _PIXELS = (
     "true_cfg_scale",
     "num_warmup_steps",
     "num_images_per_prompt",
+    "target_endpoint",
+    "cache_salt",
 )
 """Fields that are one and the same in an image request and its map."""
 

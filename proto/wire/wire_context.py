@@ -307,13 +307,12 @@ class WirePixelContext(
     """A request for an image and its progress; ``max_length`` and sampling have no effect.
 
     Its generated tokens count steps: 0 after the prompt was encoded, 1 after the first step, and so
-    on. ``base``: set in a Commit, whose ``tokens`` stand for the state of the picture. It is the
-    length of the request's own ``tokens``; clients and routers count positions from there.
+    on. In a Commit ``tokens`` stand for the state of the picture, and ``extra_params["base"]`` is
+    the length of the request's own ``tokens``; clients and routers count positions from there.
     """
 
     max_length: Number = 0
     task: Name = "draw"
-    base: Count = 0
     mask: AnyArray | None = None
     tokens_2: WireTokens | None = None
     negative_tokens: WireTokens | None = None

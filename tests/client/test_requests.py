@@ -159,11 +159,14 @@ def test_a_router_that_counts_attempts_anew_is_heard():
 
 def test_a_gap_is_resumed_once():
     bench = Bench()
-    bench.open()
+    bench.do(Start(spec()))
+    (submit,) = messages(bench.actions, Submit)
+    bench.hear(Submitted(request_id="r", request=KEY, secret=SECRET))
     bench.run(3, [1])
     bench.run(5, [3])
     (resume,) = bench.sent
     assert isinstance(resume, Resume)
+    assert resume.context is submit.context
     assert (resume.position, resume.emitted, resume.secret) == (4, [1], SECRET)
     bench.run(6, [4])
     assert not bench.actions  # asked already

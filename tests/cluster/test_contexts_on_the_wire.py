@@ -6,13 +6,6 @@ hand, as docs/protocol.md explains; their content is for ``msgpack_numpy_decoder
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-from collections import defaultdict
-from pathlib import Path
-
-import msgspec
 import numpy as np
 import pytest
 
@@ -27,7 +20,7 @@ from baton.proto import (
 
 from ..processes import wait_until
 from .driver import collect
-from .wire_tap import WireTap
+from .kept_contexts import kept_contexts
 
 pytestmark = pytest.mark.cluster
 
@@ -36,72 +29,14 @@ NEW = 3
 # One layer: only the last row of a prompt attends, so that 100k tokens take a moment.
 SHAPE = Shape("one-layer", 300, 32, 64, 1, 2, 1, positions=1 << 17)
 
-PREFIX = {b"BT": 3, b"BS": 11}
-"""Bytes before the messages in the first frame of an envelope, plain and sealed."""
-
-
-class Message(msgspec.Struct):
-    """The fields of a message that are read without the protocol."""
-
-    type: str
-    request_id: str = ""
-    context: msgspec.Raw = msgspec.Raw(b"")
-    arrays: int = 0
-    emitted: list[int] = []
-
-
-class Kept:
-    """Contexts that passed a tap, by type of message and name of request."""
-
-    def __init__(self) -> None:
-        self.contexts: dict[tuple[str, str], list[bytes]] = defaultdict(list)
-        self._parts = threading.local()  # of the message under way; a thread per direction
-
-    def __call__(self, body: bytearray, more: bool) -> None:
-        """One frame of a message."""
-        parts = self._parts.__dict__.setdefault("parts", [])
-        parts.append(bytes(body))
-        if more:
-            return
-        self._parts.parts = []
-        start = PREFIX.get(parts[0][:2])
-        if start is None:  # frames of another protocol would be lost otherwise
-            return
-        frame = 1
-        for message in msgspec.msgpack.decode(parts[0][start:], type=list[Message]):
-            arrays = parts[frame : frame + message.arrays]
-            frame += message.arrays
-            if memoryview(message.context).nbytes:
-                key = (message.type, message.request_id)
-                self.contexts[key].append([bytes(message.context), *arrays])
-
-    def frames(self, kind: str, name: str) -> list[bytes]:
-        """Those of the one context of a request in messages of one type."""
-        found = self.contexts[kind, name]
-        assert found and all(frames == found[0] for frames in found), (kind, name, len(found))
-        return found[0]
-
-
-def tap_of(folder: Path, name: str, kept: Kept) -> WireTap:
-    (path,) = folder.rglob(name)
-    return WireTap(path, kept, kept)
-
 
 @pytest.fixture(scope="module")
 def tapped(shared_cluster, tmp_path_factory):
     """A cluster of one pair whose sockets are all tapped."""
     model = write_checkpoint(tmp_path_factory.mktemp("model"), SHAPE, "F32")
     running = shared_cluster(model=model, prefill=1, decode=1, kv_memory="128MiB")
-    kept, before = Kept(), running.pids()
-    names = sorted(path.name for path in running.folder.rglob("*.sock"))
-    control = [name for name in names if "decode-0" not in name and "prefill-0" not in name]
-    taps = [tap_of(running.folder, name, kept) for name in (*control, "decode-0.sock")]
-    os.kill(before["prefill-0"], signal.SIGKILL)  # the next one connects through the taps
-    running.wait_replaced("prefill-0", before["prefill-0"])
-    running.wait_ready()
-    yield running, kept
-    for tap in taps:
-        tap.close()
+    with kept_contexts(running) as kept:
+        yield running, kept
 
 
 def make_context(length: int) -> TextContext:

@@ -33,7 +33,8 @@ def committed(steps=STEPS, **fields):
     )
     wire = to_map(request)
     row = WireTokens(state_tokens(wire, LAYOUT.block_size))
-    return msgspec.structs.replace(wire, tokens=row, base=BASE, **fields)
+    named = {"base": np.array([BASE])}
+    return msgspec.structs.replace(wire, tokens=row, extra_params=named, **fields)
 
 
 @pytest.fixture
@@ -163,12 +164,13 @@ def test_an_abort_between_steps_frees_the_blocks(bench):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"base": 0},
+        {"extra_params": {}},
+        {"extra_params": {"base": np.array([0])}},
         {"height": 8},
         {"num_inference_steps": 251},
         {"tokens_2": WireTokens(np.arange(30, dtype=np.int32))},
         {"tokens_2": None},
-        {"extra_params": {"seed": np.zeros(2)}},
+        {"extra_params": {"base": np.array([BASE]), "seed": np.zeros(2)}},
     ],
 )
 def test_a_wrong_commit_fails_alone(bench, fields):

@@ -381,7 +381,7 @@ def test_a_commit_with_another_row_is_refused(pair, ask):
     long = msgspec.structs.replace(wire, tokens_2=wire.tokens)
     with pytest.raises(InputError, match="a row of 49 positions; expected 65"):
         picture_run(long, RequestID("r"), SIZE)
-    for fields in ({"base": 0}, {"num_inference_steps": 0}, {"height": 8}):
+    for fields in ({"extra_params": {}}, {"num_inference_steps": 0}, {"height": 8}):
         with pytest.raises(InputError):
             check_continued(msgspec.structs.replace(wire, **fields), pair.decode.runner.card)
 

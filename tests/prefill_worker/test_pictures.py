@@ -8,7 +8,7 @@ import pytest
 
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.tokens import TokenBuffer
-from baton.proto.picture_requests import STATE_VOCABULARY, state_tokens
+from baton.proto.picture_requests import STATE_VOCABULARY, base_length, state_tokens
 from baton.proto.requests import check_continued
 from baton.proto.wire.context_maps import to_map
 from baton.proto.wire.messages import Accepted, Adopt, Hello, Reserve, Terminal, Tokens
@@ -53,7 +53,7 @@ def test_a_whole_life(bench):
     (run,) = bench.one(Tokens).runs
     assert (run.position, run.tokens) == (PROMPT, [0])
     commit = bench.commit()
-    assert (generated(commit), commit.context.base, commit.request_id) == ([0], PROMPT, "r")
+    assert (generated(commit), base_length(commit.context), commit.request_id) == ([0], PROMPT, "r")
     check_continued(commit.context, CARD)
     bench.committed(commit)
     bench.assert_empty()

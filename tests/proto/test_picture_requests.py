@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.proto import msgpack_numpy_decoder, msgpack_numpy_encoder
 from baton.proto.contexts.pixels import PixelContext, encode_png, png_bytes
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.errors import InputError
@@ -13,6 +14,7 @@ from baton.proto.picture_requests import (
     FLUX,
     STATE_VOCABULARY,
     Z_IMAGE,
+    base_length,
     cfg_normalization,
     cfg_truncation,
     check_picture,
@@ -28,6 +30,7 @@ from baton.proto.picture_requests import (
 )
 from baton.proto.picture_runs import committed_picture, picture_run
 from baton.proto.wire.context_maps import to_map
+from baton.proto.wire.map_bytes import MapEncoder
 
 
 def tokens(count=3):
@@ -219,7 +222,11 @@ def test_a_committed_row_of_one_encoder_has_the_parts_of_its_prompts():
     run = picture_run(fresh, RequestID("r"), 8)
     run.tokens.advance_with_token(0)
     wire = committed_picture(run)
-    assert wire.base == 20
+    assert base_length(wire) == 20 and base_length(fresh) == 0
+    frames = list(MapEncoder().packed(wire))
+    public = msgpack_numpy_decoder(PixelContext)([frames[0], *frames[1]])
+    assert msgpack_numpy_encoder().frames(public) == [frames[0], *frames[1]]
+    assert public.tokens == run.tokens and public.request_id.value == "r"
     assert state_parts(wire, 8) == state_parts(fresh, 8) == run.picture.parts
     again = picture_run(wire, RequestID("r"), 8)
     assert again.picture.step_rows == run.picture.step_rows == step_rows(fresh)

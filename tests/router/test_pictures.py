@@ -209,7 +209,12 @@ def test_a_decode_worker_refuses_a_picture_beyond_its_memory(draws):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"task": "generate"}, {"log_probabilities": 2}, {"json_schema": "{}"}, {"base": 3}],
+    [
+        {"task": "generate"},
+        {"log_probabilities": 2},
+        {"json_schema": "{}"},
+        {"extra_params": {"base": np.array([3])}},
+    ],
 )
 def test_fields_of_other_requests_are_refused(bench, draws, changed):
     join(bench, draws)
@@ -259,9 +264,13 @@ def _odd_fields(rng):
     pools = {
         **dict.fromkeys(("mask", "timesteps", "sigmas", "latents", "guidance"), arrays),
         **dict.fromkeys(("tokens_2", "negative_tokens", "negative_tokens_2"), prompts),
-        **dict.fromkeys(("height", "width", "num_inference_steps", "base"), numbers),
+        **dict.fromkeys(("height", "width", "num_inference_steps"), numbers),
         **dict.fromkeys(("guidance_scale", "true_cfg_scale"), floats),
-        "extra_params": [{}, *({"seed": one} for one in _ODD), {"other": _ODD[0]}],
+        "extra_params": [
+            {},
+            *({name: one} for name in ("seed", "base") for one in _ODD),
+            {"other": _ODD[0]},
+        ],
         "num_images_per_prompt": [0, 1, 2],
     }
     names = rng.choice(sorted(pools), int(rng.integers(1, 5)), replace=False)
