@@ -24,7 +24,7 @@ from ..engine.scheduling.scheduler import Scheduler
 from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.receiver import Receiver, check_receiver
 from ..kv_transfer.receiver_grants import Evict, Handover, Reply
-from ..proto.errors import BatonError, HandoffFailed, InternalError
+from ..proto.errors import BatonError, DeadlineExceeded, HandoffFailed, InternalError
 from ..proto.wire.messages import (
     Abort,
     Aborted,
@@ -40,12 +40,12 @@ from ..worker.base_core import TOMBSTONE_S, Handler, WorkerCore
 from ..worker.events import Fault, StepDone, Tick, ToRouter
 from ..worker.jobs import Ending, Jobs
 from ..worker.membership import Membership
+from ..worker.own_errors import failure_text
 from ..worker.steps import EngineSteps
 from .events import (
     Action,
     ChunkDecoded,
     DecodeChunk,
-    Event,
     FrameStored,
     FromPeer,
     HandoffEvent,
@@ -84,17 +84,30 @@ class DecodeCore(WorkerCore):
         self._handoffs = Handoffs(member, receiver, self._grammars, data_endpoint, max_frame_bytes)
         self._steps = EngineSteps(scheduler, times)
 
-    # ------------------------------------------------------------------ entry
+    # ------------------------------------------------------------------ after any event
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        """Handle one event and return the actions to perform, in order."""
-        actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
+    def _go_on(self, actions: list[Action], now: float) -> None:
         if self._grammars:
             actions += self._grammars.prune(self._wants_grammar)
         if self._voices:
             actions += self._speak(now)
         self._plan(actions, now)
-        return actions
+
+    def _fail(self, job: Job, now: float, message: str) -> list[Action]:
+        return self._end(job, now, code=InternalError.code, message=message)
+
+    def _failed(self, event: object, error: Exception, now: float) -> list[Action]:
+        if isinstance(event, FrameStored):
+            self.receiver.data.not_recorded(event.frame)
+        return super()._failed(event, error, now)
+
+    def _abandon(self, key: Key, now: float) -> list[Action]:
+        return self._received(self.receiver.abort(*key, now, TOMBSTONE_S), now)
+
+    def _key_of(self, event: object) -> Key | None:
+        if isinstance(event, FrameStored):
+            return self.receiver.attempt_of(event.frame.grant)
+        return super()._key_of(event)
 
     # ------------------------------------------------------------------ messages of routers
 
@@ -121,22 +134,23 @@ class DecodeCore(WorkerCore):
 
     def _received(self, outputs: Iterable[Output], now: float) -> list[Action]:
         """Perform the receiver's outputs; pass on actions."""
-        actions: list[Action] = []
-        for output in outputs:
+
+        def handle(output: Output) -> list[Action]:
             match output:
                 case Reply(peer=peer, message=message):
-                    actions.append(ToPeer(peer, message))
+                    return [ToPeer(peer, message)]
                 case Handover() as handover:
-                    actions += self._take_over(handover, now)
+                    return self._take_over(handover, now)
                 case Evict(request=request, attempt=attempt):
                     job = self._jobs.get((request, attempt))
-                    if job:
-                        self._stop(job)
-                        gone = Aborted(request=request, attempt=attempt)
-                        actions.append(ToRouter(job.router, gone))
+                    if job is None:
+                        return []
+                    self._stop(job)
+                    return [ToRouter(job.router, Aborted(request=request, attempt=attempt))]
                 case action:
-                    actions.append(action)
-        return actions
+                    return [action]
+
+        return self._outputs(outputs, handle, now)
 
     # ------------------------------------------------------------------ requests
 
@@ -213,8 +227,7 @@ class DecodeCore(WorkerCore):
             }
             actions.append(Fault("handoff.takeover_failed", error, fields))
             code = InternalError.code
-            worker, kind = self._member.identity.worker, type(error).__name__
-            message = f"worker {worker} could not take the request over: {kind}: {error}"
+            message = failure_text(self._member.identity.worker)
         self._member.assigned((commit.request, commit.attempt), commit.proof, deadline)
         terminal = Terminal(
             request=commit.request,
@@ -237,19 +250,21 @@ class DecodeCore(WorkerCore):
 
     def _speak(self, now: float) -> list[Action]:
         """Send tokens with their decoded chunks, and end the requests that are over."""
-        actions: list[Action] = []
         voices, self._voices = self._voices, {}
-        for job in voices.values():
+
+        def advance(job: Job) -> list[Action]:
             voice = job.voice
             if voice is None or self._jobs.get(job.key) is not job:
-                continue
+                return []
             runs, window = voice.advance(job.key, job.logprobs)
-            actions += [ToRouter(job.router, tokens) for tokens in messages_of(runs)]
+            actions: list[Action] = [ToRouter(job.router, tokens) for tokens in messages_of(runs)]
             if window is not None:
                 actions.append(DecodeChunk(job.key, window, voice.entries(window)))
             if voice.is_over:
                 actions += self._end(job, now, status=voice.status)
-        return actions
+            return actions
+
+        return self._each(voices.values(), advance, "speech", now)
 
     def _on_chunk(self, event: ChunkDecoded, now: float) -> list[Action]:
         """Store a chunk, whose request may have ended meanwhile."""
@@ -295,31 +310,43 @@ class DecodeCore(WorkerCore):
             job = self._jobs.named(event.request)
             if job is None:
                 continue
-            voice = job.voice
-            if voice is not None and type(event) is not Failed:
-                self._voices[job.key] = job
-                if type(event) is TokenEvent:
-                    voice.add(event.token)
-                    job.logprobs.extend(() if event.logprobs is None else (event.logprobs,))
-                elif type(event) is Finished:
-                    voice.status = event.status
-            elif type(event) is TokenEvent:
-                logprobs = None if event.logprobs is None else [event.logprobs]
-                job.logprobs.extend(logprobs or ())
-                request, attempt = job.key
-                position, preview = event.position - job.shift, event.preview
-                if preview is not None:
-                    job.media[position] = preview
-                run = TokenRun(request, attempt, position, [event.token], logprobs, preview)
-                runs[job.router].append(run)
-            elif type(event) is Finished:
-                ends += self._end(job, now, status=event.status, media=event.result)
-            elif type(event) is Failed:
-                ends += self._end(job, now, code=event.code, message=event.message)
+            try:
+                ends += self._engine_event(job, event, runs, now)
+            except Exception as error:
+                ends += self._harm(job, error, type(event).__name__, now)
         tokens: list[Action] = [
             ToRouter(router, message) for router in runs for message in messages_of(runs[router])
         ]
         return tokens + ends
+
+    def _engine_event(
+        self, job: Job, event: EngineEvent, runs: dict[str, list[TokenRun]], now: float
+    ) -> list[Action]:
+        """Add a new token to its router's runs, or return the end of the request."""
+        if type(event) is Failed:
+            if event.cause is not None:
+                return self._harm(job, event.cause, "step result", now)
+            return self._end(job, now, code=event.code, message=event.message)
+        voice = job.voice
+        if voice is not None:
+            self._voices[job.key] = job
+            if type(event) is TokenEvent:
+                voice.add(event.token)
+                job.logprobs.extend(() if event.logprobs is None else (event.logprobs,))
+            elif type(event) is Finished:
+                voice.status = event.status
+        elif type(event) is TokenEvent:
+            logprobs = None if event.logprobs is None else [event.logprobs]
+            job.logprobs.extend(logprobs or ())
+            request, attempt = job.key
+            position, preview = event.position - job.shift, event.preview
+            if preview is not None:
+                job.media[position] = preview
+            run = TokenRun(request, attempt, position, [event.token], logprobs, preview)
+            runs[job.router].append(run)
+        elif type(event) is Finished:
+            return self._end(job, now, status=event.status, media=event.result)
+        return []
 
     def _end(self, job: Job, now: float, **ending: Unpack[Ending]) -> list[Action]:
         first, media = job.base, job.media
@@ -339,13 +366,22 @@ class DecodeCore(WorkerCore):
 
     def _on_tick(self, event: Tick, now: float) -> list[Action]:
         state = self._steps.state(event.layers)
-        actions: list[Action] = list(self._member.tick(now, state, self.load))
-        actions += self._introduce_again(now)
-        actions += self._deserted(now)
-        actions += self._received(self.receiver.tick(now), now)
-        for job in self._jobs.overdue(now):
-            actions += self._end(job, now, code="deadline_exceeded", message="the deadline passed")
-        return actions + self._maybe_drained()
+        actions: list[Action] = []
+
+        def late(job: Job) -> list[Action]:
+            text = "the deadline passed"
+            return self._end(job, now, code=DeadlineExceeded.code, message=text)
+
+        self.errors.apart(
+            actions,
+            heartbeat=lambda: self._member.tick(now, state, self.load),
+            hello=lambda: self._introduce_again(now),
+            deserted=lambda: self._deserted(now),
+            handoffs=lambda: self._received(self.receiver.tick(now), now),
+            deadlines=lambda: self._each(self._jobs.overdue(now), late, "deadline", now),
+            drain=self._maybe_drained,
+        )
+        return actions
 
     @property
     def is_drained(self) -> bool:
@@ -394,3 +430,4 @@ class DecodeCore(WorkerCore):
         ChunkDecoded: _on_chunk,
         Tick: _on_tick,
     }
+    ENGINE_EVENTS: ClassVar[frozenset[type]] = frozenset({StepDone})

@@ -116,9 +116,9 @@ class DecodeShell(TextHost):
         self._data.pools.close(peer)
         self.feed(events.PeerGone(peer))
 
-    def _tick(self) -> None:
+    def _tick(self) -> float | None:
         self._data.count_drops()
-        super()._tick()
+        return super()._tick()
 
     def _flush(self) -> None:
         super()._flush()

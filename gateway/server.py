@@ -503,11 +503,11 @@ async def _serve(
         if on_listening is not None:
             await served.model()
             on_listening(url, served.name, bool(config.api_keys))
-        alive = asyncio.ensure_future(_show_life())
+        clock = _Life(asyncio.get_running_loop())
         try:
             await server.serve(sockets=sockets)
         finally:
-            alive.cancel()
+            clock.stop()
             for one in served.router_clients:
                 await one.close()
             if tracing is not None:
@@ -555,8 +555,19 @@ def _metrics_listener(config: GatewayConfig, counts: GatewayMetrics) -> MetricsL
     return listener
 
 
-async def _show_life() -> None:
-    """Show the supervisor every second that the loop runs."""
-    while True:
-        say_alive()
-        await asyncio.sleep(SIGN_EVERY_S)
+class _Life:
+    """Shows the supervisor every second that the loop runs; a gateway has no other timers."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._turns = 0
+        self._timer = loop.call_soon(self._turn)
+
+    def stop(self) -> None:
+        """Stop; the gateway ends."""
+        self._timer.cancel()
+
+    def _turn(self) -> None:
+        self._timer = self._loop.call_later(SIGN_EVERY_S, self._turn)
+        self._turns += 1
+        say_alive(self._turns)

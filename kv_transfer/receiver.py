@@ -145,6 +145,12 @@ class Receiver(Generic[A]):
         slot = self._grants.table.find(grant)
         return None if slot is None or slot.reserve is None else slot.reserve.incarnation
 
+    def attempt_of(self, grant: GrantRef) -> tuple[bytes, int] | None:
+        """Return the attempt that a grant serves; None if the grant has ended."""
+        slot = self._grants.table.find(grant)
+        reserve = None if slot is None else slot.reserve
+        return None if reserve is None else (reserve.request, reserve.attempt)
+
     def owner_of_attempt(self, request: bytes, attempt: int) -> int | None:
         """Incarnation of the prefill worker whose grant serves this attempt or a later one."""
         slot = self._grants.table.live.get(request)
@@ -261,6 +267,10 @@ def check_receiver(receiver: Receiver[Any], owned: Collection[bytes]) -> None:
     """Raise if slots, live table and states disagree or the credit exceeds its budget."""
     receiver._grants.credits.check_integrity()
     live = receiver._grants.table.live
+    for slot in receiver._grants.table.taken():
+        request = b"" if slot.reserve is None else slot.reserve.request
+        if slot.state is not GrantState.REVOKING and live.get(request) is not slot:
+            raise IllegalTransition(f"slot {slot.index} is {slot.state.value}, but not live")
     for request, slot in live.items():
         if slot.reserve is None or slot.reserve.request != request:
             raise IllegalTransition(f"the live table names slot {slot.index} of another request")

@@ -97,6 +97,12 @@ class ReceiverData(Generic[A]):
         outputs = self._grants.credit_outputs()
         return outputs + (self._try_own(slot, now) if slot.commit else [])
 
+    def not_recorded(self, frame: KVFrame) -> None:
+        """Note that a located frame could not be recorded: nothing writes to its blocks now."""
+        slot = self._grants.table.find(frame.grant)
+        if slot is not None:
+            slot.moving.pop(frame.index, None)
+
     def on_manifest(self, slot: Slot[A], message: Commit, now: float) -> list[Output[A]]:
         """Take ownership if all cells arrived; an incomplete manifest is answered later."""
         if slot.commit is None:

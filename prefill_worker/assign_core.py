@@ -94,6 +94,10 @@ class AssignCore(WorkerCore, Generic[J]):
     def _stop(self, job: J, now: float) -> list[Any]:
         """Remove a job without a message to its router."""
 
+    def _expire_ended(self, now: float) -> list[Any]:
+        self._ended.expire(now)
+        return []
+
     # ------------------------------------------------------------------ messages of routers
 
     def _assigned(self, router: str, message: Message, now: float) -> list[Any]:

@@ -38,6 +38,7 @@ from ..proto.wire.messages import (
     Tokens,
     WorkerLoad,
 )
+from ..worker.attempts import Key
 from ..worker.base_core import Handler, WorkerCore
 from ..worker.events import RunStep, StepDone, Tick, ToRouter
 from ..worker.jobs import Ending
@@ -50,7 +51,6 @@ from .events import (
     CheckImages,
     DataDown,
     DataUp,
-    Event,
     FromPeer,
     HandoffEvent,
     ImagesChecked,
@@ -107,14 +107,20 @@ class PrefillCore(AssignCore[Job]):
         )
         self._steps = EngineSteps(scheduler, times)
 
-    # ------------------------------------------------------------------ entry
+    # ------------------------------------------------------------------ after any event
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        """Handle one event and return the actions to perform, in order."""
-        actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
+    def _go_on(self, actions: list[Action], now: float) -> None:
         self._dispatch(actions, now)
         self._plan(actions, now)
-        return actions
+
+    def _fail(self, job: Job, now: float, message: str) -> list[Action]:
+        return self._end(job, now, code=InternalError.code, message=message)
+
+    def _key_of(self, event: object) -> Key | None:
+        if isinstance(event, LayersDone):
+            job = self._queue.named(event.sequence)
+            return None if job is None else job.key
+        return super()._key_of(event)
 
     # ------------------------------------------------------------------ messages of routers
 
@@ -149,11 +155,14 @@ class PrefillCore(AssignCore[Job]):
     def _dispatch(self, actions: list[Action], now: float) -> None:
         """Give free execution slots to queued jobs, in order."""
         while (job := self._queue.next(now)) is not None:
-            if now >= job.deadline:
-                late = "the deadline passed in the queue"
-                actions += self._end(job, now, code=DeadlineExceeded.code, message=late)
-            else:
-                actions += self._start(job, now)
+            try:
+                if now >= job.deadline:
+                    late = "the deadline passed in the queue"
+                    actions += self._end(job, now, code=DeadlineExceeded.code, message=late)
+                else:
+                    actions += self._start(job, now)
+            except Exception as error:
+                actions += self._harm(job, error, "start", now)
 
     def _start(self, job: Job, now: float) -> list[Action]:
         """Reserve blocks if the link to the decode worker is open and the request is prepared.
@@ -179,15 +188,20 @@ class PrefillCore(AssignCore[Job]):
         grammar = isinstance(event, GrammarDone)
         if job is None or not (job.compiling if grammar else job.checking):
             return []
+        noted: list[Action] = []
         if isinstance(result, Exception) and not isinstance(result, BatonError):
-            result = InternalError(f"the images could not be checked: {result!r}")
+            noted = [self.errors.of(job.key, result, "checking images")]
+            result = InternalError(
+                "the images could not be checked; the worker's log has the cause"
+            )
         if grammar:
             job.compiling = False
         else:
             job.checking = False
         if isinstance(result, BatonError):
             code, later = result.code, result.retry_after
-            return self._end(job, now, code=code, message=str(result), retry_after=later)
+            end = self._end(job, now, code=code, message=str(result), retry_after=later)
+            return [*noted, *end]
         if isinstance(event, GrammarDone) and not isinstance(event.result, BatonError):
             job.sequence.constrain(event.result)
         self._queue.wake(_preparing_place(job))
@@ -210,25 +224,26 @@ class PrefillCore(AssignCore[Job]):
 
     def _advance(self, outputs: Iterable[Output], now: float) -> list[Action]:
         """Handle the outcomes of handoffs; pass on actions."""
-        actions: list[Action] = []
-        for output in outputs:
+
+        def handle(output: Output) -> list[Action]:
             match output:
                 case handoff.Granted():
-                    self._granted(output, now)
+                    return self._granted(output, now)
                 case handoff.Refusal():
-                    actions += self._refused(output, now)
+                    return self._refused(output, now)
                 case handoff.Done():
-                    actions += self._done(output, now)
+                    return self._done(output, now)
                 case handoff.Failed():
-                    actions += self._handoff_failed(output, now)
+                    return self._handoff_failed(output, now)
                 case action:
-                    actions.append(action)
-        return actions
+                    return [action]
 
-    def _granted(self, output: handoff.Granted, now: float) -> None:
+        return self._outputs(outputs, handle, now)
+
+    def _granted(self, output: handoff.Granted, now: float) -> list[Action]:
         job = self._queue.get(output.key)
         if job is None:
-            return
+            return []
         job.state = JobState.COMPUTING
         job.granted = now
         job.cached_tokens = output.cached_tokens
@@ -236,6 +251,7 @@ class PrefillCore(AssignCore[Job]):
         if uncached >= self._limits.stream_tokens:
             job.sequence.stream_from = output.cached_tokens
         self._scheduler.add(job.sequence, now)
+        return []
 
     def _refused(self, output: handoff.Refusal, now: float) -> list[Action]:
         job = self._queue.get(output.key)
@@ -308,8 +324,12 @@ class PrefillCore(AssignCore[Job]):
     def _engine_events(self, events: list[EngineEvent], actions: list[Action], now: float) -> None:
         for event in events:
             job = self._queue.named(event.request)
-            if job is not None:
+            if job is None:
+                continue
+            try:
                 actions += self._engine_event(job, event, now)
+            except Exception as error:
+                actions += self._harm(job, error, type(event).__name__, now)
 
     def _engine_event(self, job: Job, event: EngineEvent, now: float) -> list[Action]:
         match event:
@@ -331,6 +351,8 @@ class PrefillCore(AssignCore[Job]):
                 return sent + self._advance(self._handoffs.commit(job, now), now)
             case Finished(status=status):
                 return self._end(job, now, status=status)  # no decode worker is needed
+            case Failed(cause=Exception() as cause):
+                return self._harm(job, cause, "step result", now)
             case Failed(code=code, message=message):
                 return self._end(job, now, code=code, message=message)
             case _:
@@ -361,16 +383,24 @@ class PrefillCore(AssignCore[Job]):
 
     def _on_tick(self, event: Tick, now: float) -> list[Action]:
         state = self._steps.state(event.layers)
-        actions: list[Action] = list(self._member.tick(now, state, self.load))
-        actions += self._introduce_again(now)
-        actions += self._deserted(now)
-        actions += self._advance(self._handoffs.tick(now), now)
-        for job in self._queue.overdue(now):
-            late = "the deadline passed"
-            actions += self._end(job, now, code=DeadlineExceeded.code, message=late)
-        self._ended.expire(now)
-        actions += self._advance(self._handoffs.drop_lost_links(now), now)
-        return [*actions, *self._maybe_drained()]
+        actions: list[Action] = []
+
+        def late(job: Job) -> list[Action]:
+            text = "the deadline passed"
+            return self._end(job, now, code=DeadlineExceeded.code, message=text)
+
+        self.errors.apart(
+            actions,
+            heartbeat=lambda: self._member.tick(now, state, self.load),
+            hello=lambda: self._introduce_again(now),
+            deserted=lambda: self._deserted(now),
+            handoffs=lambda: self._advance(self._handoffs.tick(now), now),
+            deadlines=lambda: self._each(self._queue.overdue(now), late, "deadline", now),
+            ended=lambda: self._expire_ended(now),
+            links=lambda: self._advance(self._handoffs.drop_lost_links(now), now),
+            drain=self._maybe_drained,
+        )
+        return actions
 
     @property
     def is_drained(self) -> bool:
@@ -417,6 +447,7 @@ class PrefillCore(AssignCore[Job]):
         ImagesChecked: _on_prepared,
         Tick: _on_tick,
     }
+    ENGINE_EVENTS: ClassVar[frozenset[type]] = frozenset({StepDone})
 
 
 def _preparing_place(job: Job) -> str:

@@ -178,12 +178,12 @@ class EmbedCore(AssignCore[EmbedJob]):
         self._computed_tokens = 0
         self._step_seconds, self._step_tokens = Histogram(GAP_S), Histogram(TOKENS)
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        """Handle one event and return the actions to perform, in order."""
-        actions: list[Action] = self.HANDLERS[type(event)](self, event, now)
+    def _go_on(self, actions: list[Action], now: float) -> None:
         if self._batch is None and self._queue.waiting:
             self._run(actions, now)
-        return actions
+
+    def _fail(self, job: EmbedJob, now: float, message: str) -> list[ToRouter]:
+        return self._end(job, now, code=InternalError.code, message=message)
 
     # ------------------------------------------------------------------ messages of routers
 
@@ -243,11 +243,13 @@ class EmbedCore(AssignCore[EmbedJob]):
             self._step_seconds.observe(event.seconds)
             self._step_tokens.observe(self._batch_tokens)
         self._step_s = 0.0
-        actions: list[Action] = []
-        for job in batch.values():
-            if self._queue.get(job.key) is job:
-                vector = event.vectors.get(job.context.request_id)
-                actions += self._finish(job, vector, event.failure, now)
+        jobs = [job for job in batch.values() if self._queue.get(job.key) is job]
+
+        def finish(job: EmbedJob) -> list[ToRouter]:
+            vector = event.vectors.get(job.context.request_id)
+            return self._finish(job, vector, event.failure, now)
+
+        actions = self._each(jobs, finish, "result", now)
         return [*actions, *self._step_over(now), *self._maybe_drained()]
 
     def _finish(
@@ -295,13 +297,21 @@ class EmbedCore(AssignCore[EmbedJob]):
 
     def _on_tick(self, event: Tick, now: float) -> list[Any]:
         engine = EngineState(self._steps + event.layers, self._batch is not None, self._step_s)
-        actions: list[Any] = list(self._member.tick(now, engine, self.load))
-        actions += self._introduce_again(now)
-        actions += self._deserted(now)
-        for job in self._queue.overdue(now):
-            actions += self._late(job, "the deadline passed", now)
-        self._ended.expire(now)
-        return [*actions, *self._maybe_drained()]
+        actions: list[Any] = []
+
+        def late(job: EmbedJob) -> list[ToRouter]:
+            return self._late(job, "the deadline passed", now)
+
+        self.errors.apart(
+            actions,
+            heartbeat=lambda: self._member.tick(now, engine, self.load),
+            hello=lambda: self._introduce_again(now),
+            deserted=lambda: self._deserted(now),
+            deadlines=lambda: self._each(self._queue.overdue(now), late, "deadline", now),
+            ended=lambda: self._expire_ended(now),
+            drain=self._maybe_drained,
+        )
+        return actions
 
     @property
     def is_drained(self) -> bool:
@@ -342,3 +352,4 @@ class EmbedCore(AssignCore[EmbedJob]):
         BatchDone: _on_done,
         Tick: _on_tick,
     }
+    ENGINE_EVENTS: ClassVar[frozenset[type]] = frozenset({BatchDone})

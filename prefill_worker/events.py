@@ -15,6 +15,7 @@ from ..worker.events import (
     AbandonStep,
     DrainRequested,
     Exit,
+    Fault,
     FromRouter,
     Log,
     RouterDown,
@@ -165,5 +166,5 @@ Event = (
 )  # fmt: skip
 Action = (
     ToRouter | ToPeer | Connect | OpenData | Disconnect | PackFrame | RunStep | AbandonStep
-    | CompileGrammar | DropGrammar | CheckImages | Log | Exit
+    | CompileGrammar | DropGrammar | CheckImages | Log | Fault | Exit
 )  # fmt: skip

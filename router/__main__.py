@@ -15,7 +15,7 @@ from ..runtime.metrics.listener import MetricsListener
 from ..runtime.metrics.vllm import vllm_families
 from ..runtime.net.loop import Loop
 from ..runtime.process.log import get_logger
-from ..runtime.process.main import collect_rarely, favor_event_loop, run_process, show_life
+from ..runtime.process.main import collect_rarely, favor_event_loop, run_process
 from ..runtime.process.os_settings import on_stop_signal
 from .config import RouterConfig
 from .describe import read_text_files
@@ -41,7 +41,6 @@ def serve(config: RouterConfig) -> int:
     collect_rarely()
     if config.metrics_port or config.otlp_endpoint:
         favor_event_loop()
-    loop.call_later(0.0, lambda: show_life(loop))
     try:
         loop.run()
     finally:
@@ -51,7 +50,7 @@ def serve(config: RouterConfig) -> int:
         if doors is not None:
             doors.close()
         context.term()
-    return 0
+    return shell.exit_code
 
 
 def _metrics(config: RouterConfig, loop: Loop, shell: RouterShell) -> MetricsListener | None:

@@ -8,6 +8,7 @@ is immediate and carries a retry delay computed from the recent throughput.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from ..proto.errors import CapacityError, DeadlineExceeded, InputError
 from .config import AdmissionConfig
@@ -177,6 +178,22 @@ class Admission:
         """Uncharge the memory of a dropped record."""
         self.context_bytes -= request.bytes
         request.bytes = 0
+
+    def recount(self, requests: Iterable[Request]) -> None:
+        """Make all sums again from the records, after an error has left them unfinished."""
+        self.requests = self.context_bytes = self.queued_tokens = 0
+        self.queued_image_tokens = self.queued_encoder_tokens = 0
+        for request in requests:
+            self.context_bytes += request.bytes
+            if request.done:
+                request.queued_tokens = 0
+                continue
+            self.requests += 1
+            if request.queued_tokens:
+                self.queued_tokens += request.queued_tokens
+                self.queued_image_tokens += request.image_tokens
+                self.queued_encoder_tokens += request.encoder_tokens
+        self.prefill.interrupted()
 
     def roll(self, now: float) -> None:
         """Update the rates; call about once a second."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import repeat
 from typing import ClassVar, NoReturn
 
-from ..proto.errors import BatonError, DuplicateRequest, InputError, RouterClosing
+from ..proto.errors import BatonError, DuplicateRequest, InputError, InternalError, RouterClosing
 from ..proto.ids import request_key, resume_secret
 from ..proto.limits import (
     MAX_POOL_CHARS,
@@ -24,6 +24,7 @@ from ..proto.wire.map_bytes import context_digest
 from ..proto.wire.messages import (
     Cancel,
     FinalAck,
+    Message,
     Resume,
     Submit,
     Submitted,
@@ -45,6 +46,7 @@ from .events import (
 )
 from .lifecycle import Lifecycle
 from .metrics import Metrics
+from .own_errors import TEXT, OwnErrors
 from .placement import Placement
 from .queries import Queries, merge_queries
 from .recovery import Recovery
@@ -85,6 +87,7 @@ class ClientMessages:
         queries: Queries,
         stories: Stories,
         caller_of: Callable[[bytes], Caller],
+        errors: OwnErrors,
     ) -> None:
         self._config = config
         self._out = out
@@ -100,6 +103,7 @@ class ClientMessages:
         self._queries = queries
         self._stories = stories
         self._caller_of = caller_of
+        self._errors = errors
         self._key = config.key
         self._closing = False
 
@@ -107,11 +111,41 @@ class ClientMessages:
         """Handle the messages of one envelope."""
         identity, messages = event.identity, event.messages
         for message in messages if len(messages) == 1 else merge_queries(messages):
-            handler = self._handlers.get(type(message))
-            if handler is None:
-                self._queries.handle(identity, message, now)
-            else:
-                handler(self, identity, message, now)
+            try:
+                handler = self._handlers.get(type(message))
+                if handler is None:
+                    self._queries.handle(identity, message, now)
+                else:
+                    handler(self, identity, message, now)
+            except Exception as error:
+                self._failed(identity, message, error)
+
+    def _failed(self, identity: bytes, message: Message, error: Exception) -> None:
+        """End the client's request whose message raised, also one that was not admitted yet.
+
+        A request of another client is not harmed: the sender may have no right to it.
+        """
+        key = b""
+        if isinstance(message, Submit):
+            key = request_key(identity, message.request_id, message.serial)
+        elif isinstance(message, Resume | Cancel):
+            key = message.request
+        known = self._table.requests.get(key)
+        if known is not None and known.identity == identity:
+            self._errors.of_request(error, key)
+            return
+        self._errors.of_client(error, type(message).__name__)
+        if isinstance(message, Submit | Resume) and not self._answered(key):
+            self._refuse(identity, key, message.request_id, InternalError(TEXT))
+
+    def _answered(self, key: bytes) -> bool:
+        """Whether this event's actions have the terminal of a request without a record."""
+        return any(
+            type(action) is ToClient
+            and type(action.message) is Terminal
+            and action.message.request == key
+            for action in self._out
+        )
 
     def stop(self, _event: StopRequested, _now: float) -> None:
         """Reject new requests; running requests continue."""
@@ -122,7 +156,8 @@ class ClientMessages:
         window = self._config.resume_window_s
         if self._closing:  # gives the client's next router time to find the request
             window = max(window, CLOSING_WINDOW_S)
-        for request in self._clients.gone(event.identity):
+
+        def lose(request: Request) -> None:
             if request.state is State.ENDED:  # keep the terminal: the client may reconnect
                 request.limit = min(request.limit, now + ENDED_ABSENT_S)
                 self._table.wake(request, request.retry_at, now)
@@ -133,6 +168,8 @@ class ClientMessages:
                 request.limit = min(request.deadline, now + window)
                 self._table.wake(request, request.retry_at, now)
 
+        self._errors.each(self._clients.gone(event.identity), lose)
+
     def full(self, event: ClientFull, _now: float) -> None:
         """Note that a client reads too slowly."""
         self._clients.full(event.identity)
@@ -142,9 +179,12 @@ class ClientMessages:
         client = self._clients.writable(event.identity)
         if client is None:
             return
-        for request in list(client.requests.values()):
+
+        def catch_up(request: Request) -> None:
             if request.sent >= 0:
                 self._lifecycle.resend(request, request.sent)
+
+        self._errors.each(list(client.requests.values()), catch_up)
 
     # ------------------------------------------------------------------ begin
 
@@ -363,7 +403,10 @@ class ClientMessages:
             if request is None or request.state is not _ENDED:
                 continue
             if request.identity == identity:
-                self._lifecycle.forget(request)
+                try:
+                    self._lifecycle.forget(request)
+                except Exception as error:
+                    self._errors.of_request(error, key)
 
     _handlers: ClassVar[dict[type, Callable[..., None]]] = {
         Submit: _submit,

@@ -6,6 +6,8 @@ records keep its tokens, so a slow client loses nothing and costs no further mem
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..proto.wire.messages import TokenRun
 from .requests import Request
 
@@ -83,6 +85,23 @@ class Clients:
             request.client = None
             request.sent = -1
         return requests
+
+    def all(self) -> list[Client]:
+        """Return all clients."""
+        return list(self._by_identity.values())
+
+    def recount(self, requests: Mapping[bytes, Request]) -> None:
+        """Make the lists of all clients again from the requests' records."""
+        for client in self._by_identity.values():
+            client.requests = {}
+        for request in requests.values():
+            if request.client is not None:
+                client = self._by_identity.setdefault(request.client.identity, request.client)
+                request.client = client
+                client.requests[request.key] = request
+        for client in self.all():
+            if not client.requests and not client.behind:
+                del self._by_identity[client.identity]
 
     def __len__(self) -> int:
         return len(self._by_identity)

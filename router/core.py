@@ -42,6 +42,7 @@ from .events import (
 )
 from .lifecycle import Lifecycle
 from .metrics import Metrics
+from .own_errors import OwnErrors
 from .placement import Placement
 from .queries import Queries
 from .recovery import Recovery, WorkerLosses
@@ -55,6 +56,9 @@ from .timers import Timers
 from .worker_messages import WorkerMessages
 from .worker_registration import WorkerRegistration
 
+MAX_MENDS = 3
+"""Repairs after one event; a repair may fail too, and the next one starts from its result."""
+
 
 class RouterCore:
     """State machine of one router.
@@ -62,6 +66,8 @@ class RouterCore:
     ``incarnation``: random number of this process. ``files``: text files of the model folder by
     name. ``now``: monotonic seconds, as in all calls. ``caller_of``: maps a client's routing id
     to its key and rights. ``fresh_stories``: the shell takes the stories of ended requests.
+
+    ``broken``: why the process must be replaced, after an error that could not be repaired.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class RouterCore:
         caller_of: Callable[[bytes], Caller] = lambda _identity: ANYBODY,
         fresh_stories: bool = False,
     ) -> None:
+        self.broken = ""
         out = self._out = list[Action]()
         table = self.table = RequestTable()
         registry = self.registry = Registry(config, now)
@@ -83,11 +90,12 @@ class RouterCore:
         handoffs = self.handoffs = Handoffs(lambda name: registry.find(name) is not None)
         placement = self.placement = Placement(registry, config)
         stories = self.stories = Stories(config.trace_requests, fresh=fresh_stories)
-        lifecycle = Lifecycle(
-            config, out, table, registry, placement, admission, clients, metrics, stories
+        errors = self.errors = OwnErrors(out, table, registry, admission, clients, metrics)
+        lifecycle = self._lifecycle = Lifecycle(
+            config, out, table, registry, placement, admission, clients, metrics, stories, errors
         )
-        recovery = Recovery(config, out, table, placement, lifecycle, metrics)
-        takeover = Takeover(config, out, table, registry, lifecycle, recovery, metrics, now)
+        recovery = self._recovery = Recovery(config, out, table, placement, lifecycle, metrics)
+        takeover = Takeover(config, out, table, registry, lifecycle, recovery, metrics, errors, now)
         pairs = placement.failed_pairs
         reporter = self._reporter = Reporter(
             config, table, registry, pairs, admission, clients, metrics, handoffs, stories, now
@@ -95,20 +103,23 @@ class RouterCore:
         queries = Queries(config, out, registry, clients, metrics, reporter, files or {}, caller_of)
         client_messages = ClientMessages(
             config, out, table, registry, placement, admission, clients,
-            lifecycle, recovery, takeover, metrics, queries, stories, caller_of,
+            lifecycle, recovery, takeover, metrics, queries, stories, caller_of, errors,
         )  # fmt: skip
         drained = queries.drained
-        losses = WorkerLosses(out, registry, placement, lifecycle, recovery, metrics, drained)
+        losses = WorkerLosses(
+            out, registry, placement, lifecycle, recovery, metrics, errors, drained
+        )
         registration = WorkerRegistration(
             config, out, registry, admission, takeover, losses, metrics, incarnation, drained
         )
         worker_messages = WorkerMessages(
             config, out, table, registry, pairs, admission, lifecycle, recovery, takeover,
-            registration, Proofs(config, metrics), metrics, handoffs, stories,
+            registration, Proofs(config, metrics), metrics, handoffs, stories, errors,
         )  # fmt: skip
         self._timers = Timers(
-            config, out, table, registry, admission, lifecycle, recovery, takeover, losses, now
-        )
+            config, out, table, registry, admission, lifecycle, recovery, takeover, losses, errors,
+            now,
+        )  # fmt: skip
         self._handlers: dict[type[Event], Callable[..., None]] = {
             FromClient: client_messages.handle,
             FromWorker: worker_messages.handle,
@@ -126,9 +137,17 @@ class RouterCore:
     # ------------------------------------------------------------------ entry
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Handle one event and return the actions, to be performed in order."""
+        """Handle one event and return the actions, to be performed in order.
+
+        Never raises. An exception ends only the request that caused it; see :mod:`.own_errors`.
+        """
         out = self._out
-        self._handlers[type(event)](event, now)
+        try:
+            self._handlers[type(event)](event, now)
+        except Exception as error:
+            self.errors.of_nobody(error, type(event).__name__)
+        if self.errors.fresh:
+            self._mend(now)
         actions = out.copy()  # the list itself is shared, and acting may cause further events
         out.clear()
         return actions
@@ -159,6 +178,19 @@ class RouterCore:
         return len(self.table.requests)
 
     # ------------------------------------------------------------------ inner
+
+    def _mend(self, now: float) -> None:
+        """Repair the state after errors; if that fails, :attr:`broken` says why."""
+        try:
+            for _ in range(MAX_MENDS):
+                if self.errors.fresh:
+                    self.errors.mend(
+                        self._lifecycle, lambda one, why: self._recovery.lost(one, why, now), now
+                    )
+            self.check_integrity()
+        except Exception as error:
+            self.errors.of_nobody(error, "repair")
+            self.broken = "its state could not be repaired after an error; see its log"
 
     def check_integrity(self) -> None:
         """Raise InternalError if records, counters and the workers' loads do not agree."""

@@ -117,4 +117,12 @@ class Log(msgspec.Struct, frozen=True, gc=False):
     fields: dict[str, object]
 
 
-Action = ToClient | ToWorker | Log
+class Fault(msgspec.Struct, frozen=True, gc=False):
+    """Log an exception of our own code with its traceback."""
+
+    event: str
+    error: Exception
+    fields: dict[str, object]
+
+
+Action = ToClient | ToWorker | Log | Fault

@@ -11,6 +11,7 @@ expires.
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from ..proto.errors import BatonError, CapacityError, LimitExceeded
 from ..proto.requests import check_emitted, check_wire_context
@@ -28,6 +29,9 @@ from .request_table import RequestTable
 from .requests import NEVER, Request, State, Step
 from .stories import MAX_CAUSE_CHARS, MAX_PAST, Stories
 from .workers import Worker
+
+if TYPE_CHECKING:
+    from .own_errors import OwnErrors
 
 ENDED_KEEP_S = 5.0
 """Minimum seconds for which a terminal is kept, also after the deadline."""
@@ -51,6 +55,7 @@ class Lifecycle:
         clients: Clients,
         metrics: Metrics,
         stories: Stories,
+        errors: OwnErrors,
     ) -> None:
         self._config = config
         self._key = config.key
@@ -62,6 +67,7 @@ class Lifecycle:
         self._clients = clients
         self._metrics = metrics
         self._stories = stories
+        self._errors = errors
 
     # ------------------------------------------------------------------ placing
 
@@ -177,9 +183,12 @@ class Lifecycle:
 
     def retry_waiting(self, now: float) -> None:
         """Place the requests that wait for a ready worker."""
-        for request in list(self._table.queued.values()):
+
+        def retry(request: Request) -> None:
             if request.attempt.grace_until != NEVER and request.state is State.QUEUED:
                 self.place(request, now)
+
+        self._errors.each(list(self._table.queued.values()), retry)
 
     def _wait(self, request: Request, now: float) -> None:
         """Wait for a pair of workers; fail after the grace period if no worker is ready."""

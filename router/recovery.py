@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..proto.errors import FeatureMissing, RequestPoisoned, WorkerLost
 from ..proto.wire.messages import Adopt, PeerDead
@@ -19,6 +20,7 @@ from .config import RouterConfig
 from .events import Action, Log, ToWorker
 from .lifecycle import Lifecycle
 from .metrics import Metrics
+from .own_errors import OwnErrors
 from .placement import Placement
 from .registry import Registry
 from .request_table import RequestTable
@@ -188,6 +190,7 @@ class WorkerLosses:
         lifecycle: Lifecycle,
         recovery: Recovery,
         metrics: Metrics,
+        errors: OwnErrors,
         on_lost: Callable[[str], None],
     ) -> None:
         self._out = out
@@ -196,6 +199,7 @@ class WorkerLosses:
         self._lifecycle = lifecycle
         self._recovery = recovery
         self._metrics = metrics
+        self._errors = errors
         self._on_lost = on_lost
         # PeerDead messages to repeat: (message, receivers, time, number of times sent).
         self._notices: deque[tuple[PeerDead, list[Worker], float, int]] = deque()
@@ -232,12 +236,15 @@ class WorkerLosses:
         for request in worker.doubted:
             self._recovery.start_over(request)
             request.doubts |= {worker.incarnation}
-        for request in affected:
+
+        def move(request: Request) -> None:
             if worker.draining and request.attempt.server is not worker:
                 # Not running there, and a drain is not a loss.
                 self._lifecycle.requeue(request, now, f"{worker.id} drained and disconnected")
             else:
                 self._recovery.lost(request, f"the connection of worker {worker.id} closed", now)
+
+        self._errors.each(affected, move)
 
     def judged(self, lost: Losses, doubtful: Losses, now: float) -> None:
         """Handle workers without heartbeat or progress: the lost ones, and those newly suspect.
@@ -257,13 +264,16 @@ class WorkerLosses:
     def _move_waiting(self, worker: Worker, now: float) -> None:
         if worker.role != "prefill":
             return
-        for request in list(worker.requests.values()):
+
+        def move(request: Request) -> None:
             computes = request.started or request.state is State.DECODING
             waits = request.state is State.ASSIGNED or not computes
             pinned = request.pin is not None and request.pin[1] == worker.endpoint
             if waits and not pinned and self._registry.ready("prefill", request.pool):
                 self._metrics.moved += 1
                 self._lifecycle.requeue(request, now, f"{worker.id} is suspect: {worker.reason}")
+
+        self._errors.each(list(worker.requests.values()), move)
 
     def returned(self, worker: Worker, now: float) -> None:
         """Handle the return of a suspect worker: remove the doubts of its requests."""
@@ -291,7 +301,8 @@ class WorkerLosses:
         for worker, reason in lost:
             self._registry.suspect(worker, reason)
         for worker, reason in lost:
-            self._lose(worker, reason, now, blamed=worker not in blameless)
+            lose = partial(self._lose, worker, reason, now, blamed=worker not in blameless)
+            self._errors.apart(worker.id, lose)
 
     def _lose(self, worker: Worker, reason: str, now: float, *, blamed: bool) -> None:
         drained = worker.draining
@@ -315,14 +326,16 @@ class WorkerLosses:
             self._recovery.start_over(request)
         if blamed:
             self._recovery.blame(there)
-        for request in affected:
+
+        def move(request: Request) -> None:
             if drained and request.attempt.server is not worker:
                 # Not running there, and a drain is not a loss.
                 self._lifecycle.requeue(request, now, f"{worker.id} drained and was lost")
             else:
                 self._recovery.lost(request, f"worker {worker.id} was lost: {reason}", now)
-        for request in doubted:
-            self._recovery.end_poisoned(request, now)
+
+        self._errors.each(affected, move)
+        self._errors.each(doubted, lambda request: self._recovery.end_poisoned(request, now))
         worker.doubted = []
         worker.requests.clear()
         worker.aborts.clear()

@@ -336,6 +336,14 @@ class Registry:
         while len(self._gone) > KEEP_GONE:
             self._gone.popitem(last=False)
 
+    def recount(self) -> None:
+        """Make the lists by state again, after an error has left a change unfinished."""
+        for endpoint, worker in list(self._live.items()):
+            if not worker.live:
+                del self._live[endpoint]
+                self._list_gone(worker)
+        self._changed()
+
     def _changed(self) -> None:
         self._ready.clear()
         self._others = None

@@ -34,8 +34,10 @@ from ..runtime.net.channel import ChannelOptions, Frames, SendResult
 from ..runtime.net.loop import Loop, Timer
 from ..runtime.net.outbox import Outbox
 from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.clock import Clock
 from ..runtime.process.log import get_logger
 from ..runtime.process.log_limit import LogLimit
+from ..runtime.process.main import EXIT_RESTART
 from ..runtime.process.otlp import OtlpSender, Span, SpanExporter
 from .authorization import ANYBODY, Caller, WorkerGate, client_refusals, without_drains
 from .config import RouterConfig
@@ -47,6 +49,7 @@ from .events import (
     ClientInputRejected,
     ClientWritable,
     Event,
+    Fault,
     FromClient,
     FromWorker,
     Log,
@@ -143,13 +146,15 @@ class RouterShell:
         self._heard_worker = False
         self._gone: list[bytes] = []  # workers whose lost connection is not reported yet
         self._patience: Timer | None = None  # runs while messages wait to be batched
+        self._clock = Clock(loop, self._turn, lambda: self.core.errors.unowned, self._break)
+        self.exit_code = 0
 
     def start(self) -> None:
         """Attach the sockets to the loop and start the timer."""
         self.clients.attach(self._loop, self._hear_client, self._client_gone)
         self.workers.attach(self._loop, self._hear_worker, self._worker_gone)
         self._loop.on_turn_end(self._flush)
-        self._tick()
+        self._clock.start()
 
     def close(self) -> None:
         """Close the sockets."""
@@ -263,16 +268,26 @@ class RouterShell:
         if gone:
             self._feed(WorkersGone(gone))
 
-    def _tick(self) -> None:
+    def _turn(self) -> float:
+        """Handle all timers; return the time of the next one.
+
+        The core's timers first: an error in counting or logging must not delay a deadline.
+        """
         now = self._loop.now()
-        self._count_refused()
-        self._tell_requests(self.core.stories.take_fresh())
-        for event, keys in self._log_limit.due(now):
-            _log.warning(event, **keys)
         self._perform(self.core.handle(Tick(), now))
         if self._closing:
             self._maybe_leave(now)
-        self._loop.call_at(self.core.next_timer(), self._tick)
+        for event, keys in self._log_limit.due(now):
+            _log.warning(event, **keys)
+        self._count_refused()
+        self._tell_requests(self.core.stories.take_fresh())
+        return self.core.next_timer()
+
+    def _break(self, reason: str) -> None:
+        """End the process, so that the supervisor starts another; the workers keep the requests."""
+        _log.error("router.exit", reason=reason)
+        self.exit_code = EXIT_RESTART
+        self._loop.stop()
 
     def _count_refused(self) -> None:
         """Add the channels' counts of refused input, which never reaches the core."""
@@ -286,25 +301,41 @@ class RouterShell:
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            if type(action) is ToClient:
-                identity, message = action.identity, action.message
-                kind = type(message)
-                if identity in self._held:
-                    self._hold(identity, [message])
-                elif kind is Submitted:
-                    self._to_clients.put_patient(identity, message)
-                elif kind in _LATEST_COUNTS:
-                    self._to_clients.put_latest(identity, message, _merged)
-                else:
-                    self._to_clients.put(identity, message)
-            elif type(action) is ToWorker:
-                identity, message = action.identity, action.message
-                if type(message) is TerminalAck:
-                    self._to_workers.put_patient(identity, message)
-                else:
-                    self._to_workers.put(identity, message)
-            elif type(action) is Log:
-                _log.info(action.event, **action.fields)
+            try:
+                self._carry_out(action)
+            except Exception as error:
+                self._report(error, {"action": type(action).__name__})
+        if self.core.broken and not self.exit_code:
+            self._break(self.core.broken)
+
+    def _carry_out(self, action: Action) -> None:
+        if type(action) is ToClient:
+            identity, message = action.identity, action.message
+            kind = type(message)
+            if identity in self._held:
+                self._hold(identity, [message])
+            elif kind is Submitted:
+                self._to_clients.put_patient(identity, message)
+            elif kind in _LATEST_COUNTS:
+                self._to_clients.put_latest(identity, message, _merged)
+            else:
+                self._to_clients.put(identity, message)
+        elif type(action) is ToWorker:
+            identity, message = action.identity, action.message
+            if type(message) is TerminalAck:
+                self._to_workers.put_patient(identity, message)
+            else:
+                self._to_workers.put(identity, message)
+        elif type(action) is Log:
+            _log.info(action.event, **action.fields)
+        elif type(action) is Fault:
+            self._report(action.error, action.fields)
+
+    def _report(self, error: Exception, fields: dict[str, object]) -> None:
+        """Log an exception of our own code with its traceback: at most one every few seconds."""
+        text = f"{type(error).__name__}: {error}"
+        if self._log_limit.passes("router.internal_error", self._loop.now(), error=text, **fields):
+            _log.error("router.internal_error", exc_info=error, error=text, **fields)
 
     def _flush(self) -> None:
         """Send this turn's messages: to clients first if workers sent any, else to workers."""
@@ -394,12 +425,13 @@ class RouterShell:
         held = self._held.pop(identity, None)
         if held is None:
             return
-        for message in held:
-            self._to_clients.put(identity, message)
-        self._to_clients.flush()
-        if identity in self._held:
-            return  # still full; _client_unsent holds the messages and retries
-        self._feed(ClientWritable(identity))
+        try:
+            for message in held:
+                self._to_clients.put(identity, message)
+            self._to_clients.flush()
+        finally:  # also after an error: the core sends again what was lost
+            if identity not in self._held:  # else still full: _client_unsent retries
+                self._feed(ClientWritable(identity))
 
     # ------------------------------------------------------------------ end
 

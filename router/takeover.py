@@ -20,6 +20,7 @@ from .config import RouterConfig
 from .events import Action, ToClient, ToWorker
 from .lifecycle import Lifecycle
 from .metrics import Metrics
+from .own_errors import OwnErrors
 from .recovery import Recovery
 from .registry import Registry
 from .request_table import RequestTable
@@ -191,8 +192,10 @@ class Takeover:
         lifecycle: Lifecycle,
         recovery: Recovery,
         metrics: Metrics,
+        errors: OwnErrors,
         now: float,
     ) -> None:
+        self._errors = errors
         self._config = config
         self._out = out
         self._table = table
@@ -283,20 +286,29 @@ class Takeover:
             request = self._table.requests.get(held.request)
             if request is None or held.attempt < request.attempt.number:
                 continue
-            attempt = request.attempt
-            asked = attempt.server is worker and not attempt.answered  # the Hello may be older
-            if not asked and self._is_elsewhere(request, held):
-                self.moved(request, held.router, now)
-            elif joined and held.attempt >= request.own:
-                self._collide(request, worker, held, now)
-            elif request.state is State.RECOVERING:
-                self._adopt(request, worker, held, now)
-            elif request.state is State.PREFILLING or request.state is State.FOLLOWED:
-                attempt.number = held.attempt
-                self._recovery.served_by(request, worker)
-                self._recovery.ask_again(request, now)
-            elif attempt.server is worker:
-                self._recovery.ask_again(request, now)
+            try:
+                self._listed(request, held, worker, now, joined=joined)
+            except Exception as error:
+                self._errors.of_request(error, request.key)
+
+    def _listed(
+        self, request: Request, held: RequestState, worker: Worker, now: float, *, joined: bool
+    ) -> None:
+        """Handle one request that a worker's Hello lists."""
+        attempt = request.attempt
+        asked = attempt.server is worker and not attempt.answered  # the Hello may be older
+        if not asked and self._is_elsewhere(request, held):
+            self.moved(request, held.router, now)
+        elif joined and held.attempt >= request.own:
+            self._collide(request, worker, held, now)
+        elif request.state is State.RECOVERING:
+            self._adopt(request, worker, held, now)
+        elif request.state is State.PREFILLING or request.state is State.FOLLOWED:
+            attempt.number = held.attempt
+            self._recovery.served_by(request, worker)
+            self._recovery.ask_again(request, now)
+        elif attempt.server is worker:
+            self._recovery.ask_again(request, now)
 
     def _is_elsewhere(self, request: Request, held: RequestState) -> bool:
         """True if another router has adopted the request, unless its client resumed it here."""
@@ -318,11 +330,14 @@ class Takeover:
         for key, (attempt, _, _) in worker.aborts.items():
             abort = Abort(request=key, attempt=attempt, reason="repeated")
             self._out.append(ToWorker(worker.identity, abort))
-        for request in list(worker.requests.values()):
+
+        def check(request: Request) -> None:
             held = worker.reported.get(request.key)
             missing = held is None or held.attempt < request.attempt.number
             if missing and request.attempt.server is worker:
                 self._recovery.lost(request, f"worker {worker.id} no longer holds it", now)
+
+        self._errors.each(list(worker.requests.values()), check)
         self.registered(worker, now, joined=False)
 
     def _collide(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:

@@ -12,6 +12,7 @@ from .admission import Admission
 from .config import RouterConfig
 from .events import Action, Tick, ToWorker
 from .lifecycle import Lifecycle
+from .own_errors import OwnErrors
 from .recovery import Recovery, WorkerLosses
 from .registry import Registry
 from .request_table import RequestTable
@@ -37,6 +38,7 @@ class Timers:
         recovery: Recovery,
         takeover: Takeover,
         losses: WorkerLosses,
+        errors: OwnErrors,
         now: float,
     ) -> None:
         self._config = config
@@ -48,6 +50,7 @@ class Timers:
         self._recovery = recovery
         self._takeover = takeover
         self._losses = losses
+        self._errors = errors
         self._workers_next = now
         self._rates_next = now
 
@@ -58,15 +61,16 @@ class Timers:
 
     def tick(self, _event: Tick, now: float) -> None:
         """Handle all timers that are due."""
-        for request in self._table.timers.due(now):
-            self._request(request, now)
+        apart = self._errors.apart
+        self._errors.each(self._table.timers.due(now), lambda request: self._request(request, now))
         if now >= self._workers_next:
-            self._workers(now)
-            self._takeover.unclaimed.tick(now)
-            self._losses.tick(now)
+            self._workers_next = now + WORKERS_EVERY_S
+            apart("the workers' timers", lambda: self._workers(now))
+            apart("unclaimed requests", lambda: self._takeover.unclaimed.tick(now))
+            apart("notices of dead workers", lambda: self._losses.tick(now))
         if now >= self._rates_next:
             self._rates_next = now + 1.0
-            self._admission.roll(now)
+            apart("rates", lambda: self._admission.roll(now))
 
     # ------------------------------------------------------------------ requests
 
@@ -109,7 +113,6 @@ class Timers:
     def _workers(self, now: float) -> None:
         registry, health = self._registry, self._registry.health
         health.look(registry.live(), now)
-        self._workers_next = now + WORKERS_EVERY_S
         lost = health.failing(registry.live(), now)
         self._losses.judged(lost, health.doubtful(registry.live(), now), now)
         for worker in registry.live():

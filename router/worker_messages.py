@@ -40,6 +40,7 @@ from .events import Action, FromWorker, ToClient, ToWorker
 from .latency import bucket
 from .lifecycle import Lifecycle
 from .metrics import Metrics
+from .own_errors import OwnErrors
 from .pairs import FailedPairs
 from .recovery import Recovery
 from .registry import Registry
@@ -78,6 +79,7 @@ class WorkerMessages:
         metrics: Metrics,
         handoffs: Handoffs,
         stories: Stories,
+        errors: OwnErrors,
     ) -> None:
         self._config = config
         self._out = out
@@ -93,6 +95,7 @@ class WorkerMessages:
         self._metrics = metrics
         self._handoffs = handoffs
         self._stories = stories
+        self._errors = errors
         self._reported: RecentMap[bytes, int] = RecentMap(REMEMBER_REPORTS)
         self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
         self._handlers: dict[type[Message], Callable[..., None]] = {
@@ -122,15 +125,19 @@ class WorkerMessages:
             self._certified(event, now)
         handlers = self._handlers
         for message in event.messages:
-            if type(message) is Hello:
-                self._registration.hello(identity, self._proofs.proven(message), now)
+            try:
+                if type(message) is Hello:
+                    self._registration.hello(identity, self._proofs.proven(message), now)
+                    worker = by_identity(identity)
+                elif worker is not None:
+                    handlers[type(message)](worker, message, now)
+                elif type(message) is not DeathCertificate:
+                    self._drop("unknown_worker")
+                    text = "not registered: send Hello first"
+                    self._send(identity, Rejected(code="endpoint_unknown", message=text))
+            except Exception as error:
                 worker = by_identity(identity)
-            elif worker is not None:
-                handlers[type(message)](worker, message, now)
-            elif type(message) is not DeathCertificate:
-                self._drop("unknown_worker")
-                text = "not registered: send Hello first"
-                self._send(identity, Rejected(code="endpoint_unknown", message=text))
+                self._failed(worker, message, error)
         if self._acknowledged:
             self._acknowledged.clear()
 
@@ -143,6 +150,18 @@ class WorkerMessages:
         """Ignore: a worker has no certificates to send."""
         self._drop("unknown_certificate")
 
+    def _failed(self, worker: Worker | None, message: Message | TokenRun, error: Exception) -> None:
+        """End the request whose message raised, if this worker runs it.
+
+        Otherwise the message is lost, as on the network: its sender repeats it, or times out.
+        """
+        request = self._table.requests.get(getattr(message, "request", b""))
+        runs = request is not None and worker is not None and request.attempt.runs_on(worker)
+        if request is not None and runs:
+            self._errors.of_request(error, request.key)
+        else:
+            self._errors.of_nobody(error, type(message).__name__)
+
     # ------------------------------------------------------------------ tokens
 
     def _tokens(self, worker: Worker, message: Tokens, now: float) -> None:
@@ -152,47 +171,52 @@ class WorkerMessages:
         total = same = 0
         since = NEVER
         for run in message.runs:
-            request = requests.get(run.request)
-            if request is None:
-                self._unknown(worker, run.request, run.attempt, now)
-                continue
-            attempt = request.attempt
-            if (
-                run.position != request.next
-                or run.attempt != attempt.number
-                or attempt.server is not worker
-            ):
-                checked = self._irregular(worker, request, run, now)
-                if checked is None:
+            try:
+                request = requests.get(run.request)
+                if request is None:
+                    self._unknown(worker, run.request, run.attempt, now)
                     continue
-                run = checked
-            total += len(run.tokens)
-            request.keep(run)
-            if run.media is not None and request.speaks:
-                self._sounded(request, now)
-            # Most runs of a step have the same previous step; their equal gaps are counted at once.
-            if request.token_at != since:
-                if since != NEVER:
-                    self._waited(worker, since, same, now)
-                since, same = request.token_at, 0
-            same += 1
-            request.token_at = now
-            client = request.client
-            if client is not None:
-                if client.behind:
-                    if request.sent < 0:
-                        request.sent = run.position
-                else:
-                    if not client.runs:
-                        touched.append(client)
-                    client.runs.append(run)
-            if not (attempt.answered and request.started and attempt.pending is None):
-                self._first_heard(worker, request, touched, now)
-        if since != NEVER:
-            self._waited(worker, since, same, now)
-        self._admission.tokens.new += total
-        if touched:
-            self._flush(touched)
+                attempt = request.attempt
+                if (
+                    run.position != request.next
+                    or run.attempt != attempt.number
+                    or attempt.server is not worker
+                ):
+                    checked = self._irregular(worker, request, run, now)
+                    if checked is None:
+                        continue
+                    run = checked
+                total += len(run.tokens)
+                request.keep(run)
+                if run.media is not None and request.speaks:
+                    self._sounded(request, now)
+                # Most runs of a step have the same previous step: count their equal gaps at once.
+                if request.token_at != since:
+                    if since != NEVER:
+                        self._waited(worker, since, same, now)
+                    since, same = request.token_at, 0
+                same += 1
+                request.token_at = now
+                client = request.client
+                if client is not None:
+                    if client.behind:
+                        if request.sent < 0:
+                            request.sent = run.position
+                    else:
+                        if not client.runs:
+                            touched.append(client)
+                        client.runs.append(run)
+                if not (attempt.answered and request.started and attempt.pending is None):
+                    self._first_heard(worker, request, touched, now)
+            except Exception as error:
+                self._failed(worker, run, error)
+        try:
+            if since != NEVER:
+                self._waited(worker, since, same, now)
+            self._admission.tokens.new += total
+        finally:
+            if touched:
+                self._flush(touched)
 
     def _sounded(self, request: Request, now: float) -> None:
         """Note the first samples of a request for speech."""

@@ -17,7 +17,7 @@ from ..kv_transfer.receiver import Receiver
 from ..kv_transfer.receiver_grants import ReceiverConfig
 from ..proto.errors import ProtocolError
 from ..proto.wire.messages import Credit, KVFrame, Message, PrefillToDecode
-from ..worker.events import Fault, RunStep, StepDone
+from ..worker.events import RunStep, StepDone
 from .invariants import Violation
 from .prefill_nodes import PrefillNode
 from .toy_model import KILLS_DECODE
@@ -71,8 +71,6 @@ class DecodeNode(EngineNode[DecodeCore]):
                 self.feed(decode.PoolMapped(peer, "", transport))
             case RunStep(plan=plan):
                 self.run(plan.num_tokens, lambda seconds: self._finish(plan, seconds))
-            case Fault(error=error):
-                raise Violation(f"{self.name}: internal error: {error!r}") from error
             case _:
                 super().perform(action)
 

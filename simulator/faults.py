@@ -9,6 +9,7 @@ from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, connection_timeout
 from .cluster import Cluster
 from .network import Link
 from .nodes import Node
+from .own_errors import Plant
 from .scenarios import Scenario
 
 STOP_S = 3.0
@@ -28,6 +29,10 @@ BLOCK_S = 2.0
 
 CUT_S = 12.0
 """Longest time a prefill and a decode worker are cut off, seconds; several handoff timeouts."""
+TICKS = 0.3
+"""Share of the planted exceptions that are raised in a tick."""
+LINES_LOG2 = 11.0
+"""Logarithm of the most lines of a core's code until a planted exception is raised."""
 ISOLATE_S = 4.0
 """Longest time a router is cut off, seconds; longer than its clients wait for it."""
 
@@ -61,6 +66,7 @@ class Storm:
             self._slow: scenario.slow,
             self._misfit: scenario.misfits,
             self._forge: scenario.forgeries,
+            self._raise: scenario.raises,
         }
         for strike, count in kinds.items():
             for _ in range(count):
@@ -69,6 +75,13 @@ class Storm:
 
     def _crash(self, node: Node, when: float) -> None:
         self._cluster.network.at(when, node.crash)
+
+    def _raise(self, node: Node, when: float) -> None:
+        """Plant an exception in the code of a router or worker; see :mod:`.own_errors`."""
+        random = self._random
+        ticks = random.random() < TICKS
+        plant = Plant(int(2 ** random.uniform(0.0, LINES_LOG2)), ticks=ticks)
+        self._cluster.network.at(when, lambda: node.plants.append(plant))
 
     def _stop(self, node: Node, when: float) -> None:
         self._stop_for(node, when, self._random.uniform(0.05, STOP_S))

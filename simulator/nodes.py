@@ -8,11 +8,13 @@ Actions are performed as in the real shells: in order, with messages over the ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..proto.wire.messages import Message
 from ..router import events as routing
 from ..router.core import RouterCore
+from .invariants import Violation
+from .own_errors import Plant
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -20,6 +22,14 @@ if TYPE_CHECKING:
 TICK_S = 0.05
 DETECT_S = 0.002
 """Seconds until a broken connection is noticed."""
+
+
+class Thinker(Protocol):
+    """A core."""
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Return the actions for an event."""
+        ...
 
 
 class Node:
@@ -32,7 +42,9 @@ class Node:
         self.alive = False
         self.stopped = False
         self.stopped_at = self.resumed_at = 0.0
+        self.raised = ""  # where the last planted exception was raised in this incarnation
         self.skew = 0.0  # offset of this machine's clock, seconds
+        self.plants: list[Plant] = []  # exceptions still to be raised
         self._backlog: list[Callable[[], None]] = []
 
     @property
@@ -49,6 +61,7 @@ class Node:
         """Start a new incarnation."""
         self.incarnation = self.cluster.network.random.getrandbits(63) | 1
         self.alive, self.stopped = True, False
+        self.raised = ""
         self._backlog.clear()
         self.boot()
         self._tick(self.incarnation)
@@ -100,6 +113,24 @@ class Node:
         """Let the core check its timers."""
         raise NotImplementedError
 
+    def think(self, core: Thinker, event: Any) -> list[Any]:
+        """Pass an event to a core; an exception that was planted may be raised within it."""
+        plant = self.plants[0] if self.plants else None
+        if plant is None or (plant.ticks and type(event).__name__ != "Tick"):
+            return core.handle(event, self.now)
+        actions = plant.run(lambda: core.handle(event, self.now))
+        if plant.where:
+            self.plants.remove(plant)
+            self.raised = plant.where
+            self.cluster.stats["raised"] += 1
+        return actions
+
+    def fault(self, error: Exception) -> None:
+        """Check that an exception of our own code follows from a planted one."""
+        if not self.raised:
+            raise Violation(f"{self.name}: internal error: {error!r}") from error
+        self.cluster.stats["faults"] += 1
+
     def record(self, event: object, actions: Sequence[object]) -> None:
         """Add one call of the core to the cluster's recording, if there is one."""
         if self.cluster.recording is not None:
@@ -130,9 +161,11 @@ class RouterNode(Node):
 
     def feed(self, event: routing.Event) -> None:
         """Pass an event to the core and perform the actions it returns."""
-        actions = self.core.handle(event, self.now)
+        actions = self.think(self.core, event)
         self.record(event, actions)
         self._perform(actions)
+        if self.core.broken:
+            raise Violation(f"{self.name}: {self.core.broken}, raised at {self.raised}")
 
     def _perform(self, actions: list[routing.Action]) -> None:
         for action in actions:
@@ -140,6 +173,8 @@ class RouterNode(Node):
                 self._to_client(action.identity, action.message)
             elif isinstance(action, routing.ToWorker):
                 self.cluster.to_worker(self, action.identity, action.message)
+            elif isinstance(action, routing.Fault):
+                self.fault(action.error)
             elif isinstance(action, routing.Log):
                 self.cluster.stats[action.event] += 1
         self.cluster.watcher.router(self)

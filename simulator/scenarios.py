@@ -45,9 +45,10 @@ class Scenario:
     clients or both), ``cuts`` (a prefill and a decode worker cannot reach each other, in one
     direction or both; ``cut_kinds`` as in :mod:`.faults`), ``drains``, ``jumps`` (a clock jumps
     forward), ``slow`` (a client reads nothing for a while), ``misfits`` (a worker restarts with
-    another model), ``forgeries`` (certificates of all workers' deaths without the secrets).
-    ``certificate_faults``: probability that a certificate is lost, late, repeated, or joined by
-    forged ones. ``victims``: kinds of nodes that faults strike.
+    another model), ``forgeries`` (certificates of all workers' deaths without the secrets),
+    ``raises`` (a core's own code raises an exception). ``certificate_faults``: probability that a
+    certificate is lost, late, repeated, or joined by forged ones. ``victims``: kinds of nodes that
+    faults strike.
     Probabilities per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before),
     ``structured`` (answers follow a grammar, which takes a while to compile).
     ``harmless``: no worker may be declared dead or exit while the faults last.
@@ -80,6 +81,7 @@ class Scenario:
     misfits: int = 0
     forgeries: int = 0
     certificate_faults: float = 0.0
+    raises: int = 0
     poison: int = 0
     cancels: float = 0.0
     pins: float = 0.0
@@ -119,6 +121,14 @@ _ALL = Scenario(
 )
 """All kinds of faults together."""
 _FAILOVER = Scenario(wait_s=PATIENT_S, shape=TWO, victims=("router",), cancels=0.1)
+_RAISES = Scenario(
+    raises=4,
+    cancels=0.2,
+    deadlines=0.1,
+    pins=0.1,
+    allowed=_PINNED | {"internal"},
+)
+"""Exceptions of our own code: each may end one request, and no other one suffers."""
 _MOVES = Scenario(prompt=120, shape=Shape(sizes=MOVES), cancels=0.6, crashes=1, allowed=UNLUCKY)
 _CUT = Scenario(requests=30, load_s=8.0, wait_s=CUT_WAIT_S, shape=CUT_ROOM, cuts=1, cancels=0.1)
 
@@ -395,5 +405,19 @@ SCENARIOS: dict[str, Scenario] = {
     "failover-all": replace(
         _ALL, shape=Shape(routers=3, clients=4), flaps=3, partitions=2, isolations=1
     ),
+    "raises": replace(_RAISES, victims=("router", "prefill", "decode")),
+    "raises-router": replace(_RAISES, victims=("router",), deadlines=0.2),
+    "raises-prefill": replace(_RAISES, victims=("prefill",), prompt=120),
+    "raises-decode": replace(_RAISES, victims=("decode",), structured=0.3),
+    "raises-embed": replace(_RAISES, shape=EMBED, requests=60, load_s=0.4),
+    "raises-pictures": replace(
+        _RAISES, shape=DRAW, prompt=24, answer=12, victims=("router", "prefill", "decode")
+    ),
+    "raises-scarce": replace(_RAISES, shape=Shape(sizes=SCARCE), answer=40, load_s=0.4),
+    "raises-in-place": replace(_RAISES, shape=Shape(sizes=IN_PLACE), prompt=120),
+    "raises-failover": replace(
+        _RAISES, shape=TWO, victims=("router", "prefill", "decode"), crashes=1, flaps=1
+    ),
+    "raises-all": replace(_ALL, raises=6, allowed=_ALL.allowed | {"internal"}),
     "all": _ALL,
 }

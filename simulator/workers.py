@@ -34,6 +34,7 @@ from ..worker.events import (
     AbandonStep,
     DrainRequested,
     Exit,
+    Fault,
     FromRouter,
     RouterDown,
     RouterUp,
@@ -210,7 +211,7 @@ class WorkerNode(Node, Generic[C]):
     def feed(self, event: object) -> None:
         """Pass an event to the core, perform its actions, check the invariants."""
         envelopes: defaultdict[str, list[Message]] = defaultdict(list)
-        actions = self.core.handle(event, self.now)
+        actions = self.think(self.core, event)
         self.record(event, actions)
         for action in actions:
             if isinstance(action, ToRouter):
@@ -219,12 +220,16 @@ class WorkerNode(Node, Generic[C]):
                 self.perform(action)
         for name, messages in envelopes.items():
             self.to_router(name, messages)
-        self.cluster.watcher.worker(self)
+        if self.alive:
+            self.cluster.watcher.worker(self)
 
     def perform(self, action: object) -> None:
         """Perform an action as the shells of both roles would."""
-        if isinstance(action, Exit) and self.alive:
+        if isinstance(action, Fault):
+            self.fault(action.error)
+        elif isinstance(action, Exit) and self.alive:
             self.cluster.stats["exits"] += 1
+            self.cluster.stats["own_error_exits"] += action.own_error
             self.crash()
 
     def run(self, num_tokens: int, finish: Callable[[float], None]) -> None:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from ..proto.errors import InternalError
 from ..proto.wire.messages import (
     Abort,
     Adopt,
@@ -44,6 +45,7 @@ from .events import (
 from .jobs import Job, Jobs
 from .load_by_router import Shares
 from .membership import Membership, left_alone, moved_to, other_owner
+from .own_errors import OwnErrors, failure_text, key_of
 
 TOMBSTONE_S = 600.0
 """Seconds for which an Abort also rejects a late Assign or Commit of the same attempt."""
@@ -55,20 +57,35 @@ class WorkerCore(ABC):
     """Base of the prefill and decode cores."""
 
     HANDLERS: ClassVar[Mapping[type, Handler]]
+    ENGINE_EVENTS: ClassVar[frozenset[type]]
+    """Results of the engine: if one cannot be applied, the engine's state is undefined."""
 
     def __init__(self, member: Membership, jobs: Jobs[Any]) -> None:
         self._member = member
         self._jobs = jobs
         self._drained_said = False
         self._freed_later: list[tuple[Key, float, Sequence[Any]]] = []  # key, abort time, names
+        self.errors = OwnErrors(member.dropped)
         self.dropped = member.dropped
         """Messages that this worker could not use, by reason; heartbeats report them."""
 
     # ------------------------------------------------------------------ of the role
 
     @abstractmethod
-    def handle(self, event: Any, now: float) -> list[Any]:
-        """Handle one event and return the actions to perform, in order."""
+    def _go_on(self, actions: list[Any], now: float) -> None:
+        """Add what follows any event, such as the next step."""
+
+    @abstractmethod
+    def _fail(self, job: Any, now: float, message: str) -> list[Any]:
+        """End a job with an InternalError."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise InternalError if the worker's books do not agree."""
+
+    def _abandon(self, key: Key, now: float) -> list[Any]:
+        """Free what is held for an attempt without a job."""
+        return []
 
     @abstractmethod
     def load(self) -> WorkerLoad:
@@ -103,6 +120,107 @@ class WorkerCore(ABC):
         for router, tokens in held:
             shares.add(router, tokens)
         return shares.report()
+
+    # ------------------------------------------------------------------ entry
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        """Handle one event and return the actions to perform, in order.
+
+        Never raises. An exception ends only the attempt that caused it; see :mod:`.own_errors`.
+        """
+        actions: list[Any] = []
+        try:
+            actions += self.HANDLERS[type(event)](self, event, now)
+        except Exception as error:
+            actions += self._failed(event, error, now)
+        try:
+            self._go_on(actions, now)
+        except Exception as error:  # the engine's plan concerns all requests
+            actions += self.errors.fatal(error, "planning")
+        if self.errors.fresh:
+            actions += self.errors.compare(self.check_integrity)
+        return actions
+
+    def _failed(self, event: Any, error: Exception, now: float) -> list[Any]:
+        """Handle an error of an event: end the attempt that it is about, if there is one."""
+        name = type(getattr(event, "message", event)).__name__
+        if type(event) in self.ENGINE_EVENTS:
+            return self.errors.fatal(error, name)
+        if isinstance(event, RouterUp):
+            self._member.linked(event.router, now)
+        key = self._key_of(event)
+        if key is None:
+            return [self.errors.of(None, error, name)]
+        job = self._jobs.get(key)
+        if job is not None:
+            return self._harm(job, error, name, now)
+        actions: list[Any] = [self.errors.of(key, error, name)]
+        try:
+            actions += self._abandon(key, now)
+            message = getattr(event, "message", None)
+            if isinstance(message, Assign) and not self._member.has_ended(*key):
+                actions += self._end_jobless(event.router, key, now, now + message.deadline)
+        except Exception as again:
+            actions += self.errors.fatal(again, f"after {name}")
+        return actions
+
+    def _key_of(self, event: Any) -> Key | None:
+        """Return the attempt that an event is about, or None."""
+        return key_of(event)
+
+    def _harm(self, job: Any, error: Exception, where: str, now: float) -> list[Any]:
+        """End the job whose handling raised, also if it was removed without a terminal."""
+        actions: list[Any] = [self.errors.of(job.key, error, where)]
+        try:
+            if self._jobs.get(job.key) is job:
+                text = failure_text(self._member.identity.worker)
+                return actions + self._fail(job, now, text)
+            if not self._member.has_ended(*job.key):
+                actions += self._end_jobless(job.router, job.key, now, job.deadline)
+        except Exception as again:
+            actions += self.errors.fatal(again, f"after {where}")
+        return actions
+
+    def _end_jobless(self, router: str, key: Key, now: float, until: float) -> list[Any]:
+        """Send the terminal of an attempt without a job."""
+        worker = self._member.identity.worker
+        terminal = Terminal(
+            request=key[0],
+            attempt=key[1],
+            code=InternalError.code,
+            message=failure_text(worker),
+        )
+        return list(self._member.end(router, terminal, now, until))
+
+    def _each(
+        self, jobs: Iterable[Any], handle: Callable[[Any], list[Any]], where: str, now: float
+    ) -> list[Any]:
+        """Return the actions for every job; an error harms that job alone."""
+        actions: list[Any] = []
+        for job in jobs:
+            try:
+                actions += handle(job)
+            except Exception as error:
+                actions += self._harm(job, error, where, now)
+        return actions
+
+    def _outputs(
+        self, outputs: Iterable[Any], handle: Callable[[Any], list[Any]], now: float
+    ) -> list[Any]:
+        """Return the actions for every output of a handoff; an error harms its attempt alone."""
+        actions: list[Any] = []
+        remaining = iter(outputs)
+        output: Any = None
+        while True:
+            try:
+                output = next(remaining, None)
+                if output is None:
+                    return actions
+                actions += handle(output)
+            except Exception as error:
+                if output is None:  # making it raised, and nothing follows
+                    raise
+                actions += self._failed(output, error, now)
 
     # ------------------------------------------------------------------ jobs
 
@@ -230,11 +348,13 @@ class WorkerCore(ABC):
     def _deserted(self, now: float) -> list[Any]:
         """Abort requests of routers that have been away too long and that no router adopted."""
         gone = self._member.away(now)
-        actions: list[Any] = []
-        for held in self._held() if gone else ():
-            if held.router in gone:
-                abort = Abort(request=held.request, attempt=held.attempt, reason="deserted")
-                actions += self._abort(held.router, abort, now)
+        jobs = [job for job in self._jobs if job.router in gone] if gone else []
+
+        def abort(job: Job) -> list[Any]:
+            request, attempt = job.key
+            return self._abort(job.router, Abort(request=request, attempt=attempt), now)
+
+        actions = self._each(jobs, abort, "deserted", now)
         return [a for a in actions if not isinstance(a, ToRouter) or a.router not in gone]
 
     # ------------------------------------------------------------------ drain

@@ -110,7 +110,9 @@ class Exit:
     """End this incarnation and its process; a supervisor may start a new one.
 
     ``restart``: true if a restart can help (declared dead), false if not (wrong model).
+    ``own_error``: because of an exception of the worker's own code.
     """
 
     reason: str
     restart: bool
+    own_error: bool = False

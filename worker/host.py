@@ -27,8 +27,10 @@ from ..proto.errors import InternalError
 from ..runtime.keys.keyring import KeyRing
 from ..runtime.net.loop import Loop
 from ..runtime.net.sockets import Context, RouterChannel
+from ..runtime.process.clock import Clock
 from ..runtime.process.compute import ComputeThread, TimeLimited
 from ..runtime.process.log import get_logger
+from ..runtime.process.log_limit import LogLimit
 from ..runtime.process.main import EXIT_RESTART, TICK_S
 from .base_core import WorkerCore
 from .events import (
@@ -97,7 +99,10 @@ class WorkerHost(ABC):
             loop, context, config.routers, identity, self.feed, keys, core.dropped,
             config.worker_timeout_s,
         )  # fmt: skip
+        self._clock = Clock(loop, self._tick, lambda: core.errors.unowned, self._break)
+        self._log_limit = LogLimit()
         self.exit_code = 0
+        self.own_error = False
 
     # ------------------------------------------------------------------ of the role
 
@@ -119,8 +124,9 @@ class WorkerHost(ABC):
             case Log(event=name, fields=fields):
                 _log.info(name, **fields)
             case Fault(event=name, error=error, fields=fields):
-                _log.error(name, exc_info=error, **fields)
-            case Exit(reason=reason, restart=restart):
+                self._fault(name, error, fields)
+            case Exit(reason=reason, restart=restart, own_error=own_error):
+                self.own_error = own_error
                 self._exit(reason, EXIT_RESTART if restart else 1)
 
     def _flush(self) -> None:
@@ -132,7 +138,7 @@ class WorkerHost(ABC):
     def start(self) -> None:
         """Start the timers; a role also attaches its sockets."""
         self._loop.on_turn_end(self._flush)
-        self._tick()
+        self._clock.start()
 
     def drain(self) -> None:
         """Accept no new work. Exit after the last request or after the grace period."""
@@ -149,18 +155,43 @@ class WorkerHost(ABC):
     def feed(self, event: object) -> None:
         """Pass an event to the core and perform the actions it returns."""
         for action in self._core.handle(event, self._loop.now()):
-            if type(action) is ToRouter:
-                self._links.send(action.router, action.message)
-            else:
-                self._perform(action)
+            try:
+                if type(action) is ToRouter:
+                    self._links.send(action.router, action.message)
+                else:
+                    self._perform(action)
+            except Exception as error:
+                self._not_performed(action, error)
 
-    def _tick(self) -> None:
-        self._control.stats.count_into(self._dropped, "endpoint")
+    def _not_performed(self, action: Any, error: Exception) -> None:
+        """Handle an action that raised: a lost message is repeated, a lost step is not."""
+        name = type(action).__name__
+        self._fault("worker.action_failed", error, {"action": name})
+        if isinstance(action, RunStep):
+            self.own_error = True
+            self._exit(f"{name} failed; see its log", EXIT_RESTART)
+
+    def _fault(self, event: str, error: Exception, fields: dict[str, object]) -> None:
+        """Log an exception of our own code with its traceback: at most one every few seconds."""
+        text = f"{type(error).__name__}: {error}"
+        if self._log_limit.passes(event, self._loop.now(), error=text, **fields):
+            _log.error(event, exc_info=error, error=text, **fields)
+
+    def _tick(self) -> float | None:
+        """Let the core check its timers; return the time of the next tick, None after the last."""
         self.feed(Tick(self._layers_done()))
+        self._control.stats.count_into(self._dropped, "endpoint")
+        for event, keys in self._log_limit.due(self._loop.now()):
+            _log.warning(event, **keys)
         if self._core.is_drained:
             self._exit("drained", 0)
-        else:
-            self._loop.call_later(TICK_S, self._tick)
+            return None
+        return self._loop.now() + TICK_S
+
+    def _break(self, reason: str) -> None:
+        """End the process, so that the supervisor starts another."""
+        self.own_error = True
+        self._exit(reason, EXIT_RESTART)
 
     def _exit(self, reason: str, code: int) -> None:
         say = _log.error if code else _log.info
@@ -249,12 +280,12 @@ class TextHost(WorkerHost):
         finally:  # the loop continues after an error, so the compute thread must too
             self._applied.set(plan.step)
 
-    def _tick(self) -> None:
+    def _tick(self) -> float | None:
         # The first failed call may be one of the thread that moves blocks.
         if self._backend.lost:
             self._leave_device()
-        else:
-            super()._tick()
+            return None
+        return super()._tick()
 
     def _leave_device(self) -> None:
         """End the process, because only a new process gets a working context of the device."""

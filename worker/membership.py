@@ -196,6 +196,11 @@ class Membership:
         )
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
 
+    def linked(self, router: str, now: float) -> None:
+        """Note a connection whose Hello could not be made; :meth:`unanswered` returns it."""
+        self._up[router] = None
+        self._hello_at[router] = now
+
     def unanswered(self, now: float) -> list[str]:
         """Return routers that have not answered Hello after :data:`HELLO_REPEAT_S`."""
         return [

@@ -81,7 +81,7 @@ class StatusMonitor:
         self._address = address
         self._keys = keys_for(keys, address, ROUTER)
         self._channel = self._connect()
-        self._timer = loop.call_later(0.0, self._ask)
+        self._timer = loop.every(POLL_INTERVAL, self._ask, first=0.0)
 
     def drain(self, worker: str) -> None:
         """Ask the router to drain a worker. The message is lost while the router is away.
@@ -108,7 +108,6 @@ class StatusMonitor:
             self._channel.close()
             self._channel = self._connect()
         self._channel.send(self._encoder.encode([Status(handoffs=0)]))
-        self._timer = self._loop.call_later(POLL_INTERVAL, self._ask)
 
     def _on_message(self, frames: Frames) -> None:
         try:
@@ -195,7 +194,7 @@ class ControllerShell:
             monitor = StatusMonitor(self._loop, self._context, address, handle, self._keys)
             self._monitors.append(monitor)
         self._loop.call_later(0.0, lambda: self.feed(events.Begin()))
-        self._loop.call_later(TICK, self._tick)
+        self._loop.every(TICK, self._tick)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -226,7 +225,6 @@ class ControllerShell:
     # ------------------------------------------------------------- events
 
     def _tick(self) -> None:
-        self._loop.call_later(TICK, self._tick)
         if self._pilot is not None:
             self._steer(self._pilot, self._loop.now())
         self.feed(Tick())

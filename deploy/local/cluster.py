@@ -158,7 +158,7 @@ class LocalCluster:
             )  # fmt: skip
             self._shell.listen(self.admin)
             self._shell.start()
-            self._loop.call_later(TICK, self._show_stats)
+            self._loop.every(TICK, self._show_stats)
             self._loop.run()
             self._shell.close()
         finally:
@@ -240,7 +240,6 @@ class LocalCluster:
                 self._on_ready()
 
     def _show_stats(self) -> None:
-        self._loop.call_later(TICK, self._show_stats)
         interval = self._settings.stats_interval
         if not interval or self._stats is None or self._core.phase is not Phase.SERVING:
             return

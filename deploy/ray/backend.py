@@ -319,7 +319,7 @@ class RayBackend:
         self._hangs = Hangs(HangLimits(worker_timeout=worker_timeout))
         self._watch = MemberWatch(api, lambda event: loop.post(partial(self._on_event, event)))
         self._watch.begin()
-        self._timer = loop.call_later(HANG_CHECK, self._look_for_hangs)
+        self._timer = loop.every(HANG_CHECK, self._look_for_hangs)
 
     def close(self) -> None:
         """Stop watching. The members keep running."""
@@ -391,7 +391,6 @@ class RayBackend:
         self._emit(event)
 
     def _look_for_hangs(self) -> None:
-        self._timer = self._loop.call_later(HANG_CHECK, self._look_for_hangs)
         now = self._loop.now()
         self._hangs.forgive_pause(now)
         for hang in self._hangs.hung(now):

@@ -155,7 +155,7 @@ class RayCluster:
         """Serve until an order to stop. Afterwards no process of the cluster is left."""
         try:
             self._shell.start()
-            self._loop.call_later(0.0, self._save)
+            self._loop.every(SAVE_EVERY, self._save, first=0.0)
             self._loop.run()
         finally:
             self._close()
@@ -173,7 +173,6 @@ class RayCluster:
 
     def _save(self) -> None:
         """Save the state if it changed. The queue keeps this before the creation of an actor."""
-        self._loop.call_later(SAVE_EVERY, self._save)
         saved = saved_of(self._core, self._plan.cluster_key, self._revisions.known)
         data = encode_saved(saved)
         if data != self._saved and self._backend is not None:

@@ -82,15 +82,17 @@ class Children:
         self._out = out
         self._emit = emit
         self._retry = retry
-        self._log = ChildLog(out, log_level, lambda name: self._decide(Alive(name)), as_json)
+        self._log = ChildLog(
+            out, log_level, lambda name, turns: self._decide(Alive(name, turns)), as_json
+        )
         self._oom = OomWatch()
         self._certifier = Certifier(loop)
         self._specs: dict[str, ProcessSpec] = {}
         self._children: dict[str, Child] = {}
         self.starts = 0
         """Number of starts, including failed starts."""
-        loop.call_later(TICK, self._tick)
-        loop.call_later(LOOK_EVERY_S, self._look_for_oom)
+        loop.every(TICK, self._tick)
+        loop.every(LOOK_EVERY_S, self._oom.look)
 
     # ------------------------------------------------------------- from the owner
 
@@ -134,12 +136,7 @@ class Children:
     # ------------------------------------------------------------- events
 
     def _tick(self) -> None:
-        self._loop.call_later(TICK, self._tick)
         self._decide(Tick())
-
-    def _look_for_oom(self) -> None:
-        self._loop.call_later(LOOK_EVERY_S, self._look_for_oom)
-        self._oom.look()
 
     def _on_exit(self, name: str) -> None:
         child = self._children[name]
@@ -231,14 +228,15 @@ class ChildLog:
     """Handles the log events of child processes: lines, progress of loading, reasons of exits.
 
     ``out`` receives lines of severity ``level`` and above. ``on_life`` receives the process name
-    of each heartbeat to the supervisor. ``as_json``: receives the children's lines as JSON.
+    and the completed turns of each heartbeat to the supervisor. ``as_json``: receives the
+    children's lines as JSON.
     """
 
     def __init__(
         self,
         out: Callable[[str], object],
         level: str,
-        on_life: Callable[[str], object] = lambda _name: None,
+        on_life: Callable[[str, int], object] = lambda _name, _turns: None,
         as_json: Callable[[str], object] | None = None,
     ) -> None:
         self._out, self._as_json = out, as_json
@@ -253,7 +251,8 @@ class ChildLog:
     def handle(self, name: str, event: dict[str, Any]) -> None:
         """Handle one event of a child's log."""
         if event.get("event") == SIGN_OF_LIFE:
-            self._on_life(name)
+            turns = event.get("turns")
+            self._on_life(name, turns if isinstance(turns, int) else 0)
             return
         severity = _SEVERITY.get(str(event.get("level", "info")), 1)
         if event.get("event") == "load.progress":

@@ -77,9 +77,10 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A child sent a heartbeat to the supervisor."""
+    """A child sent a heartbeat to the supervisor. ``turns``: completed turns of its clock."""
 
     name: str
+    turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +180,9 @@ class SupervisorCore:
                 self._hangs.started(name, pid, self._children[name].role)
             case Exited() if event.name in self._children:
                 actions += self._exited(event, now)
-            case Alive(name) if name in self._children:
+            case Alive(name, turns) if name in self._children:
                 is_first = self._hangs.quiet(name, now) is None
-                self._hangs.alive(name, now)
+                self._hangs.alive(name, now, turns)
                 if is_first and self._children[name].role == GATEWAY:
                     actions.append(MemberServes(name))
             case Reported(router, report):

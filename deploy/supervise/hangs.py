@@ -2,9 +2,10 @@
 
 Routers do not report gateways: a gateway hangs if it has no heartbeat.
 
-A supervised process sends a heartbeat to its supervisor every second, from the loop that serves
-its sockets (``runtime.process``). Without this second evidence, a cut connection would look like a
-hang, and the supervisor would kill a serving process.
+A supervised process sends a heartbeat to its supervisor every second, from a completed turn of its
+clock (``runtime.process.clock``). Without this second evidence, a cut connection would look like a
+hang, and the supervisor would kill a serving process. A process without heartbeat is replaced even
+if the routers reach it: its sockets are served, but its clock stands still, so nothing times out.
 
 Pure. Times are seconds of one monotonic clock. Periods without router reports, and periods in
 which the supervisor itself was suspended, do not count.
@@ -31,7 +32,7 @@ class HangLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT_S
     """The setting ``worker_timeout``: a router declares a worker dead after this time."""
     router_timeout: float = 10.0
-    """A router without answer and heartbeat for this time hangs; a gateway without heartbeat."""
+    """A router or gateway without heartbeat for this time hangs."""
     lost_timeout: float = 60.0
     """A worker lost by all routers for this time is restarted, even with heartbeats."""
 
@@ -43,6 +44,11 @@ class HangLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         which would load its weights again.
         """
         return max(3.0, 2 * self.worker_timeout)
+
+    @property
+    def clock_timeout(self) -> float:
+        """A worker without heartbeat for this time hangs, even if the routers reach it."""
+        return max(self.hang_timeout, self.router_timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class _Process:
     joined: bool = False  # a router has reported the process at least once
     served_since: float | None = None  # when its loop started to run, with the model loaded
     alive_at: float | None = None  # last heartbeat to the supervisor
+    turns: int | None = None  # completed turns of its clock at that heartbeat
     declared: WorkerReport | None = None  # the last report of it as declared dead
     dead_at: set[str] = field(default_factory=set)  # routers that have declared it dead
 
@@ -93,10 +100,15 @@ class Hangs:
         self._processes.pop(name, None)
         self._reports.pop(name, None)
 
-    def alive(self, name: str, now: float) -> None:
-        """Record a heartbeat to the supervisor."""
+    def alive(self, name: str, now: float, turns: int | None = None) -> None:
+        """Record a heartbeat to the supervisor.
+
+        ``turns``: completed turns of the process's clock, if known; a heartbeat without a turn
+        since the last one is no sign of life.
+        """
         process = self._processes.get(name)
-        if process is not None:
+        if process is not None and (turns is None or turns != process.turns):
+            process.turns = turns
             process.alive_at = now
             process.served_since = now if process.served_since is None else process.served_since
 
@@ -178,9 +190,11 @@ class Hangs:
         if process.role == GATEWAY:
             return f"no heartbeat for {quiet:.1f} s" if quiet >= self.limits.router_timeout else ""
         if process.role == ROUTER:
-            silent = min(now - seen_at, quiet)
+            answers = "" if now - seen_at < self.limits.router_timeout else "no answer and "
             limit = self.limits.router_timeout
-            return f"no answer and no heartbeat for {silent:.1f} s" if silent >= limit else ""
+            return f"{answers}no heartbeat for {quiet:.1f} s" if quiet >= limit else ""
+        if process.alive_at is not None and quiet >= self.limits.clock_timeout:
+            return f"no heartbeat for {quiet:.1f} s: its clock stands still"
         return self._why_worker(process, self._lost(seen_at), quiet)
 
     def _why_worker(self, process: _Process, lost: float, quiet: float) -> str:

@@ -38,10 +38,14 @@ class Finished(EngineEvent, frozen=True, gc=False):
 
 
 class Failed(EngineEvent, frozen=True, gc=False):
-    """The request failed and holds no blocks; ``code`` is the code of a BatonError."""
+    """The request failed and holds no blocks; ``code`` is the code of a BatonError.
+
+    ``cause``: an exception of the scheduler's own code, for the log.
+    """
 
     code: str
     message: str
+    cause: Exception | None = None
 
 
 class ChunkDone(EngineEvent, frozen=True, gc=False):

@@ -41,6 +41,8 @@ from .step_time import ChunkBudget
 _Rows = dict[bytes, tuple[Sequence, int]]
 """Sequences of a step and the number of tokens it computes for each, by request."""
 
+APPLY_FAILED = "the result of a step could not be applied; the worker's log has the cause"
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one step.
@@ -285,7 +287,12 @@ class Scheduler:
                 error = result.failed[request]
                 self._fail(sequence, error.code, str(error), events)
             else:
-                self._advance(sequence, count, sampled.get(request), now, events)
+                made = len(events)
+                try:
+                    self._advance(sequence, count, sampled.get(request), now, events)
+                except Exception as error:  # ends this sequence; the others have their results
+                    del events[made:]
+                    self._fail(sequence, InternalError.code, APPLY_FAILED, events, error)
         return events
 
     def take_events(self) -> list[Event]:
@@ -348,10 +355,20 @@ class Scheduler:
 
     # ------------------------------------------------------------------ ending
 
-    def _fail(self, sequence: Sequence, code: str, message: str, events: list[Event]) -> None:
-        self._queues.leave(sequence)
+    def _fail(
+        self,
+        sequence: Sequence,
+        code: str,
+        message: str,
+        events: list[Event],
+        cause: Exception | None = None,
+    ) -> None:
+        """End a sequence, wherever an error of its step has left it."""
+        self._prefilled.discard(sequence)
+        if self._queues.find(sequence.request) is sequence:
+            self._queues.leave(sequence)
         self._let_go(sequence)
-        events.append(Failed(sequence.request, code, message))
+        events.append(Failed(sequence.request, code, message, cause))
 
     def _let_go(self, sequence: Sequence) -> None:
         """Free the blocks of a removed sequence after the last step that writes to them."""

@@ -76,6 +76,29 @@ class Timer:
         self._loop.turn_soon()
 
 
+class Periodic:
+    """A callback that is called again and again, also after it raised.
+
+    The next call is scheduled before the callback runs, so no exception can stop it.
+    """
+
+    __slots__ = ("_callback", "_loop", "_seconds", "_timer")
+
+    def __init__(self, loop: Loop, first: float, seconds: float, callback: Callback) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._callback = callback
+        self._timer = loop.call_later(first, self._fire)
+
+    def cancel(self) -> None:
+        """Stop; also from within the callback."""
+        self._timer.cancel()
+
+    def _fire(self) -> None:
+        self._timer = self._loop.call_later(self._seconds, self._fire)
+        self._callback()
+
+
 class _Source:
     """One registered socket."""
 
@@ -176,6 +199,10 @@ class Loop:
     def call_later(self, delay: float, callback: Callback) -> Timer:
         """Call once after ``delay`` seconds."""
         return Timer(self, time.monotonic() + delay, callback)
+
+    def every(self, seconds: float, callback: Callback, *, first: float | None = None) -> Periodic:
+        """Call every ``seconds``, whatever the callback raises. ``first``: seconds until then."""
+        return Periodic(self, seconds if first is None else first, seconds, callback)
 
     def post(self, callback: Callback) -> None:
         """Run ``callback`` on the loop's thread soon; safe from any thread."""

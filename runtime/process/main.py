@@ -39,9 +39,15 @@ EXIT_RESTART = 4
 TICK_S = 0.05
 """Seconds between two timer evaluations of a worker's core."""
 SIGN_OF_LIFE = "process.alive"
-"""Log event of a supervised process, written once a second by the loop that serves its sockets. It
-shows the supervisor that the process runs, even if its connections are lost."""
+"""Log event of a supervised process, written once a second by a completed turn of its clock.
+
+It shows the supervisor that the process works, even if its connections are lost. ``turns`` must
+grow from one to the next: a process whose clock stands still is replaced."""
 SIGN_EVERY_S = 1.0
+MAX_OWN_ERRORS = 3
+"""Incarnations in a row that an own exception ended, after which the process itself is replaced."""
+OWN_ERRORS_APART_S = 60.0
+"""An incarnation that served so long does not count as one in a row."""
 SWITCH_S = 0.0005
 """Seconds that another thread may keep Python's lock while the event loop waits for it."""
 
@@ -98,23 +104,18 @@ def process_seal() -> bytes:
     return _seal
 
 
-def show_life(loop: Loop) -> None:
-    """Log :data:`SIGN_OF_LIFE` now and every second, if the process is supervised."""
-    if say_alive():
-        loop.call_later(SIGN_EVERY_S, lambda: show_life(loop))
-
-
-def say_alive() -> bool:
-    """Log :data:`SIGN_OF_LIFE` once, and return whether the process is supervised."""
+def say_alive(turns: int) -> None:
+    """Log :data:`SIGN_OF_LIFE`, if the process is supervised. ``turns``: completed ones so far."""
     if _supervised:
-        _log.report(SIGN_OF_LIFE)
-    return _supervised
+        _log.report(SIGN_OF_LIFE, turns=turns)
 
 
 class Shell(Protocol):
     """One incarnation of a worker: its core, sockets and threads."""
 
     exit_code: int
+    own_error: bool
+    """Whether an exception of the worker's own code ended it."""
 
     def start(self) -> None:
         """Listen and start the timers."""
@@ -139,18 +140,30 @@ def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
     """Run a worker until it is drained, stopped or refused; return the exit code.
 
     ``make`` creates a shell with a new incarnation on the loaded model. It is called again after
-    the routers declared an incarnation dead, unless the model cannot be used again.
+    the routers declared an incarnation dead, unless the model cannot be used again. An incarnation
+    that an exception of the worker's own code ended is followed by another one too, with empty
+    books; after :data:`MAX_OWN_ERRORS` of them in a row the process ends, because then the error is
+    not in the books.
     """
+    in_a_row = 0
     while True:
         settle()  # also frees descriptors, maps and buffers of the last incarnation
-        code, ended = _run_one(keys, make)
+        began = time.monotonic()
+        code, ended, own_error = _run_one(keys, make)
         if code != EXIT_RESTART or not ended:
+            return code
+        served = time.monotonic() - began
+        in_a_row = 0 if not own_error or served >= OWN_ERRORS_APART_S else in_a_row + 1
+        if in_a_row >= MAX_OWN_ERRORS:
             return code
         _log.warning("worker.registers_again")
 
 
-def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool]:
-    """Run one incarnation; return its exit code, and whether its model can be used again."""
+def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool, bool]:
+    """Run one incarnation.
+
+    Return its exit code, whether its model can be used again, and whether an own error ended it.
+    """
     loop, context = Loop(), zmq.Context[zmq.Socket[bytes]]()
     doors = None if keys is None else Doorkeeper(context, keys)
     shell = make(loop, context, doors)
@@ -158,11 +171,10 @@ def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool]:
     if doors is not None:
         doors.attach(loop)
     shell.start()
-    show_life(loop)
     loop.run()
     ended = shell.close()
     context.destroy(linger=0)
-    return shell.exit_code, ended
+    return shell.exit_code, ended, shell.own_error
 
 
 def _stop(loop: Loop, shell: Shell, times: int) -> None:

@@ -33,7 +33,15 @@ from baton.proto.wire.messages import (
 )
 from baton.proto.wire.proofs import reserve_ticket
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
-from baton.worker.events import FromRouter, RouterUp, RunStep, StepDone, Tick, ToRouter
+from baton.worker.events import (
+    Fault,
+    FromRouter,
+    RouterUp,
+    RunStep,
+    StepDone,
+    Tick,
+    ToRouter,
+)
 from baton.worker.membership import Membership, WorkerIdentity
 
 from ..model_cards import model_card
@@ -103,6 +111,7 @@ class Bench:
         self.plans: list[StepPlan] = []
         self.other: list[object] = []
         self.serial = 0
+        self.faulty = False  # the test plants exceptions in the core's code
         self.feed(RouterUp(ROUTER))
         if welcomed:
             self.hear(Welcome(router=ROUTER, incarnation=3, key=WORKER_KEY))
@@ -116,6 +125,8 @@ class Bench:
                     self.routers.append((router, message))
                 case ToPeer(message=message):
                     self.peers.append(message)
+                case Fault(error=error) if not self.faulty:
+                    raise error
                 case RunStep(plan=plan):
                     self.plans.append(plan)
                 case _:

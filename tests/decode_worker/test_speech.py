@@ -157,6 +157,7 @@ def test_a_request_that_waits_for_its_last_chunk_is_listed_and_keeps_a_drain_wai
 def test_a_codec_that_fails_ends_its_request(speaker):
     speaker.run(context=speech())
     speaker.step(43)
+    speaker.faulty = True
     speaker.feed(ChunkDecoded((KEY, 1), 0, MemoryError("too large")))
     assert [found.event for found in speaker.other if isinstance(found, Fault)] == ["codec.failed"]
     terminal = speaker.one(Terminal)

@@ -128,7 +128,7 @@ def test_a_bug_of_ours_ends_the_request_for_good_and_is_told_with_its_traceback(
 
     monkeypatch.setattr(decode.scheduler, "adopt", broken)
     terminal = next(m for m in decode.hand_over() if isinstance(m, Terminal))
-    assert terminal.code == "internal" and "KeyError: 'broken'" in terminal.message
+    assert terminal.code == "internal" and "broken" not in terminal.message
     (fault,) = [action for action in decode.actions if isinstance(action, Fault)]
     assert fault.error.__traceback__ is not None and fault.fields["request"] == REQUEST.hex()
     assert decode.core._member.dropped == {"internal_error": 1}

@@ -90,8 +90,8 @@ def test_after_a_life_that_served_the_wait_is_short_and_after_a_long_one_the_fir
 
 def test_a_heartbeat_shows_that_a_child_served():
     core, now, waits = begun(), 0.0, []
-    for _ in range(6):
-        core.handle(Alive("decode-0"), now)
+    for turns in range(6):
+        core.handle(Alive("decode-0", turns), now)
         (restarting,) = core.handle(Exited("decode-0", -11, "why"), now + 0.1)
         waits.append(restarting.seconds)
         now += 0.1 + restarting.seconds
@@ -112,13 +112,13 @@ def test_without_reports_a_worker_that_served_and_leaves_has_drained():
     core = alone()
     assert isinstance(core.handle(Exited("decode-0", 0), 1.0)[0], MemberDown)
     core = alone()
-    core.handle(Alive("decode-0"), 0.5)
+    core.handle(Alive("decode-0", 1), 0.5)
     assert core.handle(Exited("decode-0", 0), 1.0) == [MemberEnded("decode-0", 0)]
 
 
 def test_without_reports_a_refusal_of_one_that_served_is_tried_again():
     core = alone()
-    core.handle(Alive("decode-0"), 0.5)
+    core.handle(Alive("decode-0", 1), 0.5)
     (restarting,) = core.handle(Exited("decode-0", 1, "its port is taken", refused=True), 1.0)
     assert restarting == MemberDown("decode-0", "its port is taken", 0.5, 1)
     (ended,) = alone().handle(Exited("decode-0", 1, "no such model", refused=True), 1.0)
@@ -213,7 +213,7 @@ def test_a_router_that_shows_life_is_not_killed_however_long_its_answers_are_mis
     core, now = serving(), 1.0
     while now < 300.0:
         now += 0.5
-        assert core.handle(Alive("router"), now) == []
+        assert core.handle(Alive("router", int(2 * now)), now) == []
 
 
 def test_a_kill_is_explained_by_what_the_system_says_of_it():
@@ -303,13 +303,13 @@ def test_a_gateway_serves_from_its_first_heartbeat_and_always_returns(reports):
     core = SupervisorCore(reports=reports)
     core.handle(Add("gateway-0", "gateway"), 0.0)
     core.handle(Started("gateway-0", 12), 0.0)
-    assert core.handle(Alive("gateway-0"), 1.0) == [MemberServes("gateway-0")]
-    assert core.handle(Alive("gateway-0"), 2.0) == []
+    assert core.handle(Alive("gateway-0", 1), 1.0) == [MemberServes("gateway-0")]
+    assert core.handle(Alive("gateway-0", 2), 2.0) == []
     (down,) = core.handle(Exited("gateway-0", 0), 3.0)
     assert isinstance(down, MemberDown)
     assert core.handle(Tick(), 4.0) == [Start("gateway-0")]
     core.handle(Started("gateway-0", 13), 4.0)
-    assert core.handle(Alive("gateway-0"), 5.0) == [MemberServes("gateway-0")]
+    assert core.handle(Alive("gateway-0", 1), 5.0) == [MemberServes("gateway-0")]
 
 
 @pytest.mark.parametrize("reports", [True, False])
@@ -319,7 +319,7 @@ def test_a_gateway_without_heartbeats_is_killed(reports):
     core.handle(Started("gateway-0", 12), 0.0)
     for now in range(60):  # until its first heartbeat it loads
         assert core.handle(Tick(), float(now)) == []
-    core.handle(Alive("gateway-0"), 60.0)
+    core.handle(Alive("gateway-0", 1), 60.0)
     done = [action for now in range(61, 75) for action in core.handle(Tick(), float(now))]
     assert done == [Log("hung", "gateway-0", "no heartbeat for 10.0 s"), Kill("gateway-0")]
     (down,) = core.handle(Exited("gateway-0", -9), 75.0)

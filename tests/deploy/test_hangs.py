@@ -88,8 +88,32 @@ def test_a_router_hangs_when_neither_answers_nor_signs_of_life_come():
     hangs.alive("router", 8)
     hangs.alive("decode-0", 8)
     assert hangs.hung(17.9) == []
-    assert [hang.name for hang in hangs.hung(18)] == ["router"]
+    assert [hang.name for hang in hangs.hung(18)] == ["router", "decode-0"]
     assert hangs.hung(30) == []
+
+
+def test_a_worker_whose_clock_stands_still_hangs_although_the_routers_reach_it():
+    hangs = begun()
+    assert watch(hangs, 0, 5, SEEN, signs=["decode-0", "router"]) == []
+    assert watch(hangs, 5.2, 14.5, SEEN, signs=["router"]) == []
+    assert watch(hangs, 14.6, 16, SEEN, signs=["router"]) == ["decode-0"]
+
+
+def test_a_router_whose_clock_stands_still_hangs_although_it_answers():
+    hangs = begun()
+    assert watch(hangs, 0, 5, SEEN, signs=["decode-0", "router"]) == []
+    assert watch(hangs, 5.2, 14.5, SEEN, signs=["decode-0"]) == []
+    assert watch(hangs, 14.6, 16, SEEN, signs=["decode-0"]) == ["router"]
+
+
+def test_a_heartbeat_without_a_turn_of_the_clock_is_no_sign_of_life():
+    hangs = begun()
+    found = []
+    for second in range(40):
+        hangs.alive("router", second, turns=min(second, 20))
+        hangs.reported("router", SEEN, second)
+        found += [(hang.name, second) for hang in hangs.hung(second)]
+    assert found == [("router", 30)]
 
 
 def test_a_router_that_shows_life_never_hangs():

@@ -84,6 +84,7 @@ from baton.worker.events import (
     AbandonStep,
     DrainRequested,
     Exit,
+    Fault,
     FromRouter,
     Log,
     RouterDown,
@@ -143,6 +144,7 @@ class Bench:
         self.peers: list[tuple[str, Message]] = []
         self.plans: list[StepPlan] = []
         self.other: list[object] = []
+        self.faulty = False  # the test plants exceptions in the core's code
         self.unreachable: set[str] = set()  # decode workers that answer no Ping
         self.feed(RouterUp(ROUTER))
         self.hear(Welcome(router=ROUTER, incarnation=3, key=b"k" * 16))
@@ -160,6 +162,8 @@ class Bench:
                     self.routers.append((router, message))
                 case ToPeer(endpoint=endpoint, message=message):
                     self.peers.append((endpoint, message))
+                case Fault(error=error) if not self.faulty:
+                    raise error
                 case RunStep(plan=plan):
                     self.plans.append(plan)
                 case PackFrame(send=send):

@@ -25,7 +25,15 @@ from baton.proto.wire.messages import (
     Tokens,
 )
 from baton.proto.wire.wire_context import WireContext, WireTokens
-from baton.worker.events import DrainRequested, FromRouter, RouterDown, RouterUp, Tick, ToRouter
+from baton.worker.events import (
+    DrainRequested,
+    Fault,
+    FromRouter,
+    RouterDown,
+    RouterUp,
+    Tick,
+    ToRouter,
+)
 from baton.worker.membership import Membership, WorkerIdentity
 
 from ..model_cards import model_card
@@ -49,6 +57,7 @@ class Worker:
         self.now = 0.0
         self.said = []
         self.batch = None
+        self.faulty = False  # the test plants exceptions in the core's code
         self.feed(RouterUp(ROUTER))
 
     def feed(self, event):
@@ -57,6 +66,8 @@ class Worker:
         said = [a for a in actions if isinstance(a, ToRouter)]
         self.said += said
         for action in actions:
+            if isinstance(action, Fault) and not self.faulty:
+                raise action.error
             if isinstance(action, RunBatch):
                 assert self.batch is None, "two batches at once"
                 assert action.tokens == sum(len(c.tokens) for c in action.batch.values())

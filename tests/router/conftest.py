@@ -40,6 +40,7 @@ from baton.router.config import RouterConfig
 from baton.router.core import RouterCore
 from baton.router.events import (
     ClientGone,
+    Fault,
     FromClient,
     FromWorker,
     Log,
@@ -179,6 +180,7 @@ class Bench:
         self.logs: list[Log] = []
         self.workers: list[Played] = []
         self._incarnation = 1000
+        self.faulty = False  # the test plants exceptions in the core's code
 
     # ------------------------------------------------------------------ events
 
@@ -193,8 +195,10 @@ class Bench:
         for action in actions:
             if isinstance(action, ToClient | ToWorker):
                 self.sent[action.identity].append(action.message)
-            else:
+            elif isinstance(action, Log):
                 self.logs.append(action)
+            elif isinstance(action, Fault) and not self.faulty:
+                raise action.error
 
     def client(self, message: Message, identity: bytes = b"client") -> None:
         self.feed(FromClient(identity, [message]))

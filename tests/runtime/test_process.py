@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
+
+from baton.runtime.process import main
 from baton.runtime.process.main import EXIT_RESTART, run_incarnations
 
 
 class Shell:
     """Ends at once with a given code. Has a reference cycle, like a shell and its callbacks."""
 
-    def __init__(self, loop, exit_code):
+    def __init__(self, loop, exit_code, own_error=False):
         self.exit_code = exit_code
+        self.own_error = own_error
         self._loop = loop
         self._itself = self
 
@@ -41,3 +45,20 @@ def test_an_incarnation_leaves_nothing_to_the_next_one():
     finally:
         gc.unfreeze()  # or objects of other tests would never be collected
     assert len(made) == 3
+
+
+@pytest.mark.parametrize(("own_error", "apart", "lives"), [(True, 60.0, 3), (True, 0.0, 9)])
+def test_own_errors_in_a_row_end_the_process(monkeypatch, own_error, apart, lives):
+    """A new incarnation has empty books; if that does not help, the process is replaced."""
+    monkeypatch.setattr(main, "OWN_ERRORS_APART_S", apart)
+    made = []
+
+    def make(loop, _context, _doors):
+        made.append(1)
+        return Shell(loop, EXIT_RESTART if len(made) < 9 else 0, own_error)
+
+    try:
+        assert run_incarnations(None, make) == (EXIT_RESTART if lives == 3 else 0)
+    finally:
+        gc.unfreeze()
+    assert len(made) == lives

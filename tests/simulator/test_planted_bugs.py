@@ -26,6 +26,7 @@ from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import Committed, Drain, TokenRun, Tokens
 from baton.router.client_messages import ClientMessages
 from baton.router.lifecycle import Lifecycle
+from baton.router.own_errors import OwnErrors as RouterErrors
 from baton.router.queries import Queries
 from baton.router.recovery import Recovery, WorkerLosses
 from baton.router.registry import Registry
@@ -37,8 +38,10 @@ from baton.simulator.invariants import Violation
 from baton.simulator.network import Faults
 from baton.simulator.run import run
 from baton.simulator.scenarios import NARROW, SCENARIOS, Scenario
+from baton.worker.base_core import WorkerCore
 from baton.worker.jobs import Jobs
 from baton.worker.membership import Membership
+from baton.worker.own_errors import OwnErrors as WorkerErrors
 
 from ..suite.short import in_short
 
@@ -463,6 +466,35 @@ def tokens_of_a_taken_over_request_begin_anew(monkeypatch):
     around(monkeypatch, ClientMessages, "_take_emitted", make)
 
 
+def a_harmed_request_gets_no_end(monkeypatch):
+    monkeypatch.setattr(RouterErrors, "_end", lambda self, request, lifecycle, now: None)
+
+
+def sums_are_not_made_again_after_an_error(monkeypatch):
+    monkeypatch.setattr(RouterErrors, "_recount", lambda self, now: None)
+
+
+def a_harmed_job_gets_no_end(monkeypatch):
+    monkeypatch.setattr(
+        WorkerCore,
+        "_harm",
+        lambda self, job, error, where, now: [self.errors.of(job.key, error, where)],
+    )
+
+
+def the_books_of_a_worker_are_not_compared_after_an_error(monkeypatch):
+    monkeypatch.setattr(WorkerErrors, "compare", lambda self, check: [])
+
+
+def an_exception_ends_a_turn_of_the_core(monkeypatch):
+    def handle(self, event, now):
+        actions = self.HANDLERS[type(event)](self, event, now)
+        self._go_on(actions, now)
+        return actions
+
+    monkeypatch.setattr(WorkerCore, "handle", handle)
+
+
 LATE = Scenario(
     shape=Shape(decode=1, sizes=NARROW),
     prompt=150,
@@ -523,6 +555,11 @@ PLANTS = [
     (the_timeout_runs_while_frames_are_sent_alone, cut_by("both", "there"), 12),
     (frames_that_never_arrive_are_sent_again_and_again, cut_by("data"), 12),
     (tokens_of_a_taken_over_request_begin_anew, "failover", 10),
+    (a_harmed_request_gets_no_end, "raises-router", 10),
+    (sums_are_not_made_again_after_an_error, "raises-router", 10),
+    (a_harmed_job_gets_no_end, "raises-prefill", 20),
+    (the_books_of_a_worker_are_not_compared_after_an_error, "raises-decode", 20),
+    (an_exception_ends_a_turn_of_the_core, "raises-prefill", 3),
 ]
 
 

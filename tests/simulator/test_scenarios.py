@@ -52,6 +52,10 @@ FIGURES = {
     "pictures": ["pictures", "previews", "ended cancelled"],
     "pictures-crash": ["pictures", "replays"],
     "pictures-scarce": ["pictures", "replays"],
+    "raises": ["raised", "faults"],
+    "raises-router": ["raised", "faults", "ended internal"],
+    "raises-prefill": ["raised", "faults"],
+    "raises-decode": ["raised", "faults"],
     "structured": ["grammars", "grammars_dropped", "preemptions", "replays"],
 }
 """The events that a scenario must contain to deserve its name."""
