@@ -17,6 +17,7 @@ from pathlib import Path
 
 from . import beside
 from .scratch import leave_on_signals
+from .tables import section
 
 ORDER = (
     "codec",
@@ -50,11 +51,20 @@ def processor() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
 
 
-def run(command: list[str]) -> int:
-    """Run one measurement; whatever ends this process lets it clean up first."""
-    child = subprocess.Popen(command)
+def run(command: list[str]) -> tuple[int, str]:
+    """Run one measurement and return its exit code and what it printed.
+
+    Whatever ends this process lets the measurement clean up first.
+    """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert child.stdout is not None
+    lines = []
     try:
-        return child.wait()
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+        return child.wait(), "".join(lines)
     finally:
         if child.poll() is None:
             child.terminate()
@@ -71,14 +81,19 @@ def main() -> int:
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--vllm-python", help="a Python with vLLM's CPU build")
     parser.add_argument("--router-python", help="a Python with sglang-router or vllm-router")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="write date, commit and tables in Markdown"
+    )
     options = parser.parse_args()
     leave_on_signals()
     unknown = [name for name in options.names if name not in ORDER]
     if unknown:
         parser.error(f"unknown measurement {unknown[0]!r}; known: {', '.join(ORDER)}")
     peer = options.peer_python or (str(ORACLE_PYTHON) if ORACLE_PYTHON.exists() else "")
-    print(f"{processor()}; Python {platform.python_version()}", flush=True)
-    failed = []
+    python = platform.python_version()
+    print(f"{processor()}; Python {python}", flush=True)
+    failed: list[str] = []
+    written: list[str] = []
     for name in options.names or ORDER:
         print(f"\n== {name}", flush=True)
         command = [sys.executable, "-m", f"baton.benchmarks.{name}"]
@@ -88,8 +103,12 @@ def main() -> int:
             command += ["--vllm-python", options.vllm_python]
         if name == "gateway" and options.router_python:
             command += ["--peer-python", options.router_python]
-        if run(command):
+        code, output = run(command)
+        if code:
             failed.append(name)
+        elif options.table:  # after each one: a later one may fail
+            written.append(section(name, output, f"{processor()}, Python {python}"))
+            options.table.write_text("\n".join(written))
     if failed:
         print(f"\nfailed: {', '.join(failed)}", flush=True)
     return int(bool(failed))
