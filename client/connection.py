@@ -235,12 +235,11 @@ class Connection:
         With the old identity, a router that was paused would ignore the new connection: to that
         router the old connection is still open, and ZeroMQ accepts an identity only once.
         """
-        identity = new_identity()
-        channel = self._dial(address, identity)
+        channel = self._dial(address, new_identity())
         channel.attach(
             self._loop,
             self._hear,
-            lambda: self._up(identity),
+            lambda: self._up(channel.identity),
             lambda: self._handle(Disconnected()),
             lambda error, final: self._handle(Refused(error, final)),
         )

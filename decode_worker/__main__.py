@@ -9,7 +9,7 @@ from ..engine.audio.codec_kernels import codec_kernels
 from ..engine.loading.embedding_config import DRAW
 from ..engine.loading.loader import StepRunner, folder_task, load_runner
 from ..engine.pictures.loading import load_denoiser
-from ..proto.ids import new_incarnation
+from ..proto.ids import new_nonce, worker_incarnation
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
 from ..runtime.keys.keyring import load_keys
@@ -77,10 +77,12 @@ def _shell(
         options=_DATA_OPTIONS,
     )
     gpu = runner.backend.gpu
+    nonce = new_nonce()
     identity = WorkerIdentity(
         worker=config.worker_id,
         role="decode",
-        incarnation=new_incarnation(),
+        incarnation=worker_incarnation(b"" if doors is None else doors.ring.public, nonce),
+        nonce=nonce,
         pid=os.getpid(),
         endpoint=control.endpoint,
         pool=config.pool,

@@ -29,6 +29,7 @@ from ..proto.wire.messages import (
     Abort,
     Aborted,
     Commit,
+    PeerDead,
     Terminal,
     TokenRun,
     Tokens,
@@ -111,8 +112,8 @@ class DecodeCore(WorkerCore):
 
     # ------------------------------------------------------------------ messages of routers
 
-    def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Action]:
-        return self._received(self.receiver.peer_dead(incarnation), now)
+    def _peer_dead(self, message: PeerDead, now: float) -> list[Action]:
+        return self._received(self.receiver.peer_dead(message.incarnation), now)
 
     def _abort_jobs(self, jobs: list[Job], router: str, message: Abort, now: float) -> list[Action]:
         request, attempt = message.request, message.attempt

@@ -26,10 +26,14 @@ from ..worker.events import (
 
 @dataclass(slots=True, frozen=True)
 class FromPeer:
-    """A prefill worker sent a message; ``peer`` is its routing identity."""
+    """A prefill worker sent a message.
+
+    ``peer``: its routing identity. ``key``: the CURVE key of its connection; empty without keys.
+    """
 
     peer: bytes
     message: Message
+    key: bytes = b""
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,9 +1,9 @@
 """The conversation of a decode worker with prefill workers, from Open to the end of a grant.
 
 Invariants: only an attempt that a router assigned to the sender, for handoff to this worker,
-reserves blocks or releases them; while draining, nothing new is reserved; both sides agree on
-version, model and transport before blocks are reserved. Pure: the receiver has the state of the
-grants.
+reserves blocks or releases them; a grant obeys only the key that reserved it; while draining,
+nothing new is reserved; both sides agree on version, model and transport before blocks are
+reserved. Pure: the receiver has the state of the grants.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..proto.wire.messages import (
     Busy,
     Commit,
     Fence,
+    GrantRef,
     Message,
     Open,
     Opened,
@@ -37,7 +38,9 @@ from ..proto.wire.messages import (
     Release,
     Released,
     Reserve,
+    Stale,
 )
+from ..proto.wire.proofs import Holder
 from ..proto.wire.versions import check_version
 from ..worker.events import Log
 from ..worker.membership import Membership
@@ -107,9 +110,9 @@ class Handoffs:
     def handle(self, event: HandoffEvent, now: float) -> list[Output]:
         """Handle an event of a prefill worker's connection."""
         match event:
-            case FromPeer(peer=peer, message=message):
+            case FromPeer(peer=peer, message=message, key=key):
                 self._receiver.contacts.heard(peer, now)
-                return self._hear(peer, message, now)
+                return self._hear(peer, message, key, now)
             case PeerGone(peer=peer):
                 self._receiver.contacts.gone(peer, now)
                 self._in_place.discard(peer)
@@ -119,23 +122,30 @@ class Handoffs:
             case PoolMapped():
                 return self._mapped(event)
 
-    def _hear(self, peer: bytes, message: Message, now: float) -> list[Output]:
+    def _hear(self, peer: bytes, message: Message, key: bytes, now: float) -> list[Output]:
         receiver = self._receiver
         match message:
             case Reserve():
-                return self._reserve(peer, message, now)
+                return self._reserve(peer, message, key, now)
             case Commit():
+                if self._is_anothers(message.grant, key):
+                    stale = Stale(
+                        grant=message.grant, request=message.request, attempt=message.attempt
+                    )
+                    return [ToPeer(peer, stale)]
                 return [*receiver.on_commit(peer, message, now)]
             case Release():
-                if not self._invited(message) and not self._owns(message):
+                if not self._invited(message, key) and not self._owns(message, key):
                     # The sender has no grant for this attempt, and must not end another's.
                     gone = Released(request=message.request, attempt=message.attempt)
                     return [ToPeer(peer, gone)]
                 return [*receiver.on_release(peer, message, now)]
             case Fence():
+                if self._is_anothers(message.grant, key):
+                    return []
                 return [*receiver.on_fence(message)]
             case Open():
-                return [self._open(peer, message)]
+                return [self._open(peer, message, key)]
             case Probe(nonce=nonce):
                 return [ToPeer(peer, self._probe(nonce))]
             case Ping(nonce=nonce):
@@ -145,19 +155,19 @@ class Handoffs:
 
     # ------------------------------------------------------------------ grants
 
-    def _reserve(self, peer: bytes, message: Reserve, now: float) -> list[Output]:
-        if not self._invited(message):
+    def _reserve(self, peer: bytes, message: Reserve, key: bytes, now: float) -> list[Output]:
+        if not self._invited(message, key):
             return [ToPeer(peer, self._uninvited(message))]
         if self._member.draining and not self._receiver.holds(message):
             return [ToPeer(peer, _busy(message, "draining"))]
         in_place = peer in self._in_place
-        outputs = self._receiver.on_reserve(peer, message, now, in_place=in_place)
+        outputs = self._receiver.on_reserve(peer, message, now, key=key, in_place=in_place)
         return [*outputs, *self._prepare(message)]
 
-    def _invited(self, message: Reserve | Release) -> bool:
+    def _invited(self, message: Reserve | Release, key: bytes) -> bool:
         """True if a router assigned this attempt to the sender, for handoff to this worker."""
-        key = (message.request, message.attempt)
-        return self._member.invited(*key, message.incarnation, message.ticket)
+        holder = Holder(message.incarnation, key)
+        return self._member.invited(message.request, message.attempt, holder, message.ticket)
 
     def _uninvited(self, message: Reserve) -> Message:
         """Return the answer to a Reserve without a valid ticket; nothing is reserved.
@@ -170,10 +180,18 @@ class Handoffs:
         self._member.dropped["peer_uninvited"] += 1
         return Aborted(request=message.request, attempt=message.attempt)
 
-    def _owns(self, message: Release) -> bool:
+    def _owns(self, message: Release, key: bytes) -> bool:
         """True if the sender has a live grant for the attempt."""
         owner = self._receiver.owner_of_attempt(message.request, message.attempt)
-        return owner is not None and owner == message.incarnation
+        return owner == Holder(message.incarnation, key)
+
+    def _is_anothers(self, grant: GrantRef, key: bytes) -> bool:
+        """True, and counted, if a connection with another key reserved this grant."""
+        owner = self._receiver.owner(grant)
+        if owner is None or owner.key == key:
+            return False
+        self._member.dropped["peer_anothers_grant"] += 1
+        return True
 
     def _prepare(self, message: Reserve) -> list[Action]:
         """Compile the request's grammar while its KV is computed and transferred."""
@@ -191,11 +209,11 @@ class Handoffs:
 
     # ------------------------------------------------------------------ links
 
-    def _open(self, peer: bytes, message: Open) -> Action:
+    def _open(self, peer: bytes, message: Open, key: bytes) -> Action:
         refusal = self._refusal(message)
         if refusal is not None:
             return ToPeer(peer, refusal)
-        self._receiver.peer_moved(message.incarnation, peer)
+        self._receiver.peer_moved(Holder(message.incarnation, key), peer)
         if message.pool is not None and SHARED in message.transports:
             return MapPool(peer, message.incarnation, message.pool, SHARED)
         if message.device_pool is not None and DEVICE in message.transports:

@@ -1,8 +1,8 @@
 """A decode worker's sockets for prefill workers: control messages, answers, KV frames.
 
 Invariant on sockets with CURVE: only prefill workers reserve, and each can act only on its own
-handoffs. An incarnation belongs to the key that opened a link with it, and a grant to the
-incarnation that reserved it. Routers and operators may send Probe and Ping.
+handoffs. An incarnation is made from its worker's key, and a grant belongs to the key that reserved
+it. Routers and operators may send Probe and Ping.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -23,11 +22,9 @@ from ..kv_transfer.frames import FrameWriter
 from ..kv_transfer.receiver import Receiver
 from ..kv_transfer.shared_pool import MappedPools, Mapping, unmap
 from ..proto.errors import AccessDenied, EnvelopeDamaged, ProtocolError
+from ..proto.ids import worker_incarnation
 from ..proto.wire.envelope import EnvelopeDecoder, decode_kv_header
 from ..proto.wire.messages import (
-    Commit,
-    Fence,
-    GrantRef,
     KVFrame,
     Message,
     Open,
@@ -36,12 +33,9 @@ from ..proto.wire.messages import (
     PrefillToDecode,
     Probe,
     Rejected,
-    Release,
-    Reserve,
 )
 from ..runtime.keys.allowed import PREFILL, AllowedKeys, KeyEntry
 from ..runtime.keys.identity_owners import Callers
-from ..runtime.keys.name_owners import Claims
 from ..runtime.net.channel import Frames
 from ..runtime.net.loop import Loop
 from ..runtime.net.outbox import Outbox
@@ -51,71 +45,37 @@ from ..runtime.process.log_limit import LimitedLog
 _ANYBODY = (Probe, Ping, Pong)
 
 
-class GrantOwners(Protocol):
-    """Which prefill incarnation owns a live grant; the receiver of handoffs knows it."""
+def refusal(allowed: AllowedKeys, entry: KeyEntry | None, message: Message) -> AccessDenied | None:
+    """Return why the key of a connection does not allow this message, or None.
 
-    def owner_of_attempt(self, request: bytes, attempt: int) -> int | None:
-        """Return the incarnation that reserved for this attempt, or None."""
-        ...
-
-    def owner(self, grant: GrantRef) -> int | None:
-        """Return the incarnation that holds this grant, or None."""
-        ...
-
-
-class PeerGate:
-    """Checks the messages of prefill workers to one decode worker. Pure."""
-
-    def __init__(self, owners: GrantOwners) -> None:
-        self._owners = owners
-        self._claims = Claims()
-
-    def refusal(
-        self, allowed: AllowedKeys, entry: KeyEntry | None, peer: bytes, message: Message
-    ) -> AccessDenied | None:
-        """Return why a message must be rejected, or None if it is allowed."""
-        if isinstance(message, _ANYBODY):
-            return None
-        name = type(message).__name__
-        if entry is None or entry.role != PREFILL:
-            return AccessDenied(f"{name} needs the key of a prefill worker")
-        key = entry.public.encode()
-        if isinstance(message, Open):
-            if not allowed.may_be(entry, PREFILL, message.worker):
-                return AccessDenied(f"the key of the caller is not valid for {message.worker!r}")
-            return _foreign(name) if self._claims.take(peer, key, message.incarnation) else None
-        if isinstance(message, Reserve | Release) and not self.holds(key, message.incarnation):
-            return _foreign(name)
-        owner = self._owner(message)
-        return None if owner is None or self.holds(key, owner) else _foreign(name)
-
-    def holds(self, key: bytes, incarnation: int) -> bool:
-        """True if the incarnation opened a link here with this key."""
-        return self._claims.lives(key, incarnation)
-
-    def _owner(self, message: Message) -> int | None:
-        match message:
-            case Reserve() | Release():
-                return self._owners.owner_of_attempt(message.request, message.attempt)
-            case Commit() | Fence():
-                return self._owners.owner(message.grant)
-            case _:
-                return None
+    Nothing is remembered. The core compares the key with the ticket of a Reserve and with the key
+    of a grant (:mod:`.handoffs`).
+    """
+    if isinstance(message, _ANYBODY):
+        return None
+    if entry is None or entry.role != PREFILL:
+        return AccessDenied(f"{type(message).__name__} needs the key of a prefill worker")
+    if not isinstance(message, Open):
+        return None
+    if not allowed.may_be(entry, PREFILL, message.worker):
+        return AccessDenied(f"the key of the caller is not valid for {message.worker!r}")
+    if message.incarnation != worker_incarnation(entry.public.encode(), message.nonce):
+        return AccessDenied(
+            f"the incarnation of {message.worker!r} was not made with the key of its connection"
+        )
+    return None
 
 
-def _foreign(name: str) -> AccessDenied:
-    return AccessDenied(f"{name} concerns a worker or a handoff of another key")
+OnPeerSaid = Callable[[bytes, Message, bytes], object]
+"""Receives a peer, its message, and the key of its connection (empty without keys)."""
 
 
 class ControlSocket:
     """The bound socket for prefill workers; ``dropped`` counts messages that were not accepted."""
 
-    def __init__(
-        self, channel: RouterChannel, loop: Loop, gate: PeerGate, dropped: Counter[str]
-    ) -> None:
+    def __init__(self, channel: RouterChannel, loop: Loop, dropped: Counter[str]) -> None:
         self._channel = channel
         self._loop = loop
-        self._gate = gate
         self._dropped = dropped
         self._log = LimitedLog(loop)
         self._decoder: EnvelopeDecoder[PrefillToDecode] = EnvelopeDecoder(
@@ -123,10 +83,8 @@ class ControlSocket:
         )
         self._outbox: Outbox[bytes] = Outbox(channel.send, digest=envelope_digest)
 
-    def attach(
-        self, on_message: Callable[[bytes, Message], object], on_gone: Callable[[bytes], object]
-    ) -> None:
-        """Start listening; ``on_message(peer, message)`` receives the accepted messages."""
+    def attach(self, on_message: OnPeerSaid, on_gone: Callable[[bytes], object]) -> None:
+        """Start listening; ``on_message(peer, message, key)`` receives the accepted messages."""
         self._channel.attach(
             self._loop, lambda peer, frames: self._hear(peer, frames, on_message), on_gone
         )
@@ -139,9 +97,7 @@ class ControlSocket:
         """Send everything queued."""
         self._outbox.flush()
 
-    def _hear(
-        self, peer: bytes, frames: Frames, on_message: Callable[[bytes, Message], object]
-    ) -> None:
+    def _hear(self, peer: bytes, frames: Frames, on_message: OnPeerSaid) -> None:
         try:
             messages = self._decoder.decode(frames)
         except EnvelopeDamaged as error:
@@ -151,10 +107,11 @@ class ControlSocket:
         except ProtocolError as error:
             self._reject(peer, "peer.malformed", error)
             return
-        if self._channel.callers is not None:
-            messages = self._allowed(self._channel.callers, peer, messages)
+        key = b""
+        if (callers := self._channel.callers) is not None:
+            messages, key = self._allowed(callers, peer, messages), callers.key_of(peer)
         for message in messages:
-            on_message(peer, message)
+            on_message(peer, message, key)
 
     def _allowed(
         self, callers: Callers, peer: bytes, messages: list[PrefillToDecode]
@@ -163,7 +120,7 @@ class ControlSocket:
         entry, allowed = callers.entry_of(peer), callers.allowed()
         passed = []
         for message in messages:
-            error = self._gate.refusal(allowed, entry, peer, message)
+            error = refusal(allowed, entry, message)
             if error is None:
                 passed.append(message)
             else:
@@ -184,7 +141,6 @@ class DataSocket:
     """The bound socket for KV frames, and the pools of senders that this process has mapped.
 
     ``device``: writes frames on a GPU's transfer stream; None: frames are written at once.
-    ``holds(key, incarnation)``: whether an incarnation opened a link with this key.
     """
 
     def __init__(
@@ -194,13 +150,11 @@ class DataSocket:
         runner: StepRunner,
         device: DeviceFrameWriter | None,
         receiver: Receiver[Allocation],
-        holds: Callable[[bytes, int], bool],
         dropped: Counter[str],
     ) -> None:
         self._channel = channel
         self._loop = loop
         self._receiver = receiver
-        self._holds = holds
         self._dropped = dropped
         self._log = LimitedLog(loop)
         self._writer = FrameWriter(runner.backend, runner.pool)
@@ -236,7 +190,8 @@ class DataSocket:
             self._dropped["stale_kv_frame"] += 1
             return
         payload = np.frombuffer(frames[1], np.uint8)
-        owner = self._receiver.owner(header.grant) or 0
+        holder = self._receiver.owner(header.grant)
+        owner = 0 if holder is None else holder.incarnation
         stored = partial(self._stored, on_stored, header)
         if self._device is not None and header.shared:
             self._device.fetch(header, blocks, lambda: self.pools.get(owner), payload, stored)
@@ -256,7 +211,7 @@ class DataSocket:
     def _check_sender(self, callers: Callers, peer: bytes, header: KVFrame) -> None:
         """Raise AccessDenied unless the frame came with the key of the grant's owner."""
         owner = self._receiver.owner(header.grant)
-        if owner is not None and not self._holds(callers.key_of(peer), owner):
+        if owner is not None and owner.key != callers.key_of(peer):
             raise AccessDenied("the KV frame is for a grant of a worker with another key")
 
     def close(self) -> None:

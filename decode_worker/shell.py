@@ -25,12 +25,11 @@ from ..runtime.net.sockets import Context, RouterChannel
 from ..runtime.process.compute import ComputeThread
 from ..worker.host import TextHost
 from ..worker.membership import Membership
-from ..worker.router_links import routing_identity
 from . import events
 from .config import DecodeWorkerConfig
 from .core import DecodeCore
 from .handoffs import GrantStore
-from .prefill_sockets import ControlSocket, DataSocket, PeerGate
+from .prefill_sockets import ControlSocket, DataSocket
 from .voice import Codec
 
 FRAME_BYTES = 2 << 20
@@ -55,10 +54,9 @@ class DecodeShell(TextHost):
         """``audio``: codec of a speech model."""
         codec = None if audio is None else Codec(audio.layout, audio.codec.context_frames)
         self.core = _make_core(config, runner, member, data.endpoint, codec)
-        identity = routing_identity(config.worker_id)
         super().__init__(
             self.core, config, runner, config.runner.model, FRAME_BYTES,
-            control, loop, context, keys, identity,
+            control, loop, context, keys,
         )  # fmt: skip
         self._codec: ComputeThread[events.DecodeChunk, bytes] | None = None
         if audio is not None:
@@ -71,16 +69,13 @@ class DecodeShell(TextHost):
         device = None
         if self._stream is not None and self._moves is not None:
             device = DeviceFrameWriter(self._stream, self._moves.moves)
-        gate = PeerGate(self.core.receiver)
-        self._peers = ControlSocket(control, loop, gate, member.dropped)
-        self._data = DataSocket(
-            data, loop, runner, device, self.core.receiver, gate.holds, member.dropped
-        )
+        self._peers = ControlSocket(control, loop, member.dropped)
+        self._data = DataSocket(data, loop, runner, device, self.core.receiver, member.dropped)
 
     def start(self) -> None:
         """Start listening and ticking."""
         self._peers.attach(
-            lambda peer, message: self.feed(events.FromPeer(peer, message)), self._on_gone
+            lambda peer, message, key: self.feed(events.FromPeer(peer, message, key)), self._on_gone
         )
         self._data.attach(lambda frame, intact: self.feed(events.FrameStored(frame, intact)))
         super().start()

@@ -63,6 +63,7 @@ class Slot(Generic[A]):
     state: GrantState = GrantState.FREE
     reserve: Reserve | None = None
     peer: Peer = b""
+    key: bytes = b""  # CURVE key of the connection that reserved; empty without keys
     allocation: A | None = None
     arrived: npt.NDArray[np.bool_] | None = None  # bool [layers, blocks]: cells received intact
     moving: dict[int, KVFrame] = field(default_factory=dict)  # by index: being written

@@ -28,6 +28,7 @@ from ..proto.wire.messages import (
     Reserve,
     Stale,
 )
+from ..proto.wire.proofs import Holder
 from .grants import GrantState, IllegalTransition, Peer, Slot
 from .past_attempts import PastAttempts
 from .receiver_data import ReceiverData
@@ -51,27 +52,35 @@ class Receiver(Generic[A]):
     # ------------------------------------------------------------------ control messages
 
     def on_reserve(
-        self, peer: Peer, message: Reserve, now: float, *, in_place: bool = False
+        self,
+        peer: Peer,
+        message: Reserve,
+        now: float,
+        *,
+        key: bytes = b"",
+        in_place: bool = False,
     ) -> list[Output[A]]:
         """Grant blocks or answer Busy. A repeated Reserve gets the same answer.
 
-        ``in_place``: this worker reads the blocks of the sender's GPU.
+        ``key``: of the sender's connection; only it may use the grant. ``in_place``: this worker
+        reads the blocks of the sender's GPU.
         """
-        key = (message.request, message.attempt)
+        name = (message.request, message.attempt)
         past = self._past.is_past(message.request, message.attempt, now)
         if past or not self._plausible(message):
             aborted = Aborted(request=message.request, attempt=message.attempt)
-            return self._grants.when_drained(peer, key, aborted)
-        if self._past.committed.get(key, now):
+            return self._grants.when_drained(peer, name, aborted)
+        if self._past.committed.get(name, now):
             # Reserve after Commit means that a router reused an attempt number.
             return [Reply(peer, Aborted(request=message.request, attempt=message.attempt))]
         slot = self._grants.table.live.get(message.request)
-        if slot and self.holds(message):
+        if slot and self.holds(message) and slot.key == key:
             slot.peer = peer
             self._grants.unblock(slot, now)
             return [Reply(peer, self._grants.grant_message(slot))]
         outputs = self._grants.drop(slot) if slot else []
-        return [*outputs, Reply(peer, self._reserve(peer, message, now, in_place))]
+        granted = self._reserve(peer, message, now, key=key, in_place=in_place)
+        return [*outputs, Reply(peer, granted)]
 
     def holds(self, message: Reserve) -> bool:
         """True if ``message`` repeats the Reserve of a live grant; it takes no new blocks."""
@@ -92,8 +101,10 @@ class Receiver(Generic[A]):
             return False
         return len(message.hashes) <= tokens // self._grants.layout.block_size
 
-    def _reserve(self, peer: Peer, message: Reserve, now: float, in_place: bool) -> Message:
-        slot = self._grants.reserve(peer, message, now, in_place=in_place)
+    def _reserve(
+        self, peer: Peer, message: Reserve, now: float, *, key: bytes, in_place: bool
+    ) -> Message:
+        slot = self._grants.reserve(peer, message, now, key=key, in_place=in_place)
         if slot is None:
             return Busy(
                 request=message.request,
@@ -140,10 +151,10 @@ class Receiver(Generic[A]):
 
     # ------------------------------------------------------------------ data frames
 
-    def owner(self, grant: GrantRef) -> int | None:
-        """Incarnation of the prefill worker that reserved a grant; None if the grant has ended."""
+    def owner(self, grant: GrantRef) -> Holder | None:
+        """The prefill worker that reserved a grant; None if the grant has ended."""
         slot = self._grants.table.find(grant)
-        return None if slot is None or slot.reserve is None else slot.reserve.incarnation
+        return None if slot is None else _owner(slot)
 
     def attempt_of(self, grant: GrantRef) -> tuple[bytes, int] | None:
         """Return the attempt that a grant serves; None if the grant has ended."""
@@ -151,12 +162,12 @@ class Receiver(Generic[A]):
         reserve = None if slot is None else slot.reserve
         return None if reserve is None else (reserve.request, reserve.attempt)
 
-    def owner_of_attempt(self, request: bytes, attempt: int) -> int | None:
-        """Incarnation of the prefill worker whose grant serves this attempt or a later one."""
+    def owner_of_attempt(self, request: bytes, attempt: int) -> Holder | None:
+        """The prefill worker whose grant serves this attempt or a later one, or None."""
         slot = self._grants.table.live.get(request)
         if slot is None or slot.reserve is None or slot.reserve.attempt < attempt:
             return None
-        return slot.reserve.incarnation
+        return _owner(slot)
 
     # ------------------------------------------------------------------ ends
 
@@ -189,10 +200,10 @@ class Receiver(Generic[A]):
                 self._grants.part(slot, None)  # the sender is dead: no answer
         return self._grants.credit_outputs()
 
-    def peer_moved(self, incarnation: int, peer: Peer) -> None:
+    def peer_moved(self, holder: Holder, peer: Peer) -> None:
         """Send answers for a prefill worker's grants over its new connection."""
         for slot in self._grants.table.taken():
-            if slot.reserve is not None and slot.reserve.incarnation == incarnation:
+            if _owner(slot) == holder:
                 slot.peer = peer
 
     def tick(self, now: float) -> list[Output[A]]:
@@ -250,6 +261,10 @@ class Receiver(Generic[A]):
     def remembered(self) -> int:
         """Number of entries kept to answer late messages; each entry expires."""
         return len(self._past)
+
+
+def _owner(slot: Slot[Any]) -> Holder | None:
+    return None if slot.reserve is None else Holder(slot.reserve.incarnation, slot.key)
 
 
 def _same_reserve(held: Reserve, asked: Reserve) -> bool:

@@ -89,7 +89,13 @@ class ReceiverGrants(Generic[A]):
         self.stale = 0
 
     def reserve(
-        self, peer: Peer, message: Reserve, now: float, *, in_place: bool = False
+        self,
+        peer: Peer,
+        message: Reserve,
+        now: float,
+        *,
+        key: bytes = b"",
+        in_place: bool = False,
     ) -> Slot[A] | None:
         """Reserve the blocks of a request and its first credit; None if too few blocks are free.
 
@@ -102,6 +108,7 @@ class ReceiverGrants(Generic[A]):
         slot = self.table.take()
         slot.step("reserve")
         slot.reserve, slot.peer, slot.allocation = message, peer, allocation
+        slot.key = key
         slot.expires, slot.progress_at, slot.asked_at = expires, now, now
         blocks = self.layout.blocks_for(message.num_tokens)
         slot.arrived = np.zeros((self.layout.num_layers, blocks), np.bool_)

@@ -14,7 +14,7 @@ from ..engine.loading.embedding_config import DRAW, EMBED
 from ..engine.loading.loader import StepRunner, folder_task, load_embedder, load_runner
 from ..engine.pictures.loading import load_encoder
 from ..kv_transfer.shared_pool import PoolOwner, can_share
-from ..proto.ids import new_incarnation
+from ..proto.ids import new_nonce, worker_incarnation
 from ..proto.layout import ModelCard
 from ..proto.wire.messages import DeviceTicket
 from ..runtime.keys.allowed import OPERATOR, PREFILL, ROUTER
@@ -59,7 +59,7 @@ def _load_steps(config: PrefillWorkerConfig, task: str) -> MakeShell:
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:
         keys = None if doors is None else doors.ring
         control = _control(config, context, doors)
-        member = _member(config, runner.card, control, runner.backend.gpu)
+        member = _member(config, runner.card, control, doors, runner.backend.gpu)
         shell = PrefillShell(config, runner, member, control, loop, context, ticket, keys)
         _ready(member, runner.num_blocks)
         return shell
@@ -96,7 +96,7 @@ def _load_embedder(config: PrefillWorkerConfig) -> MakeShell:
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> EmbedShell:
         keys = None if doors is None else doors.ring
         control = _control(config, context, doors)
-        member = _member(config, runner.card, control)
+        member = _member(config, runner.card, control, doors)
         shell = EmbedShell(config, runner, member, control, loop, context, keys)
         _ready(member, 0)
         return shell
@@ -113,12 +113,18 @@ def _control(
 
 
 def _member(
-    config: PrefillWorkerConfig, card: ModelCard, control: RouterChannel, gpu: Gpu | None = None
+    config: PrefillWorkerConfig,
+    card: ModelCard,
+    control: RouterChannel,
+    doors: Doorkeeper | None,
+    gpu: Gpu | None = None,
 ) -> Membership:
+    nonce = new_nonce()
     identity = WorkerIdentity(
         worker=config.worker_id,
         role="prefill",
-        incarnation=new_incarnation(),
+        incarnation=worker_incarnation(b"" if doors is None else doors.ring.public, nonce),
+        nonce=nonce,
         pid=os.getpid(),
         endpoint=control.endpoint,
         pool=config.pool,

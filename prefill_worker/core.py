@@ -31,6 +31,7 @@ from ..proto.wire.messages import (
     Commit,
     DeviceTicket,
     Message,
+    PeerDead,
     PeerLost,
     PoolTicket,
     Reserve,
@@ -63,6 +64,7 @@ from .events import (
 )
 from .handoffs import Handoffs, Output
 from .job import Job, JobState, make_job, report
+from .link_names import link_name
 from .queue import Queue, Urgency
 
 
@@ -147,8 +149,9 @@ class PrefillCore(AssignCore[Job]):
     def _is_running(self, name: bytes) -> bool:
         return self._scheduler.is_inflight(name)
 
-    def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Action]:
-        return self._advance(self._handoffs.worker_died(endpoint, incarnation), now)
+    def _peer_dead(self, message: PeerDead, now: float) -> list[Action]:
+        link = link_name(message.endpoint, message.key)
+        return self._advance(self._handoffs.worker_died(link, message.incarnation), now)
 
     # ------------------------------------------------------------------ queue and slots
 
@@ -172,7 +175,7 @@ class PrefillCore(AssignCore[Job]):
         if job.compiling or job.checking:
             self._queue.park(job, _preparing_place(job))
             return []
-        endpoint = job.assign.decode
+        endpoint = job.link
         link = self._links.get(endpoint)
         if link is not None and (hopeless := link.hopeless(now)):
             return self._give_back(job, now, hopeless, lost=True, refused=link.refuses)
@@ -300,7 +303,7 @@ class PrefillCore(AssignCore[Job]):
         job = self._queue.get(output.key)
         if job is None:
             return []
-        link = self._links.get(job.assign.decode)
+        link = self._links.get(job.link)
         refused = link is not None and link.refuses
         return self._give_back(job, now, output.message, lost=output.lost_peer, refused=refused)
 

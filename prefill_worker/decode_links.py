@@ -33,6 +33,8 @@ from ..worker.membership import WorkerIdentity
 from .events import Action, Connect, ToPeer
 
 OPEN_REPEAT_S = 0.5
+DENIED_PAUSE_S = 5.0
+"""Seconds between two Opens to a peer whose key list does not allow this worker."""
 KEEP_LOST_S = 60.0
 """Seconds for which a lost link is kept although no request waits for it.
 
@@ -70,6 +72,7 @@ class DecodeLink:
     repeat_at: float = 0.0  # Open or Ping
     last_nonce: int = 0
     frame_limit: int = 0  # bytes the peer accepts in one KV frame
+    denied: bool = False  # refused by the peer's key list, which may change
     no_data_since: float | None = None  # the data connection has been missing since then
 
     @property
@@ -177,7 +180,7 @@ class DecodeLinks:
         if link is None:
             return []
         # Also after a refusal: another process may be listening now.
-        link.state = LinkState.OPENING
+        link.state, link.denied = LinkState.OPENING, False
         link.await_answer(now)
         return [self._open(link, now)]
 
@@ -190,7 +193,7 @@ class DecodeLinks:
 
     def opened(self, link: DecodeLink, message: Opened, now: float) -> None:
         """Mark the link as open: both sides have agreed."""
-        link.state, link.unanswered_since = LinkState.OPEN, None
+        link.state, link.unanswered_since, link.denied = LinkState.OPEN, None, False
         link.worker, link.incarnation = message.worker, message.incarnation
         link.transport, link.frame_limit = message.transport, message.max_frame_bytes
         if link.no_data_since is not None:
@@ -232,6 +235,17 @@ class DecodeLinks:
         link.state, link.unanswered_since, link.refusal = LinkState.REFUSED, None, reason
         return [Log("handoff.refused", {"endpoint": endpoint, "field": "version"})]
 
+    def denied(self, endpoint: str, reason: str, now: float) -> None:
+        """Mark the link as refused by the peer's key list; ask again later with Open.
+
+        The list may be changed there without a new connection.
+        """
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.state, link.unanswered_since = LinkState.REFUSED, None
+            link.refusal, link.repeat_at = f"{endpoint}: {reason}", now + DENIED_PAUSE_S
+            link.denied = True
+
     def drop(self, link: DecodeLink) -> None:
         """Remove a link."""
         del self._links[link.endpoint]
@@ -251,7 +265,8 @@ class DecodeLinks:
         self._excuse(now)
         actions: list[Action] = []
         for link in self._links.values():
-            if link.state is LinkState.OPENING and now >= link.repeat_at:
+            again = link.state is LinkState.REFUSED and link.denied
+            if (again or link.state is LinkState.OPENING) and now >= link.repeat_at:
                 actions.append(self._open(link, now))
             elif wanted(link.endpoint) or link.unanswered_since is not None:
                 nonce = link.ask(now)
@@ -268,7 +283,7 @@ class DecodeLinks:
                 link.excuse(pause)
 
     def _open(self, link: DecodeLink, now: float) -> Action:
-        link.repeat_at = now + OPEN_REPEAT_S
+        link.repeat_at = now + (DENIED_PAUSE_S if link.denied else OPEN_REPEAT_S)
         transports, pool, device_pool = [STREAMED], None, None
         if isinstance(self._ticket, DeviceTicket):
             transports, device_pool = [DEVICE, STREAMED], self._ticket
@@ -278,6 +293,7 @@ class DecodeLinks:
             version=PROTOCOL_VERSION,
             worker=self._me.worker,
             incarnation=self._me.incarnation,
+            nonce=self._me.nonce,
             model=self._me.model,
             transports=transports,
             pool=pool,

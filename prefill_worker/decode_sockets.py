@@ -24,13 +24,16 @@ from ..proto.errors import (
 from ..proto.wire.envelope import EnvelopeDecoder, encode_kv_header
 from ..proto.wire.messages import DecodeToPrefill, KVFrame, Message, Rejected
 from ..runtime.keys.allowed import DECODE
-from ..runtime.keys.keyring import KeyRing, keys_for
+from ..runtime.keys.curve import CurveKeys
+from ..runtime.keys.keyring import KeyRing, keys_to
 from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
 from ..runtime.net.loop import Loop
 from ..runtime.net.outbox import Outbox
 from ..runtime.net.sockets import Context, DealerChannel
 from ..runtime.process.log import get_logger
 from ..runtime.process.log_limit import LimitedLog
+from ..worker.router_links import routing_identity
+from .link_names import endpoint_and_key
 
 _log = get_logger()
 _CONTROL_OPTIONS = ChannelOptions()
@@ -54,7 +57,7 @@ class DecodeSocketPair:
 
     def _connect_control(self) -> DealerChannel:
         sockets, endpoint = self._sockets, self.endpoint
-        channel = sockets.dial(endpoint)
+        channel = sockets.dial(*endpoint_and_key(endpoint))
         channel.attach(
             sockets.loop, self._hear, lambda: sockets.on_up(endpoint), self._control_lost
         )
@@ -83,7 +86,7 @@ class DecodeSocketPair:
             self.data = None
         sockets.on_data(endpoint, False)  # noqa: FBT003
         try:
-            self.data = sockets.dial(address, _DATA_OPTIONS)
+            self.data = sockets.dial(address, endpoint_and_key(endpoint)[1], _DATA_OPTIONS)
         except ConfigError as error:
             _log.warning("peer.unreachable", endpoint=address, error=str(error))
             return
@@ -155,7 +158,7 @@ class DecodeSockets:
         self,
         loop: Loop,
         context: Context,
-        identity: bytes,
+        worker: str,
         on_message: Callable[[str, Message], object],
         on_up: Callable[[str], object],
         on_down: Callable[[str], object],
@@ -167,8 +170,7 @@ class DecodeSockets:
         self.loop = loop
         self.log = LimitedLog(loop)
         self._context = context
-        self._identity = identity
-        self._connections = 0
+        self._worker = worker
         self.on_message = on_message
         self.on_up = on_up
         self.on_down = on_down
@@ -185,17 +187,21 @@ class DecodeSockets:
         self.left: deque[tuple[zmq.MessageTracker, Release]] = deque()  # buffers of closed pairs
         self._pairs: dict[str, DecodeSocketPair] = {}
 
-    def dial(self, address: str, options: ChannelOptions = _CONTROL_OPTIONS) -> DealerChannel:
-        """Connect to a decode worker. Raises ConfigError for a bad address or missing keys."""
-        keys = keys_for(self._keys, address, DECODE)
-        return DealerChannel(
-            self._context, address, self._fresh_identity(), keys=keys, options=options
-        )
+    def dial(
+        self, address: str, key: bytes, options: ChannelOptions = _CONTROL_OPTIONS
+    ) -> DealerChannel:
+        """Connect to a decode worker that has ``key``, or any listed key if that is empty.
 
-    def _fresh_identity(self) -> bytes:
-        """Return a routing identity that no earlier connection of this worker had."""
-        self._connections += 1
-        return b"%b/%d" % (self._identity, self._connections)
+        Raises ConfigError for a bad address or an unlisted key.
+        """
+
+        def keys() -> CurveKeys | None:
+            found = keys_to(self._keys, address, DECODE)
+            return found if found is None or not key else found.expecting(key)
+
+        return DealerChannel(
+            self._context, address, routing_identity(self._worker), keys=keys, options=options
+        )
 
     def connect(self, endpoint: str) -> None:
         """Open the control connection. A bad address times out like a silent peer."""

@@ -26,6 +26,7 @@ from ..proto.requests import check_wire_context
 from ..proto.wire.messages import (
     Assign,
     Buckets,
+    PeerDead,
     RequestState,
     Terminal,
     TokenRun,
@@ -206,7 +207,7 @@ class EmbedCore(AssignCore[EmbedJob]):
     def _is_running(self, name: bytes) -> bool:
         return name in (self._batch or {})
 
-    def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Any]:
+    def _peer_dead(self, message: PeerDead, now: float) -> list[Any]:
         return []  # an embedding needs no other worker
 
     # ------------------------------------------------------------------ batches

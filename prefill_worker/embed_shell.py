@@ -22,7 +22,6 @@ from ..runtime.net.sockets import Context, RouterChannel
 from ..runtime.process.log import get_logger
 from ..worker.host import WorkerHost
 from ..worker.membership import Membership
-from ..worker.router_links import routing_identity
 from .config import PrefillWorkerConfig
 from .embed_core import BatchDone, EmbedCore, EmbedLimits, RunBatch
 from .endpoint import Endpoint
@@ -53,7 +52,7 @@ class EmbedShell(WorkerHost):
         )
         super().__init__(
             EmbedCore(member, limits, times), config, lambda: self._pipeline.layers_done,
-            control, loop, context, keys, routing_identity(config.worker_id),
+            control, loop, context, keys,
         )  # fmt: skip
         self._endpoint = Endpoint(member, control, loop)
 

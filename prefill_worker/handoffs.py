@@ -7,6 +7,7 @@ has the state of each handoff.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from ..engine.cache.paged_cache import Allocation, PagedCache
@@ -14,7 +15,7 @@ from ..engine.scheduling.plan import StepPlan
 from ..kv_transfer import sender_handoff as handoff
 from ..kv_transfer.sender import Sender
 from ..kv_transfer.sender_handoff import Key
-from ..proto.errors import InternalError
+from ..proto.errors import AccessDenied, InternalError
 from ..proto.wire.messages import (
     DEVICE,
     READ_IN_PLACE,
@@ -182,7 +183,7 @@ class Handoffs:
             case OpenRefused():
                 return iter(self._open_refused(endpoint, message))
             case Rejected():
-                return self._rejected(endpoint, message)
+                return self._rejected(endpoint, message, now)
             case Ping(nonce=nonce):
                 return iter([ToPeer(endpoint, Pong(nonce=nonce))])
             case Pong(nonce=nonce):
@@ -224,7 +225,7 @@ class Handoffs:
 
     # ------------------------------------------------------------------ links
 
-    def _rejected(self, endpoint: str, message: Rejected) -> Iterator[Output]:
+    def _rejected(self, endpoint: str, message: Rejected, now: float) -> Iterator[Output]:
         code, text = message.code, message.message
         if code == "version_mismatch":
             self._queue.wake(endpoint)
@@ -233,7 +234,13 @@ class Handoffs:
             # Only routers declare workers dead. This affects only the link to that worker.
             return self._outputs(self._sender.unreachable(endpoint, text))
         fields: dict[str, object] = {"endpoint": endpoint, "code": code, "reason": text}
-        return iter([Log("peer.rejected", fields)])
+        lines: list[Output] = [Log("peer.rejected", fields)]
+        if code == AccessDenied.code:
+            # Repeating the message cannot help, so the routers use another decode worker.
+            self._links.denied(endpoint, text, now)
+            self._queue.wake(endpoint)
+            return itertools.chain(lines, self._outputs(self._sender.unreachable(endpoint, text)))
+        return iter(lines)
 
     def _opened(self, endpoint: str, message: Opened, now: float) -> Iterator[Output]:
         link = self._links.get(endpoint)

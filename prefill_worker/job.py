@@ -38,6 +38,7 @@ from ..proto.wire.messages import (
 from ..proto.wire.wire_context import WireContext, WirePixelContext, WireVisionContext
 from ..worker.jobs import Ending, engine_name
 from ..worker.token_replay import runs_again
+from .link_names import link_name
 
 
 class JobState(Enum):
@@ -83,6 +84,11 @@ class Job:
     def name(self) -> bytes:
         """The engine's name for this attempt."""
         return self.sequence.request
+
+    @property
+    def link(self) -> str:
+        """Name of the link to the decode worker."""
+        return link_name(self.assign.decode, self.assign.decode_key)
 
     @property
     def given_tokens(self) -> int:

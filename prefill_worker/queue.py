@@ -69,7 +69,7 @@ class Queue(JobQueue[Job]):
         )
         self._later: KeyedHeap[Key] = KeyedHeap()  # by the time of the next try
         self._parked: dict[str, dict[Key, None]] = {}  # by the event they wait for
-        self._wanted: Counter[str] = Counter()  # jobs per decode endpoint
+        self._wanted: Counter[str] = Counter()  # jobs per link to a decode worker
         self._arrivals = 0
         self._holding: dict[Key, Job] = {}  # jobs with an execution slot
         self.shares = Shares()
@@ -85,7 +85,7 @@ class Queue(JobQueue[Job]):
         super().add(job)
         self._arrivals += 1
         job.arrival = self._arrivals
-        self._wanted[job.assign.decode] += 1
+        self._wanted[job.link] += 1
         self.shares.add(job.router, job.given_tokens)
 
     def remove(self, job: Job) -> None:
@@ -94,7 +94,7 @@ class Queue(JobQueue[Job]):
             return
         super().remove(job)
         self.shares.drop(job.router, job.given_tokens)
-        endpoint = job.assign.decode
+        endpoint = job.link
         self._wanted[endpoint] -= 1
         if not self._wanted[endpoint]:
             del self._wanted[endpoint]
@@ -206,7 +206,7 @@ class Queue(JobQueue[Job]):
             shares.add(job.router, job.given_tokens)
         if shares.report() != self.shares.report():
             raise InternalError("the shares of the routers are miscounted")
-        if Counter(job.assign.decode for job in jobs) != self._wanted:
+        if Counter(job.link for job in jobs) != self._wanted:
             raise InternalError("the jobs per decode worker are miscounted")
         queued = [job for job in jobs if job.waits]
         sums = len(queued), sum(job.sequence.num_tokens for job in queued)

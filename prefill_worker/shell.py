@@ -24,7 +24,6 @@ from ..runtime.net.sockets import Context, RouterChannel
 from ..runtime.process.compute import TimeLimited
 from ..worker.host import TextHost
 from ..worker.membership import Membership
-from ..worker.router_links import routing_identity
 from . import events
 from .config import PrefillWorkerConfig, kv_frame_bytes
 from .core import PrefillCore, PrefillLimits
@@ -50,17 +49,16 @@ class PrefillShell(TextHost):
         keys: KeyRing | None = None,
     ) -> None:
         self.core = _make_core(config, runner, member, ticket)
-        identity = routing_identity(config.worker_id)
         super().__init__(
             self.core, config, runner, config.runner.model, config.frame_bytes,
-            control, loop, context, keys, identity,
+            control, loop, context, keys,
         )  # fmt: skip
         self._endpoint = Endpoint(member, control, loop)
         self._packer = FramePacker(runner.backend, runner.pool)
         self._sockets = DecodeSockets(
             loop,
             context,
-            identity,
+            config.worker_id,
             lambda endpoint, message: self.feed(events.FromPeer(endpoint, message)),
             lambda endpoint: self.feed(events.PeerUp(endpoint)),
             lambda endpoint: self.feed(events.PeerDown(endpoint)),

@@ -14,6 +14,8 @@ from hashlib import blake2b
 
 KEY_BYTES = 16
 """Length of a request key, a resume secret and a context digest."""
+NONCE_BYTES = 16
+"""Length of the random part of a worker's incarnation."""
 
 
 def _new_id() -> str:
@@ -49,6 +51,22 @@ def _begun(client: bytes) -> blake2b:
     digest = blake2b(digest_size=KEY_BYTES, person=b"baton-request")
     digest.update(len(client).to_bytes(4, "little") + client)
     return digest
+
+
+def worker_incarnation(key: bytes, nonce: bytes) -> int:
+    """Return the 64-bit incarnation of a worker with this CURVE public key (z85), never 0.
+
+    A receiver that gets ``nonce`` over a connection with a key can so check that the incarnation
+    belongs to that key, without a table of earlier workers. ``key`` is empty without keys.
+    """
+    digest = blake2b(digest_size=8, person=b"baton-life")
+    digest.update(len(key).to_bytes(4, "little") + key + nonce)
+    return int.from_bytes(digest.digest(), "little") or 1
+
+
+def new_nonce() -> bytes:
+    """Return the random bytes of a worker's incarnation."""
+    return os.urandom(NONCE_BYTES)
 
 
 def new_incarnation(entropy: bytes | None = None) -> int:

@@ -1,8 +1,8 @@
 """Access control: the messages that a CURVE key may send, and proofs of assignment.
 
 Invariant: only an operator may drain workers and see the requests of other keys. A worker's key
-permits its role and its name. While a worker is connected, no other key can register its name,
-endpoint or incarnation.
+permits its role and its name, and is part of its incarnation. So no key can register the
+incarnation of another key's worker, whoever registers first.
 
 Pure: takes key list entries and messages, returns rejections.
 """
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..proto.errors import AccessDenied, BatonError, CapacityError
+from ..proto.errors import AccessDenied, BatonError, EndpointDead
+from ..proto.ids import worker_incarnation
 from ..proto.wire.messages import Drain, Drained, Hello, Message
-from ..proto.wire.proofs import assignment_proof, same
+from ..proto.wire.proofs import Holder, assignment_proof, same
 from ..runtime.keys.allowed import OPERATOR, AllowedKeys, KeyEntry
-from ..runtime.keys.name_owners import Claims
 from ..runtime.tables import ExpiringMap
 from .config import RouterConfig
 
@@ -60,37 +60,24 @@ def without_drains(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if type(message) is not Drain]
 
 
-class WorkerGate:
-    """Checks which keys may register which workers."""
+def hello_refusal(allowed: AllowedKeys, entry: KeyEntry | None, hello: Hello) -> BatonError | None:
+    """Return why the key of a connection does not allow this Hello, or None.
 
-    def __init__(self) -> None:
-        self._claims = Claims()
-
-    def refusal(
-        self, allowed: AllowedKeys, entry: KeyEntry | None, identity: bytes, hello: Hello
-    ) -> BatonError | None:
-        """Return why this Hello is rejected, or None after claiming its name and endpoint."""
-        if entry is None or not allowed.may_be(entry, hello.role, hello.worker):
-            what = "no worker" if entry is None else f"{entry.role} {' or '.join(entry.names)}"
-            return AccessDenied(
-                f"the key of this worker is for {what}, not for {hello.role} {hello.worker!r}, "
-                "or that name belongs to another key: see allowed.toml of the router"
-            )
-        taken = self._claims.take(
-            identity,
-            entry.public.encode(),
-            hello.incarnation,
-            f"name {hello.worker}",
-            f"endpoint {hello.endpoint}",
+    Nothing is remembered: the key list says which names a key may use, and a worker's incarnation
+    is computed from its key.
+    """
+    if entry is None or not allowed.may_be(entry, hello.role, hello.worker):
+        what = "no worker" if entry is None else f"{entry.role} {' or '.join(entry.names)}"
+        return AccessDenied(
+            f"the key of this worker is for {what}, not for {hello.role} {hello.worker!r}, "
+            "or that name belongs to another key: see allowed.toml of the router"
         )
-        if taken:
-            text = f"a worker with another key uses this {taken}; retry after it disconnects"
-            return CapacityError(text, retry_after=1.0)
-        return None
-
-    def gone(self, identity: bytes) -> None:
-        """Drop the claims of a lost connection."""
-        self._claims.gone(identity)
+    if hello.incarnation != worker_incarnation(entry.public.encode(), hello.nonce):
+        return EndpointDead(
+            f"the incarnation of {hello.worker} was not made with the key of its connection; "
+            "register again with a new incarnation"
+        )
+    return None
 
 
 class Proofs:
@@ -109,14 +96,18 @@ class Proofs:
 
     def shown(self, worker: Worker, request: Request, attempt: int, proof: bytes) -> bool:
         """True if ``proof`` proves that ``attempt`` of the request was assigned to the worker."""
-        return self._is_right(proof, request.key, attempt, worker.incarnation)
+        return self._is_right(proof, request.key, attempt, worker.holder)
 
-    def proven(self, hello: Hello) -> Hello:
-        """Return the Hello without the requests whose proofs are missing or wrong."""
+    def proven(self, hello: Hello, key: bytes) -> Hello:
+        """Return the Hello without the requests whose proofs are missing or wrong.
+
+        ``key``: of the worker's connection.
+        """
+        holder = Holder(hello.incarnation, key)
         held = [
             one
             for one in hello.requests
-            if self._is_right(one.proof, one.request, one.attempt, hello.incarnation)
+            if self._is_right(one.proof, one.request, one.attempt, holder)
         ]
         lacking = len(hello.requests) - len(held)
         if not lacking:
@@ -132,6 +123,6 @@ class Proofs:
         self._asked.put(key, None, now + self._ask_again_s)
         return True
 
-    def _is_right(self, proof: bytes, request: bytes, attempt: int, incarnation: int) -> bool:
-        right = assignment_proof(self._key, request, attempt, incarnation) if proof else b""
+    def _is_right(self, proof: bytes, request: bytes, attempt: int, holder: Holder) -> bool:
+        right = assignment_proof(self._key, request, attempt, holder) if proof else b""
         return same(proof, right)

@@ -55,6 +55,7 @@ from .takeover import Takeover
 from .timers import Timers
 from .worker_messages import WorkerMessages
 from .worker_registration import WorkerRegistration
+from .workers import NO_KEY, WorkerCaller
 
 MAX_MENDS = 3
 """Repairs after one event; a repair may fail too, and the next one starts from its result."""
@@ -65,7 +66,8 @@ class RouterCore:
 
     ``incarnation``: random number of this process. ``files``: text files of the model folder by
     name. ``now``: monotonic seconds, as in all calls. ``caller_of``: maps a client's routing id
-    to its key and rights. ``fresh_stories``: the shell takes the stories of ended requests.
+    to its key and rights; ``worker_of``: maps a worker's routing id and name to what its
+    connection proves. ``fresh_stories``: the shell takes the stories of ended requests.
 
     ``broken``: why the process must be replaced, after an error that could not be repaired.
     """
@@ -78,6 +80,7 @@ class RouterCore:
         files: dict[str, bytes] | None = None,
         now: float = 0.0,
         caller_of: Callable[[bytes], Caller] = lambda _identity: ANYBODY,
+        worker_of: Callable[[bytes, str], WorkerCaller] = lambda _identity, _name: NO_KEY,
         fresh_stories: bool = False,
     ) -> None:
         self.broken = ""
@@ -114,7 +117,7 @@ class RouterCore:
         )
         worker_messages = WorkerMessages(
             config, out, table, registry, pairs, admission, lifecycle, recovery, takeover,
-            registration, Proofs(config, metrics), metrics, handoffs, stories, errors,
+            registration, Proofs(config, metrics), metrics, handoffs, stories, errors, worker_of,
         )  # fmt: skip
         self._timers = Timers(
             config, out, table, registry, admission, lifecycle, recovery, takeover, losses, errors,

@@ -125,9 +125,9 @@ class Lifecycle:
         prefill, decode = attempt.prefill, attempt.decode
         if prefill is None:
             return
-        there = decode.incarnation if decode else None
+        there = decode.holder if decode else None
         proof, decode_proof, ticket = assignment(
-            self._key, request.key, attempt.number, prefill.incarnation, there
+            self._key, request.key, attempt.number, prefill.holder, there
         )
         waited = now - request.submitted_at
         message = Assign(
@@ -137,7 +137,8 @@ class Lifecycle:
             context=request.context,
             emitted=request.emitted.tolist(),
             decode=decode.endpoint if decode else "",
-            decode_incarnation=there or 0,
+            decode_incarnation=there.incarnation if there else 0,
+            decode_key=there.key if there else b"",
             deadline=request.deadline - now,
             waited=waited if waited > 0 else 0.0,  # also for a resumed request
             proof=proof,

@@ -311,7 +311,7 @@ class WorkerLosses:
         self._out.append(
             Log("worker.dead", {"worker": worker.id, "role": worker.role, "reason": reason})
         )
-        dead = PeerDead(incarnation=worker.incarnation, endpoint=worker.endpoint)
+        dead = PeerDead(incarnation=worker.incarnation, endpoint=worker.endpoint, key=worker.key)
         others = self._registry.live()
         for other in others:
             self._out.append(ToWorker(other.identity, dead))

@@ -1,6 +1,8 @@
 """The registered workers.
 
-Invariants: a name belongs to one live worker, and a healthy worker keeps its name. An incarnation
+Invariants: of the workers with one key, a name belongs to one live worker, and a healthy worker
+keeps its name. Workers with different keys may state the same name or endpoint; neither displaces
+the other. An incarnation
 that was declared dead returns only if another router served it all the time. Then this router was
 cut off, and its replays have higher attempt numbers. All live workers serve one model.
 
@@ -9,8 +11,8 @@ Pure: derives the states from messages and the time. :mod:`.recovery` acts on th
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -32,8 +34,10 @@ from .config import RouterConfig
 from .worker_totals import WorkerTotals
 from .workers import (
     CONNECTION_CLOSED,
+    NO_KEY,
     SILENCES,
     Worker,
+    WorkerCaller,
     WorkerHealth,
     WorkerState,
     roles_for,
@@ -42,6 +46,9 @@ from .workers import (
 KEEP_GONE = 64
 """Maximum number of dead and refused workers in the list."""
 KEEP_DEAD_INCARNATIONS = 4096
+"""The same of dead incarnations of one key."""
+Owner = tuple[bytes, str]
+"""The key and the id of a worker."""
 
 
 class Registry:
@@ -52,10 +59,10 @@ class Registry:
         self.health = WorkerHealth(config, now)
         self._by_identity: dict[bytes, Worker] = {}
         self._others: int | None = None  # cache, cleared by each heartbeat
-        self._live: dict[str, Worker] = {}  # by endpoint
-        self._live_by_id: dict[str, Worker] = {}
-        self._gone: OrderedDict[str, Worker] = OrderedDict()  # dead or refused, by worker id
-        self._dead_incarnations: OrderedDict[int, bool] = OrderedDict()  # True: for SILENCES
+        self._live: dict[int, Worker] = {}  # by incarnation
+        self._named: dict[str, dict[int, Worker]] = {}  # the live ones by id, and by endpoint
+        self._gone: OrderedDict[Owner, Worker] = OrderedDict()  # dead or refused
+        self._dead_incarnations: dict[bytes, OrderedDict[int, bool]] = {}  # True: for SILENCES
         self._ready: dict[tuple[str, str | None], list[Worker]] = {}
         self.totals = WorkerTotals()
         self.card: ModelCard | None = None
@@ -95,7 +102,7 @@ class Registry:
 
     def find(self, name: str) -> Worker | None:
         """Return a live worker by id or endpoint, or None."""
-        return self._live.get(name) or self._live_by_id.get(name)
+        return _preferred(self._named.get(name))
 
     def live(self) -> list[Worker]:
         """Return all live workers."""
@@ -142,7 +149,8 @@ class Registry:
 
         Raises EndpointUnknown, EndpointDead or EndpointDraining.
         """
-        worker = self._live.get(endpoint)
+        stated = self._named.get(endpoint, {}).items()
+        worker = _preferred({key: one for key, one in stated if one.endpoint == endpoint})
         if worker is not None:
             if worker.hung_up:
                 raise EndpointDead(f"worker {worker.id} at {endpoint}: {worker.reason}")
@@ -158,15 +166,16 @@ class Registry:
 
     # ------------------------------------------------------------------ change
 
-    def check_join(self, hello: Hello, now: float, *, idle: bool) -> list[Worker]:
+    def check_join(self, hello: Hello, now: float, *, idle: bool, key: bytes = b"") -> list[Worker]:
         """Check the Hello of an unknown incarnation, without changing any live worker.
 
         Returns the workers that it replaces. ``idle``: the router has no unfinished request, so
-        the model may change once no worker is connected. Raises EndpointDead, NameTaken (the
-        worker retries), ModelMismatch, VersionMismatch, ProtocolError or InputError.
+        the model may change once no worker is connected. ``key``: of its connection. Raises
+        EndpointDead, NameTaken (the worker retries), ModelMismatch, VersionMismatch, ProtocolError
+        or InputError.
         """
-        self._check(hello)
-        replaced = self._replaced_by(hello)
+        self._check(hello, key)
+        replaced = self._replaced_by(hello, key)
         for holder in replaced:
             silent = now - holder.seen_at
             heard = silent <= suspect_after(self._config.worker_timeout_s) or self.health.excused(
@@ -183,24 +192,28 @@ class Registry:
         if mismatch:
             field, ours, theirs = mismatch
             reason = f"{field} is {theirs}, the cluster has {ours}"
-            refused = Worker(b"", hello, now)
+            refused = Worker(b"", hello, now, WorkerCaller(key))
             refused.enter(WorkerState.REFUSED, reason)
             self._list_gone(refused)
             raise ModelMismatch(reason)
         return replaced
 
-    def join(self, identity: bytes, hello: Hello, now: float) -> Worker:
+    def join(
+        self, identity: bytes, hello: Hello, now: float, caller: WorkerCaller = NO_KEY
+    ) -> Worker:
         """Register a worker after :meth:`check_join`; the workers it replaces must be dead."""
         if self.card is not None and self.card.mismatch(hello.model):
             self.card = None
-        worker = Worker(identity, hello, now)
+        worker = Worker(identity, hello, now, caller)
         worker.report(hello.load, self._config.name)
         worker.enter(WorkerState.DRAINING if hello.draining else WorkerState.READY)
-        self._dead_incarnations.pop(worker.incarnation, None)
+        self._dead_of(worker.key).pop(worker.incarnation, None)
         self.totals.joined(worker)
         self._by_identity[identity] = worker
-        self._live[worker.endpoint] = self._live_by_id[worker.id] = worker
-        self._gone.pop(worker.id, None)
+        self._live[worker.incarnation] = worker
+        for name in (worker.id, worker.endpoint):
+            self._named.setdefault(name, {})[worker.incarnation] = worker
+        self._gone.pop((worker.key, worker.id), None)
         self._changed()
         return worker
 
@@ -222,26 +235,34 @@ class Registry:
 
     def known(self, incarnation: int) -> Worker | None:
         """Return the live worker with this incarnation, or None."""
-        return next((w for w in self._live.values() if w.incarnation == incarnation), None)
+        return self._live.get(incarnation)
 
     def sealed(self, seal: bytes) -> list[Worker]:
         """Return the live workers of the process with this seal."""
         return [worker for worker in self._live.values() if worker.seal == seal]
 
-    def is_dead(self, incarnation: int) -> bool:
-        """True if this router declared the incarnation dead."""
-        return incarnation in self._dead_incarnations
+    def is_dead(self, incarnation: int, key: bytes) -> bool:
+        """True if this router declared the incarnation of this key dead."""
+        return incarnation in self._dead_of(key)
 
-    def _may_return(self, hello: Hello) -> bool:
+    def _dead_of(self, key: bytes) -> OrderedDict[int, bool]:
+        """Return the dead incarnations of a key: no key can push out those of another."""
+        return self._dead_incarnations.setdefault(key, OrderedDict())
+
+    def _may_return(self, hello: Hello, key: bytes) -> bool:
         """True if only this router was cut off, while another router served the worker."""
-        return hello.elsewhere and self._dead_incarnations[hello.incarnation]
+        return hello.elsewhere and self._dead_of(key)[hello.incarnation]
 
-    def _replaced_by(self, hello: Hello) -> list[Worker]:
-        """Return the live workers whose name or endpoint a new incarnation takes over."""
+    def _replaced_by(self, hello: Hello, key: bytes) -> list[Worker]:
+        """Return the live workers whose name or endpoint a new incarnation takes over.
+
+        Only workers with the same key: a name or an endpoint says nothing about another key.
+        """
         return [
             worker
             for worker in self._live.values()
             if hello.incarnation != worker.incarnation
+            and worker.key == key
             and (worker.id == hello.worker or worker.endpoint == hello.endpoint)
         ]
 
@@ -289,13 +310,15 @@ class Registry:
         self.totals.died(worker)
         worker.connected = False
         self._by_identity.pop(worker.identity, None)
-        if self._live.get(worker.endpoint) is worker:
-            del self._live[worker.endpoint]
-        if self._live_by_id.get(worker.id) is worker:
-            del self._live_by_id[worker.id]
-        self._dead_incarnations[worker.incarnation] = reason.startswith(SILENCES)
-        while len(self._dead_incarnations) > KEEP_DEAD_INCARNATIONS:
-            self._dead_incarnations.popitem(last=False)
+        self._live.pop(worker.incarnation, None)
+        for name in {worker.id, worker.endpoint} & self._named.keys():
+            self._named[name].pop(worker.incarnation, None)
+            if not self._named[name]:
+                del self._named[name]
+        dead = self._dead_of(worker.key)
+        dead[worker.incarnation] = reason.startswith(SILENCES)
+        while len(dead) > KEEP_DEAD_INCARNATIONS:
+            dead.popitem(last=False)
         self._list_gone(worker)
         self._changed()
 
@@ -318,23 +341,25 @@ class Registry:
 
     # ------------------------------------------------------------------ inner
 
-    def _check(self, hello: Hello) -> None:
+    def _check(self, hello: Hello, key: bytes) -> None:
         check_version(hello.version, f"worker {hello.worker}")
         check_endpoint(hello.endpoint)
         if hello.role not in ("prefill", "decode"):
             raise ProtocolError(f"role must be prefill or decode, not {hello.role!r}")
-        if self.is_dead(hello.incarnation) and not self._may_return(hello):
+        if self.is_dead(hello.incarnation, key) and not self._may_return(hello, key):
             raise EndpointDead(
                 f"{hello.worker} was declared dead here and its requests were moved;"
                 " register again with a new incarnation"
             )
 
     def _list_gone(self, worker: Worker) -> None:
-        self._gone.pop(worker.id, None)
-        if self.find(worker.id) is None:
-            self._gone[worker.id] = worker
+        owner = (worker.key, worker.id)
+        self._gone.pop(owner, None)
+        if not any((live.key, live.id) == owner for live in self._live.values()):
+            self._gone[owner] = worker
         while len(self._gone) > KEEP_GONE:
-            self._gone.popitem(last=False)
+            (most, _), *_ = Counter(key for key, _ in self._gone).most_common(1)
+            del self._gone[next(owner for owner in self._gone if owner[0] == most)]
 
     def recount(self) -> None:
         """Make the lists by state again, after an error has left a change unfinished."""
@@ -354,6 +379,20 @@ class Registry:
         self.reporting = [worker for worker in self._live.values() if worker.reported]
         if not self.ever_ready:
             self.ever_ready = all(self.ready(role) for role in self.roles)
+
+
+def _preferred(workers: Mapping[int, Worker] | None) -> Worker | None:
+    """Return one of the workers that state the same name or endpoint, or None.
+
+    There are several only with different keys. A healthy worker comes first, then a worker that
+    the key list names literally, then the worker that registered first.
+    """
+    if not workers:
+        return None
+    return max(
+        workers.values(),
+        key=lambda worker: (worker.state is not WorkerState.SUSPECT, worker.vouched),
+    )
 
 
 def joint_card(cards: Sequence[ModelCard], default: ModelCard | None = None) -> ModelCard | None:

@@ -39,7 +39,7 @@ from ..runtime.process.log import get_logger
 from ..runtime.process.log_limit import LogLimit
 from ..runtime.process.main import EXIT_RESTART
 from ..runtime.process.otlp import OtlpSender, Span, SpanExporter
-from .authorization import ANYBODY, Caller, WorkerGate, client_refusals, without_drains
+from .authorization import ANYBODY, Caller, client_refusals, hello_refusal, without_drains
 from .config import RouterConfig
 from .core import RouterCore
 from .events import (
@@ -64,6 +64,7 @@ from .events import (
 from .stories import Story
 from .story_report import request_line, story_record
 from .story_slices import spans_of
+from .workers import NO_KEY, WorkerCaller
 
 CLIENT_QUEUE = 64
 """Maximum envelopes in ZeroMQ's queue for one client; low, since an envelope may be large."""
@@ -84,6 +85,8 @@ They are not urgent. An extra envelope for each of them would wake two more thre
 with urgent messages for the processors."""
 TOLD_AT_ONCE = 64
 """Ended requests that are logged before the next tick: their objects are still in the cache."""
+WORKER_LINES = 500
+"""Log lines of one event about workers within 10 s; further ones are counted."""
 _LATEST_COUNTS = frozenset((Described, StatusReport))
 
 _log = get_logger()
@@ -107,6 +110,7 @@ class RouterShell:
             files=files,
             now=loop.now(),
             caller_of=self._caller_of,
+            worker_of=self._worker_of,
             fresh_stories=bool(config.otlp_endpoint) or config.log_level in ("debug", "info"),
         )
         self._spans = self._make_exporter(config)
@@ -139,8 +143,8 @@ class RouterShell:
             self.workers.send, self._worker_unsent, on_refused=self._worker_refused
         )
         self._held: dict[bytes, list[Message]] = {}  # messages of full clients, oldest first
-        self._gate = WorkerGate()
         self._log_limit = LogLimit()
+        self._worker_lines = LogLimit(burst=WORKER_LINES)
         self._leave_at = float("inf")
         self._closing = False
         self._heard_worker = False
@@ -234,7 +238,7 @@ class RouterShell:
         for message in messages:
             if type(message) is Hello:
                 entry = callers.entry_of(identity)
-                error = self._gate.refusal(callers.allowed(), entry, identity, message)
+                error = hello_refusal(callers.allowed(), entry, message)
                 if error is not None:
                     self._warn("worker.denied", worker=message.worker, error=str(error))
                     self._feed(WorkerInputRejected(identity, error))
@@ -250,6 +254,13 @@ class RouterShell:
         operator = entry is not None and entry.role == OPERATOR
         return Caller(callers.key_of(identity), operator)
 
+    def _worker_of(self, identity: bytes, name: str) -> WorkerCaller:
+        callers = self.workers.callers
+        entry = None if callers is None else callers.entry_of(identity)
+        return (
+            NO_KEY if entry is None else WorkerCaller(entry.public.encode(), entry.spells_out(name))
+        )
+
     def _client_gone(self, identity: bytes) -> None:
         self._held.pop(identity, None)
         self._to_clients.drop(identity)
@@ -257,7 +268,6 @@ class RouterShell:
 
     def _worker_gone(self, identity: bytes) -> None:
         self._to_workers.drop(identity)
-        self._gate.gone(identity)
         if identity not in self._gone:
             self._gone.append(identity)
             self._loop.post(self._workers_gone)
@@ -279,6 +289,8 @@ class RouterShell:
             self._maybe_leave(now)
         for event, keys in self._log_limit.due(now):
             _log.warning(event, **keys)
+        for event, keys in self._worker_lines.due(now):
+            _log.info(event, **keys)
         self._count_refused()
         self._tell_requests(self.core.stories.take_fresh())
         return self.core.next_timer()
@@ -327,7 +339,7 @@ class RouterShell:
             else:
                 self._to_workers.put(identity, message)
         elif type(action) is Log:
-            _log.info(action.event, **action.fields)
+            self._note(action)
         elif type(action) is Fault:
             self._report(action.error, action.fields)
 
@@ -336,6 +348,12 @@ class RouterShell:
         text = f"{type(error).__name__}: {error}"
         if self._log_limit.passes("router.internal_error", self._loop.now(), error=text, **fields):
             _log.error("router.internal_error", exc_info=error, error=text, **fields)
+
+    def _note(self, action: Log) -> None:
+        """Log for the core. A worker that registers again and again cannot fill the log."""
+        name, fields, now = action.event, action.fields, self._loop.now()
+        if not name.startswith("worker.") or self._worker_lines.passes(name, now, **fields):
+            _log.info(name, **fields)
 
     def _flush(self) -> None:
         """Send this turn's messages: to clients first if workers sent any, else to workers."""

@@ -50,7 +50,7 @@ from .status import Handoffs
 from .stories import Stories
 from .takeover import Takeover
 from .worker_registration import WorkerRegistration
-from .workers import Worker
+from .workers import Worker, WorkerCaller
 
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _QUEUED = State.QUEUED
@@ -80,6 +80,7 @@ class WorkerMessages:
         handoffs: Handoffs,
         stories: Stories,
         errors: OwnErrors,
+        caller_of: Callable[[bytes, str], WorkerCaller],
     ) -> None:
         self._config = config
         self._out = out
@@ -96,6 +97,7 @@ class WorkerMessages:
         self._handoffs = handoffs
         self._stories = stories
         self._errors = errors
+        self._caller_of = caller_of
         self._reported: RecentMap[bytes, int] = RecentMap(REMEMBER_REPORTS)
         self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
         self._handlers: dict[type[Message], Callable[..., None]] = {
@@ -127,7 +129,9 @@ class WorkerMessages:
         for message in event.messages:
             try:
                 if type(message) is Hello:
-                    self._registration.hello(identity, self._proofs.proven(message), now)
+                    caller = self._caller_of(identity, message.worker)
+                    proven = self._proofs.proven(message, caller.key)
+                    self._registration.hello(identity, proven, now, caller)
                     worker = by_identity(identity)
                 elif worker is not None:
                     handlers[type(message)](worker, message, now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..proto.errors import AccessDenied, BatonError
+from ..proto.errors import AccessDenied, BatonError, EndpointDead
 from ..proto.wire.messages import (
     CertificateReceived,
     DeathCertificate,
@@ -28,7 +28,7 @@ from .recovery import WorkerLosses
 from .registry import Registry
 from .requests import NEVER
 from .takeover import Takeover
-from .workers import Worker, WorkerState
+from .workers import Worker, WorkerCaller, WorkerState
 
 REMEMBER_REFUSED = 256
 
@@ -61,9 +61,9 @@ class WorkerRegistration:
         self._metrics = metrics
         self._incarnation = incarnation
         self._on_drained = on_drained
-        self._refused: RecentMap[int, str] = RecentMap(REMEMBER_REFUSED)  # logged codes
+        self._refused: RecentMap[bytes, str] = RecentMap(REMEMBER_REFUSED)  # logged codes
 
-    def hello(self, identity: bytes, hello: Hello, now: float) -> None:
+    def hello(self, identity: bytes, hello: Hello, now: float, caller: WorkerCaller) -> None:
         """Register a new worker, a known one again, or a successor.
 
         All checks precede all changes: a rejected Hello has no effect on other workers.
@@ -71,14 +71,16 @@ class WorkerRegistration:
         registry = self._registry
         known = registry.known(hello.incarnation)
         try:
+            self._check_connection(identity, hello)
             if known is not None:
-                self._check_known(known, hello)
+                self._check_known(known, hello, caller)
                 self._rejoin(known, identity, hello, now)
                 return
-            replaced = registry.check_join(hello, now, idle=not self._admission.requests)
+            idle = not self._admission.requests
+            replaced = registry.check_join(hello, now, idle=idle, key=caller.key)
         except BatonError as error:
-            if self._refused.get(hello.incarnation) != error.code:  # it retries
-                self._refused.put(hello.incarnation, error.code)
+            if self._refused.get(identity) != error.code:  # it retries
+                self._refused.put(identity, error.code)
                 self._out.append(
                     Log("worker.refused", {"worker": hello.worker, "reason": str(error)})
                 )
@@ -87,8 +89,8 @@ class WorkerRegistration:
             return
         reason = f"replaced by process {hello.pid}"
         self._losses.lose_all([(old, reason) for old in replaced], now, taken_over=True)
-        returned = registry.is_dead(hello.incarnation)
-        worker = registry.join(identity, hello, now)
+        returned = registry.is_dead(hello.incarnation, caller.key)
+        worker = registry.join(identity, hello, now, caller)
         self._losses.registered(worker)
         self._out.append(
             Log("worker.joined", {"worker": worker.id, "role": worker.role, "pid": worker.pid})
@@ -97,12 +99,25 @@ class WorkerRegistration:
         self._takeover.registered(worker, now, joined=not returned)
         self._losses.ready(now)
 
-    @staticmethod
-    def _check_known(known: Worker, hello: Hello) -> None:
-        """Raise AccessDenied if a different worker uses a known incarnation.
+    def _check_connection(self, identity: bytes, hello: Hello) -> None:
+        """Raise AccessDenied if the connection is that of another worker.
 
-        It would receive the messages for the worker with that incarnation.
+        A worker's next incarnation opens new connections. One connection that could register many
+        workers would be assigned the requests of many.
         """
+        there = self._registry.by_identity(identity)
+        if there is not None and there.incarnation != hello.incarnation:
+            raise AccessDenied(f"this connection is that of {there.id}, another incarnation")
+
+    @staticmethod
+    def _check_known(known: Worker, hello: Hello, caller: WorkerCaller) -> None:
+        """Raise EndpointDead or AccessDenied if a different worker uses a known incarnation.
+
+        It would receive the messages for the worker with that incarnation. Two keys with the same
+        64 bits are an accident, or 2^64 digests of work.
+        """
+        if known.key != caller.key:
+            raise EndpointDead("another key has this incarnation; register again with a new one")
         if (known.id, known.role, known.endpoint) != (hello.worker, hello.role, hello.endpoint):
             raise AccessDenied(f"this incarnation is {known.role} {known.id!r} at {known.endpoint}")
 
@@ -118,7 +133,7 @@ class WorkerRegistration:
     def _welcome(self, identity: bytes) -> None:
         name = self._config.name
         worker = self._registry.by_identity(identity)
-        key = worker_key(self._config.key, worker.incarnation) if worker else b""
+        key = worker_key(self._config.key, worker.holder) if worker else b""
         welcome = Welcome(router=name, incarnation=self._incarnation, key=key)
         self._out.append(ToWorker(identity, welcome))
 

@@ -12,12 +12,14 @@ and the time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from ..proto.errors import InternalError
 from ..proto.layout import ModelCard
 from ..proto.wire.messages import Hello, RequestState, WorkerLoad
+from ..proto.wire.proofs import Holder
 from ..runtime.liveness import suspect_after
 from .config import RouterConfig
 from .latency import Latency
@@ -71,6 +73,18 @@ WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
 _LIVE = frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.SUSPECT})
 
 
+@dataclass(slots=True, frozen=True)
+class WorkerCaller:
+    """What a worker's connection proves: its key, and whether the key list spells out its name."""
+
+    key: bytes = b""
+    vouched: bool = False
+
+
+NO_KEY = WorkerCaller()
+"""A worker at a socket without keys."""
+
+
 class Worker:
     """One incarnation of a worker.
 
@@ -82,7 +96,8 @@ class Worker:
     its connection is open. ``draining``: it takes no new requests, also after it was suspect.
     ``doubted``: requests that moved when its connection closed; if it is declared dead, they count
     this death. ``latency``: TTFT of a prefill worker, ITL of a decode worker. ``dropped``: counts
-    of messages dropped by the worker, by reason.
+    of messages dropped by the worker, by reason. ``holder``: its incarnation and key. ``vouched``:
+    the key list names this worker literally, so no other key may use its name.
     """
 
     __slots__ = (
@@ -97,6 +112,7 @@ class Worker:
         "dropped",
         "endpoint",
         "finished",
+        "holder",
         "hung_up",
         "id",
         "identity",
@@ -121,10 +137,15 @@ class Worker:
         "seen_at",
         "state",
         "step_s",
+        "vouched",
     )  # fmt: skip
 
-    def __init__(self, identity: bytes, hello: Hello, now: float) -> None:
+    def __init__(
+        self, identity: bytes, hello: Hello, now: float, caller: WorkerCaller = NO_KEY
+    ) -> None:
         self.identity = identity
+        self.holder = Holder(hello.incarnation, caller.key)
+        self.vouched = caller.vouched
         self.id = hello.worker
         self.role = hello.role
         self.incarnation = hello.incarnation
@@ -175,6 +196,11 @@ class Worker:
         others = [share for name, share in load.shares.items() if name != router]
         self.others = sum(share.tokens for share in others)
         self.others_requests = sum(share.requests for share in others)
+
+    @property
+    def key(self) -> bytes:
+        """CURVE key (z85) with which the worker registered; empty without keys."""
+        return self.holder.key
 
     @property
     def burden(self) -> int:

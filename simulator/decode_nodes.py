@@ -128,11 +128,11 @@ class DecodeNode(EngineNode[DecodeCore]):
         return self.writer.fetch(frame, blocks, node.executor.pool, payload)
 
     def _write(self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes) -> None:
-        owner = self.receiver.owner(frame.grant)
-        if owner is None:
+        holder = self.receiver.owner(frame.grant)
+        if holder is None:
             raise Violation(f"{self.name}: frame {frame.index} is written to unowned blocks")
         if frame.shared:
-            intact = self._fetch(frame, blocks, payload, owner)
+            intact = self._fetch(frame, blocks, payload, holder.incarnation)
         else:
             intact = self.writer.write(frame, blocks, payload)
         self.feed(decode.FrameStored(frame, intact))

@@ -105,7 +105,7 @@ class WorkerCore(ABC):
         """Whether a running step computes the job of this engine's name."""
 
     @abstractmethod
-    def _peer_dead(self, endpoint: str, incarnation: int, now: float) -> list[Any]:
+    def _peer_dead(self, message: PeerDead, now: float) -> list[Any]:
         """Handle that a worker of the other role was declared dead."""
 
     def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
@@ -273,8 +273,8 @@ class WorkerCore(ABC):
                 return self._abort(router, message, now)
             case Adopt(request=request, position=position):
                 return self._claim(router, self._adopt(router, request, position), now)
-            case PeerDead(incarnation=incarnation, endpoint=endpoint):
-                return self._peer_dead(endpoint, incarnation, now)
+            case PeerDead() as message:
+                return self._peer_dead(message, now)
             case Drain():
                 return self._drain()
             case Ping(nonce=nonce):

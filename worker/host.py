@@ -53,6 +53,11 @@ class HostConfig(Protocol):
     """The settings of a worker that its host needs; see the configurations of both roles."""
 
     @property
+    def worker_id(self) -> str:
+        """The worker's name."""
+        ...
+
+    @property
     def routers(self) -> dict[str, str]:
         """Router name to worker-side address."""
         ...
@@ -71,8 +76,8 @@ class HostConfig(Protocol):
 class WorkerHost(ABC):
     """A core with its connections to routers, its compute thread and its timers.
 
-    ``control``: the bound control socket; the role attaches it. ``identity``: prefix of the routing
-    identities of this process's connections. ``layers_done()``: layers computed since the start.
+    ``control``: the bound control socket; the role attaches it. ``layers_done()``: layers computed
+    since the start.
     """
 
     def __init__(
@@ -84,7 +89,6 @@ class WorkerHost(ABC):
         loop: Loop,
         context: Context,
         keys: KeyRing | None,
-        identity: bytes,
     ) -> None:
         self._core = core
         self._loop = loop
@@ -96,7 +100,7 @@ class WorkerHost(ABC):
             loop, self._execute, self._computed, finish=self._finisher()
         )
         self._links = RouterLinks(
-            loop, context, config.routers, identity, self.feed, keys, core.dropped,
+            loop, context, config.routers, config.worker_id, self.feed, keys, core.dropped,
             config.worker_timeout_s,
         )  # fmt: skip
         self._clock = Clock(loop, self._tick, lambda: core.errors.unowned, self._break)
@@ -218,7 +222,6 @@ class TextHost(WorkerHost):
         loop: Loop,
         context: Context,
         keys: KeyRing | None,
-        identity: bytes,
     ) -> None:
         self._pipeline, self._backend = runner.pipeline, runner.backend
         self._queuing = queuing(runner.pipeline)
@@ -236,7 +239,7 @@ class TextHost(WorkerHost):
         self._stream = runner.backend.block_stream(runner.pool, frame_bytes)
         self._moves = MoveThread(loop) if self._stream is not None else None
         super().__init__(
-            core, config, lambda: self._pipeline.layers_done, control, loop, context, keys, identity
+            core, config, lambda: self._pipeline.layers_done, control, loop, context, keys
         )
 
     def _perform(self, action: Any) -> None:

@@ -34,7 +34,7 @@ from ..proto.wire.messages import (
     Terminal,
     WorkerLoad,
 )
-from ..proto.wire.proofs import reserve_ticket, same
+from ..proto.wire.proofs import Holder, reserve_ticket, same
 from ..proto.wire.token_runs import messages_of
 from ..runtime.liveness import HEARTBEAT_S
 from ..runtime.tables import ExpiringMap
@@ -79,6 +79,7 @@ class WorkerIdentity:
     max_batch: int
     device: str = ""
     seal: bytes = b""
+    nonce: bytes = b""
 
 
 @dataclass(slots=True, frozen=True)
@@ -182,6 +183,7 @@ class Membership:
             worker=me.worker,
             role=me.role,
             incarnation=me.incarnation,
+            nonce=me.nonce,
             pid=me.pid,
             endpoint=me.endpoint,
             pool=me.pool,
@@ -224,7 +226,7 @@ class Membership:
         self._welcome.discard(router)
         self._taken.pop(router, None)
 
-    def welcomed(self, router: str, key: bytes = b"") -> None:
+    def welcomed(self, router: str, key: bytes) -> None:
         """Note a router's Welcome; ``key`` authenticates the reserve tickets it issues."""
         self._welcome.add(router)
         self._refused.pop(router, None)
@@ -288,14 +290,11 @@ class Membership:
         proof = self._proofs.get((held.request, held.attempt), now)
         return msgspec.structs.replace(held, proof=proof) if proof else held
 
-    def invited(self, request: bytes, attempt: int, incarnation: int, ticket: bytes) -> bool:
-        """Whether a router assigned this attempt to prefill worker ``incarnation`` and this worker.
-
-        True if a router of an earlier version is connected, because its tickets have no key.
-        """
-        keys = set(self._keys.values())
-        return b"" in keys or any(
-            same(ticket, reserve_ticket(key, request, attempt, incarnation)) for key in keys
+    def invited(self, request: bytes, attempt: int, holder: Holder, ticket: bytes) -> bool:
+        """Whether a router assigned this attempt to prefill worker ``holder`` and this worker."""
+        return any(
+            same(ticket, reserve_ticket(key, request, attempt, holder))
+            for key in set(self._keys.values())
         )
 
     @property

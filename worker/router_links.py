@@ -23,25 +23,27 @@ from ..runtime.net.sockets import Context, DealerChannel
 from ..runtime.process.log import get_logger
 from .events import FromRouter, RouterDown, RouterUp
 
+_NAME_BYTES = 64
+"""Bytes of the name in an identity, which ZeroMQ limits to 255 bytes."""
 _log = get_logger()
 
 LinkEvent = FromRouter | RouterUp | RouterDown
 
 
 def routing_identity(worker: str) -> bytes:
-    """Return a random prefix for the routing identities of this process's connections.
+    """Return a routing identity for one connection of this worker.
 
-    It must be unpredictable: ZeroMQ gives the identity of a closed connection to any peer that
-    asks for it.
+    It is unpredictable, also for peers that saw the identities of earlier connections. ZeroMQ
+    ignores a connection whose identity another open connection has taken before.
     """
-    return f"{worker}:{secrets.token_hex(16)}".encode()
+    return worker.encode()[:_NAME_BYTES] + b"/" + secrets.token_hex(16).encode()
 
 
 class RouterLinks:
     """One DealerChannel per router; messages and connection changes go to ``deliver``.
 
-    ``identity`` must be new for every process start; each connection appends its number.
-    ``dropped`` counts messages that could not be decoded or encoded, by reason.
+    ``worker``: its name, the readable part of the routing identities. ``dropped`` counts messages
+    that could not be decoded or encoded, by reason.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class RouterLinks:
         loop: Loop,
         context: Context,
         routers: dict[str, str],
-        identity: bytes,
+        worker: str,
         deliver: Callable[[LinkEvent], object],
         keys: Keys | None = None,
         dropped: Counter[str] | None = None,
@@ -63,17 +65,15 @@ class RouterLinks:
         self._loop = loop
         self._context = context
         self._routers = routers
-        self._identity = identity
+        self._worker = worker
         self._keys = keys
-        self._connections = 0
         self._denied: set[str] = set()  # routers that refused our key; logged once each
         self._dropped = Counter[str]() if dropped is None else dropped
         for name in routers:
             self._connect(name)
 
     def _connect(self, name: str) -> None:
-        identity = b"%b/%d" % (self._identity, self._connections)
-        self._connections += 1
+        identity = routing_identity(self._worker)
         address = self._routers[name]
         keys = keys_for(self._keys, address, ROUTER, name)
         channel = DealerChannel(self._context, address, identity, keys=keys, options=self._options)

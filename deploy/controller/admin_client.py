@@ -17,6 +17,7 @@ import zmq
 from ...proto.errors import AccessDenied, ConfigError, ConnectionLost, error_from_code
 from ...runtime.keys.allowed import OPERATOR
 from ...runtime.keys.curve import apply_client_keys, check_address, is_tcp
+from ...runtime.keys.identity_owners import tagged
 from ...runtime.keys.keyring import CONTROLLER, GivenKeys, client_keys, keys_to
 from ...runtime.net.dealer import refusal
 from ...runtime.net.monitor import HANDSHAKE_FAILURES, Monitor
@@ -49,13 +50,14 @@ class AdminClient:
             (zmq.HEARTBEAT_TIMEOUT, 3000),
         ):
             self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.IDENTITY, b"operator-" + os.urandom(8))
         self._turn = 0  # index of the controller's key in use
         self._refused: AccessDenied | None = None
         self._monitor = Monitor(self._socket)
         try:
             self._keys = keys_to(client_keys(keys), address, OPERATOR, CONTROLLER)
             apply_client_keys(self._socket, self._keys)
+            public = b"" if self._keys is None else self._keys.public
+            self._socket.setsockopt(zmq.IDENTITY, tagged(b"operator-" + os.urandom(8), public))
         except BaseException:
             self.close()
             raise

@@ -69,6 +69,7 @@ class Open(Message, frozen=True, kw_only=True):
     version: Count
     worker: Name
     incarnation: Word
+    nonce: Binary = b""  # as in Hello
     model: ModelCard
     transports: Names
     pool: PoolTicket | None = None  # for the transport "shm"

@@ -1,13 +1,13 @@
 """Proofs of assignment: they prove that a router gave an attempt to a worker.
 
 A router assigns every attempt to one prefill and one decode worker. Each of the two gets a proof,
-bound to the request, the attempt and the worker's incarnation. All routers of a cluster derive
-proofs from the cluster key. So a router that was restarted, or that does not know the request, can
-check a worker's claim without stored state. A prefill worker also gets a *ticket*, which proves to
-the decode worker that a router chose this sender (docs/decisions/0022-proofs-of-assignment.md).
+bound to the request, the attempt, and the worker's key and incarnation (:class:`Holder`). All
+routers of a cluster derive proofs from the cluster key. So a router that was restarted, or that
+does not know the request, can check a worker's claim without stored state. A prefill worker also
+gets a *ticket*, which proves to the decode worker that a router chose this sender
+(docs/decisions/0022-proofs-of-assignment.md).
 
-:mod:`baton.runtime.keys.name_owners` binds an incarnation to the key of its connection, so proofs
-and tickets are useless to other processes.
+A receiver takes the key from the connection, so proofs and tickets are useless to other processes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from __future__ import annotations
 import hmac
 from functools import lru_cache
 from hashlib import blake2b, sha256
+from typing import NamedTuple
 
 PROOF_BYTES = 16
 
 
-def assignment_proof(cluster_key: bytes, request: bytes, attempt: int, incarnation: int) -> bytes:
-    """Return 16 bytes that prove that a router gave this attempt to worker ``incarnation``."""
-    return _digest(_bound(cluster_key, b"baton-assigned", incarnation), request, attempt)
+class Holder(NamedTuple):
+    """One incarnation of a worker that connects with a key (z85; empty without keys)."""
+
+    incarnation: int
+    key: bytes = b""
+
+
+def assignment_proof(cluster_key: bytes, request: bytes, attempt: int, holder: Holder) -> bytes:
+    """Return 16 bytes that prove that a router gave this attempt to ``holder``."""
+    return _digest(_bound(cluster_key, b"baton-assigned", holder), request, attempt)
 
 
 def seal_of(secret: bytes) -> bytes:
@@ -33,25 +41,25 @@ def seal_of(secret: bytes) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def worker_key(cluster_key: bytes, incarnation: int) -> bytes:
-    """Return 16 bytes known only to routers and worker ``incarnation``; sent in Welcome."""
-    return _bound(cluster_key, b"baton-worker", incarnation).digest()
+def worker_key(cluster_key: bytes, holder: Holder) -> bytes:
+    """Return 16 bytes known only to routers and worker ``holder``; sent in Welcome."""
+    return _bound(cluster_key, b"baton-worker", holder).digest()
 
 
-def reserve_ticket(key: bytes, request: bytes, attempt: int, incarnation: int) -> bytes:
-    """Return 16 bytes that allow prefill worker ``incarnation`` to hand off this attempt.
+def reserve_ticket(key: bytes, request: bytes, attempt: int, holder: Holder) -> bytes:
+    """Return 16 bytes that allow prefill worker ``holder`` to hand off this attempt.
 
     ``key``: the decode worker's :func:`worker_key`.
     """
-    return _digest(_bound(key, b"baton-ticket", incarnation), request, attempt)
+    return _digest(_bound(key, b"baton-ticket", holder), request, attempt)
 
 
 def assignment(
-    cluster_key: bytes, request: bytes, attempt: int, prefill: int, decode: int | None
+    cluster_key: bytes, request: bytes, attempt: int, prefill: Holder, decode: Holder | None
 ) -> tuple[bytes, bytes, bytes]:
     """Return the prefill worker's proof, the decode worker's proof and the ticket of an Assign.
 
-    ``prefill``, ``decode``: incarnations. Without a decode worker, the last two are empty.
+    Without a decode worker, the last two are empty.
     """
     first, second, third = _pair(cluster_key, prefill, decode)
     what = attempt.to_bytes(8, "little") + request  # as _what, which costs a call
@@ -82,17 +90,18 @@ def _what(request: bytes, attempt: int) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _bound(key: bytes, person: bytes, incarnation: int) -> blake2b:
+def _bound(key: bytes, person: bytes, holder: Holder) -> blake2b:
     """Return the common start of a worker's digests, cached: setting the key costs the most."""
     short = key if len(key) <= 64 else blake2b(key).digest()
     start = blake2b(digest_size=PROOF_BYTES, key=short, person=person)
-    start.update(incarnation.to_bytes(8, "little"))
+    start.update(holder.incarnation.to_bytes(8, "little"))
+    start.update(len(holder.key).to_bytes(4, "little") + holder.key)
     return start
 
 
 @lru_cache(maxsize=4096)
 def _pair(
-    cluster_key: bytes, prefill: int, decode: int | None
+    cluster_key: bytes, prefill: Holder, decode: Holder | None
 ) -> tuple[blake2b, blake2b | None, blake2b | None]:
     proof = _bound(cluster_key, b"baton-assigned", prefill)
     if decode is None:

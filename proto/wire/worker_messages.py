@@ -92,6 +92,7 @@ class Hello(Message, frozen=True, kw_only=True):
     worker: WorkerName
     role: Name  # "prefill" | "decode"
     incarnation: Word
+    nonce: Binary = b""  # with the key of the connection it gives the incarnation
     pid: Count
     endpoint: Name  # the control endpoint; a target_endpoint names it
     pool: Name = "default"
@@ -206,6 +207,7 @@ class Assign(Message, frozen=True, kw_only=True):
     emitted: TokenIds = []  # replay: tokens already streamed; generation continues after them
     decode: Name = ""  # control endpoint of the decode worker; empty for embeddings
     decode_incarnation: Word = 0
+    decode_key: Binary = b""  # CURVE key (z85) with which it registered; empty without keys
     deadline: Remaining
     waited: Remaining = 0.0  # seconds since the client's Submit
     proof: Binary = b""  # proves that this attempt was assigned to the prefill worker
@@ -240,3 +242,4 @@ class PeerDead(Message, frozen=True, kw_only=True):
 
     incarnation: Word
     endpoint: Name = ""
+    key: Binary = b""  # CURVE key (z85) with which it registered; empty without keys

@@ -34,6 +34,12 @@ class CurveKeys:
         """Without the secret, which must not reach a log."""
         return f"CurveKeys(public={self.public!r}, server={self.server!r})"
 
+    def expecting(self, server: bytes) -> CurveKeys:
+        """Return the pair for a server with this key. Raises ConfigError if it is not expected."""
+        if server not in self.servers:
+            raise ConfigError(f"the list has no key {server.decode('ascii', 'replace')}")
+        return CurveKeys(public=self.public, secret=self.secret, server=server)
+
     @property
     def servers(self) -> tuple[bytes, ...]:
         """The server keys in the order of attempts."""

@@ -1,23 +1,35 @@
-"""Ownership of routing identities on a socket with keys: the first key to use one owns it.
+"""Routing identities on a socket with keys: an identity begins with a tag of its owner's key.
 
 ZeroMQ lets any peer choose its routing identity, and gives a free identity to the next peer that
 asks for it. So an identity alone proves nothing. ZAP attaches the connection's key to every
-message, and this key is checked.
+message, and this key must give the identity's tag. No table of earlier identities is needed.
 
-Invariant: a message whose key does not own its identity is refused, while the owner is connected
-and after it disconnected (for the last :data:`KEEP_GONE` identities).
+Invariant: a message is refused if its identity has the tag of another key.
 
 Pure.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
 
 from .allowed import AllowedKeys, KeyEntry
 
-KEEP_GONE = 16_384
+
+@lru_cache(maxsize=1024)
+def key_tag(key: bytes) -> bytes:
+    """Return the first bytes of all routing identities of a key (z85).
+
+    ZeroMQ reserves identities whose first byte is 0.
+    """
+    return b"K" + blake2b(key, digest_size=16, person=b"baton-identity").digest()
+
+
+def tagged(identity: bytes, key: bytes) -> bytes:
+    """Return a routing identity with the tag of ``key``; unchanged without a key."""
+    return key_tag(key) + identity if key else identity
 
 
 class Callers:
@@ -30,7 +42,6 @@ class Callers:
         self.allowed = allowed
         self._roles = roles
         self._key_of: dict[bytes, bytes] = {}
-        self._gone: OrderedDict[bytes, bytes] = OrderedDict()
 
     def admits(self, key: bytes) -> KeyEntry | None:
         """Return the entry of a key that may use this socket now, or None."""
@@ -39,13 +50,12 @@ class Callers:
 
     def heard(self, identity: bytes, key: bytes) -> str:
         """Check a message that came with ``key``; return why it is refused, or ``""``."""
-        owner = self._key_of.get(identity) or self._gone.get(identity)
-        if owner is not None and owner != key:
+        known = self._key_of.get(identity) == key
+        if not known and not identity.startswith(key_tag(key)):
             return "another key's identity"
         if self.admits(key) is None:
             return "a key that is no longer allowed"
-        if identity not in self._key_of:
-            self._gone.pop(identity, None)
+        if not known:
             self._key_of[identity] = key
         return ""
 
@@ -58,13 +68,8 @@ class Callers:
         return self.admits(self.key_of(identity))
 
     def gone(self, identity: bytes) -> None:
-        """Remove a disconnected peer; its key keeps the identity."""
-        key = self._key_of.pop(identity, None)
-        if key is None:
-            return
-        self._gone[identity] = key
-        if len(self._gone) > KEEP_GONE:
-            self._gone.popitem(last=False)
+        """Remove a disconnected peer."""
+        self._key_of.pop(identity, None)
 
     def withdrawn(self) -> list[bytes]:
         """Return connected peers whose keys were removed from the list."""

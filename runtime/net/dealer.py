@@ -9,6 +9,7 @@ import zmq
 
 from ...proto.errors import AccessDenied, ConfigError
 from ..keys.curve import CurveKeys, apply_client_keys, check_address, is_tcp
+from ..keys.identity_owners import tagged
 from ..process.log import get_logger
 from .channel import (
     Buffers,
@@ -42,8 +43,9 @@ class DealerChannel(Channel):
     """A connection to one listening peer; reconnects automatically, after 50 ms up to 0.4 s.
 
     Without a connection, sends fail instead of queueing, so a peer never receives a message of
-    an earlier connection. ``identity`` must be new for every process start. ``warns``: log failed
-    handshakes as warnings; otherwise at level debug.
+    an earlier connection. ``identity`` must be new and unpredictable for every connection; with
+    keys, the attribute begins with the tag of the key. ``warns``: log failed handshakes as
+    warnings; otherwise at level debug.
     """
 
     def __init__(
@@ -67,13 +69,13 @@ class DealerChannel(Channel):
         self._asked = True  # libzmq connects or is connected; False between disconnect and connect
         self._on_refused: OnRefused | None = None
         self.endpoint = endpoint
-        self.identity = identity
+        self.identity = tagged(identity, b"" if first is None else first.public)
         self.connected = False
         self._loop: Loop | None = None
         self._on_connected: Callable[[], object] | None = None
         self._on_disconnected: Callable[[], object] | None = None
         apply_client_keys(self._socket, self._keys)
-        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.IDENTITY, self.identity)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])

@@ -14,19 +14,21 @@ INTERVAL_S = 10.0
 @dataclass(slots=True)
 class _Event:
     until: float
+    passed: int = 1
     count: int = 0
     keys: dict[str, object] = field(default_factory=dict)
 
 
 class LogLimit:
-    """Passes the first line of an event, then one summary per interval. Pure.
+    """Passes the first lines of an event (``burst``), then one summary per interval. Pure.
 
     ``now`` is in seconds of the same clock in all calls. Every occurrence is counted in exactly one
     line, provided :meth:`due` is called after its interval.
     """
 
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, interval_s: float = INTERVAL_S, burst: int = 1) -> None:
         self._interval_s = interval_s
+        self._burst = burst
         self._events: dict[str, _Event] = {}
 
     def passes(self, event: str, now: float, **keys: object) -> bool:
@@ -34,6 +36,9 @@ class LogLimit:
         known = self._events.get(event)
         if known is None:
             self._events[event] = _Event(now + self._interval_s)
+            return True
+        if known.passed < self._burst:
+            known.passed += 1
             return True
         known.count += 1
         known.keys = keys

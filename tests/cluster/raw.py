@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any, Self
 import msgspec
 import zmq
 
+from baton.proto.ids import new_nonce, worker_incarnation
 from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.wire.envelope import EnvelopeEncoder
 from baton.runtime.keys.curve import CurveKeys, apply_client_keys
+from baton.runtime.keys.identity_owners import key_tag
 
 PREFIX, SEALED = b"BT\x03", b"BS\x03"
 GOLDEN = Path(__file__).resolve().parents[1] / "proto" / "golden" / "envelopes.json"
@@ -22,6 +25,17 @@ GOLDEN = Path(__file__).resolve().parents[1] / "proto" / "golden" / "envelopes.j
 def envelope(*messages: Any) -> bytes:
     """First frame of an envelope, also of messages that no struct would allow."""
     return PREFIX + msgspec.msgpack.encode(messages)
+
+
+def identity_of(keys: CurveKeys) -> bytes:
+    """A new routing identity, as a socket with keys demands it of this pair."""
+    return key_tag(keys.public) + os.urandom(8)
+
+
+def life_of(keys: CurveKeys) -> dict[str, Any]:
+    """A new incarnation of a worker with this pair, and the nonce it is made of."""
+    nonce = new_nonce()
+    return {"incarnation": worker_incarnation(keys.public, nonce), "nonce": nonce}
 
 
 class RawPeer:
@@ -39,6 +53,8 @@ class RawPeer:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
         apply_client_keys(self._socket, keys)
+        if identity is None and keys is not None:
+            identity = identity_of(keys)
         if identity is not None:
             self._socket.setsockopt(zmq.IDENTITY, identity)
         self.events = self._socket.get_monitor_socket()

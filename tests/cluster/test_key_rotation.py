@@ -26,7 +26,7 @@ from .test_keys import free_port, worker_address
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 MODEL = "llama_plain"
-REFUSALS = (("Rejected", "access_denied"), ("Rejected", "overloaded"))
+REFUSALS = (("Rejected", "access_denied"), ("Rejected", "endpoint_dead"))
 ROTATED = ("router", "prefill", "decode", "client")
 
 

@@ -30,14 +30,14 @@ from baton.proto.wire.messages import (
     Release,
     Submit,
 )
-from baton.proto.wire.proofs import reserve_ticket, worker_key
+from baton.proto.wire.proofs import Holder, reserve_ticket, worker_key
 from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.runtime.keys.keyring import KeyRing, add_key, make_folder, read_pair
 
 from ..processes import wait_until
 from .driver import Job, ask, ask_all, collect, greedy
 from .listening import descendants, listening_ports
-from .raw import RawPeer, envelope, golden, hello_map
+from .raw import RawPeer, envelope, golden, hello_map, identity_of, life_of
 from .reference import DATA, cases_of
 from .scan import (
     check_garbage,
@@ -239,21 +239,18 @@ def rejected(peer: RawPeer) -> dict:
         ("prefill-9", {"role": "prefill", "worker": "prefill-7"}, "access_denied"),
         ("decode-9", {"role": "decode", "worker": "decode-0"}, "access_denied"),
         ("decode", {"role": "decode", "worker": "decode-0"}, "access_denied"),
-        ("decode-9", {"role": "decode", "worker": "decode-9", "life": "decode-0"}, "overloaded"),
-        ("decode-9", {"role": "decode", "worker": "decode-9", "place": "decode-0"}, "overloaded"),
+        ("decode-9", {"role": "decode", "worker": "decode-9", "life": "decode-0"}, "endpoint_dead"),
     ],
-    ids=["role", "name", "another key's name", "the pool's key", "incarnation", "endpoint"],
+    ids=["role", "name", "another key's name", "the pool's key", "incarnation"],
 )
 def test_a_stolen_worker_id_gets_nothing(running, folder, file, changes, code):
     """While requests run, a thief sends another's Hello; all tokens go where they should."""
     case = cases_of(MODEL)[5]
     victims = running.workers()
     hello = {**hello_map(), "incarnation": random.getrandbits(63), **changes}
-    life, place = hello.pop("life", None), hello.pop("place", None)
+    life = hello.pop("life", None)
     if life:
         hello["incarnation"] = victims[life]["incarnation"]
-    if place:
-        hello["endpoint"] = victims[place]["endpoint"]
     with running.client() as client:
         jobs = [Job(case.prompt, greedy(64)).start(client) for _ in range(6)]
         keys = keys_of(folder, file, "router")
@@ -299,12 +296,16 @@ def test_a_prefill_worker_cannot_speak_for_another(running, folder):
         for message in (
             msgspec.structs.replace(opened, worker="prefill-0"),
             msgspec.structs.replace(opened, worker="prefill-9", incarnation=victim["incarnation"]),
-            msgspec.structs.replace(reserve, incarnation=victim["incarnation"]),
-            msgspec.structs.replace(reserve, incarnation=4711),  # of no worker
         ):
             thief.send(*_sealed(message))
             answer = rejected(thief)
             assert answer["code"] == "access_denied", answer
+        for message in (
+            msgspec.structs.replace(reserve, incarnation=victim["incarnation"]),
+            msgspec.structs.replace(reserve, incarnation=4711),  # of no worker
+        ):
+            thief.send(*_sealed(message))
+            assert thief.hear()["type"] == "Aborted"
 
 
 def test_blocks_for_another_workers_grant_are_refused(running, folder):
@@ -312,15 +313,18 @@ def test_blocks_for_another_workers_grant_are_refused(running, folder):
     ports = ports_of(running)["decode-0"]
     decode = running.workers()["decode-0"]["endpoint"]
     (data,) = (port for port in ports if port != int(decode.rpartition(":")[2]))
-    ours = random.getrandbits(63)
-    opened = msgspec.structs.replace(_sample("Open"), worker="prefill-9", incarnation=ours)
+    keys = keys_of(folder, "prefill-9", "decode-0")
+    life = life_of(keys)
+    ours = life["incarnation"]
+    opened = msgspec.structs.replace(_sample("Open"), worker="prefill-9", **life)
     reserve = msgspec.structs.replace(
         _sample("Reserve"), request=os.urandom(16), incarnation=ours, hashes=[], num_tokens=8
     )
-    theirs = worker_key(cluster_key(running), running.workers()["decode-0"]["incarnation"])
-    ticket = reserve_ticket(theirs, reserve.request, reserve.attempt, ours)
+    there = Holder(running.workers()["decode-0"]["incarnation"], keys.servers[0])
+    theirs = worker_key(cluster_key(running), there)
+    ticket = reserve_ticket(theirs, reserve.request, reserve.attempt, Holder(ours, keys.public))
     reserve = msgspec.structs.replace(reserve, ticket=ticket)
-    with RawPeer(decode, keys=keys_of(folder, "prefill-9", "decode-0")) as owner:
+    with RawPeer(decode, keys=keys) as owner:
         owner.send(*_sealed(opened))
         owner.send(*_sealed(reserve))
         grant = owner.hear_until(lambda message: message["type"] == "Grant")[-1]["grant"]
@@ -368,14 +372,13 @@ def _sealed(message: Message) -> list:
 
 def test_a_stolen_identity_gets_no_tokens_of_its_owner(running, folder):
     """The thief has a key and the victim's identity, and asks for it again and again."""
-    identity = os.urandom(16)
+    keys = keys_of(folder, "client", "router")
+    identity = identity_of(keys)
     context = WireContext(
         tokens=WireTokens(np.array(cases_of(MODEL)[3].prompt, np.int32)), max_length=2048
     )
     thief_keys = keys_of(folder, "thief", "router")
-    with RawPeer(
-        running.address, keys=keys_of(folder, "client", "router"), identity=identity
-    ) as victim:
+    with RawPeer(running.address, keys=keys, identity=identity) as victim:
         victim.say(Submit(request_id="mine", context=context))
         victim.hear_until(lambda message: message["type"] == "Tokens")
     check_stolen_identity(running.address, thief_keys, identity)  # the victim left in mid-stream

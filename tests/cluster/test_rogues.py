@@ -35,7 +35,7 @@ from baton.runtime.keys.keyring import add_key, make_folder
 
 from ..processes import wait_until
 from .driver import Job, collect, greedy
-from .raw import RawPeer
+from .raw import RawPeer, life_of
 from .reference import DATA, cases_of
 from .rogues import ATTEMPTS, FORGED, Rogue, grants, hostile, samples
 from .scan import keys_of
@@ -120,10 +120,10 @@ class Gang:
 
     def _worker(self, role: str) -> Rogue:
         """Idle and draining: nothing is ever assigned to it. To an Adopt it answers with lies."""
-        incarnation = random.getrandbits(60)
+        keys = keys_of(self._folder, f"{role}-9", "router")
         own = {
             "version": PROTOCOL_VERSION, "worker": f"{role}-9", "role": role, "draining": True,
-            "incarnation": incarnation, "endpoint": f"tcp://127.0.0.1:{free_port()}",
+            **life_of(keys), "endpoint": f"tcp://127.0.0.1:{free_port()}",
             "model": self._card, "decode": "decode-0", "prefill": f"{role}-9",
         }  # fmt: skip
 
@@ -141,7 +141,6 @@ class Gang:
         first = type(hello)(
             **{n: getattr(hello, n) for n in hello.__struct_fields__} | fields | {"requests": []}
         )
-        keys = keys_of(self._folder, f"{role}-9", "router")
         return Rogue(
             RawPeer(worker_address(self._running), keys=keys),
             self.victims,
@@ -152,9 +151,9 @@ class Gang:
 
     def _at_decode(self, file: str, worker: dict) -> Rogue:
         """Opens a link and then sends messages about the grants and requests of others."""
-        incarnation = random.getrandbits(60)
+        keys = keys_of(self._folder, file, "decode")
         own = {
-            "version": PROTOCOL_VERSION, "worker": "prefill-9", "incarnation": incarnation,
+            "version": PROTOCOL_VERSION, "worker": "prefill-9", **life_of(keys),
             "model": self._card, "transports": ["zmq"], "pool": None, "device_pool": None,
         }  # fmt: skip
         (opening,) = (one for one in samples(PrefillToDecode) if isinstance(one, Open))
@@ -167,7 +166,6 @@ class Gang:
                          "growth": 40, "grammar": None}  # fmt: skip
                 yield from hostile(PrefillToDecode, request, attempt, request[1], about)
 
-        keys = keys_of(self._folder, file, "decode")
         peer = RawPeer(worker["endpoint"], keys=keys)
         return Rogue(peer, self.victims, speech, lambda: [first], sealed=True)
 

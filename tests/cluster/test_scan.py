@@ -18,7 +18,7 @@ from baton.runtime.net import sockets
 from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import RouterChannel
 
-from .raw import RawPeer, envelope
+from .raw import RawPeer, envelope, identity_of
 from .scan import (
     check_garbage,
     check_roles,
@@ -29,7 +29,6 @@ from .scan import (
 
 pytestmark = pytest.mark.cluster
 
-VICTIM = b"victim"
 SECRET = envelope({"type": "Tokens"})
 
 
@@ -46,15 +45,15 @@ def listening(folder) -> Iterator[int]:
             doors = Doorkeeper(context, KeyRing(folder, "router"))
             keys = doors.door("clients", CLIENT, OPERATOR)
             channel = RouterChannel(context, "tcp://127.0.0.1:0", keys=keys)
-            heard: set[bytes] = set()
+            heard: list[bytes] = []
 
             def tell() -> None:
                 if heard:
-                    channel.send(VICTIM, [SECRET])
+                    channel.send(heard[0], [SECRET])  # the first peer is the victim
                 loop.call_later(0.005, tell)
 
             doors.attach(loop)
-            channel.attach(loop, lambda identity, _frames: heard.add(identity))
+            channel.attach(loop, lambda identity, _frames: heard.append(identity))
             loop.call_later(0.0, tell)
             ports.append(int(channel.endpoint.rpartition(":")[2]))
             ready.set()
@@ -97,10 +96,12 @@ def roles(port: int, folder) -> None:
 
 def identity(port: int, folder) -> None:
     address = f"tcp://127.0.0.1:{port}"
-    with RawPeer(address, keys=keys_of(folder, CLIENT, "router"), identity=VICTIM) as victim:
+    keys = keys_of(folder, CLIENT, "router")
+    name = identity_of(keys)
+    with RawPeer(address, keys=keys, identity=name) as victim:
         victim.send(envelope({"type": "Ping", "nonce": 1}))
         assert msgspec.msgpack.decode(victim._socket.recv()[3:])[0]["type"] == "Tokens"
-    check_stolen_identity(address, keys_of(folder, "thief", "router"), VICTIM, tries=10)
+    check_stolen_identity(address, keys_of(folder, "thief", "router"), name, tries=10)
 
 
 def without_curve(patch) -> None:

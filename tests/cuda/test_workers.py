@@ -22,7 +22,7 @@ from baton.prefill_worker.shell import PrefillShell
 from baton.proto.ids import new_incarnation
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire.messages import Assign, Message, PoolTicket, Terminal, Tokens, Welcome
-from baton.proto.wire.proofs import reserve_ticket
+from baton.proto.wire.proofs import Holder, reserve_ticket
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import RouterChannel
@@ -116,7 +116,7 @@ class Workers:
             assign = Assign(
                 request=request, attempt=1, request_id=f"r{number}", context=context,
                 decode=self.decode._control.endpoint, deadline=60.0,
-                ticket=reserve_ticket(KEY, request, 1, incarnation),
+                ticket=reserve_ticket(KEY, request, 1, Holder(incarnation)),
             )  # fmt: skip
             self.prefill.feed(FromRouter("router", assign))
         self.loop.call_later(60.0, self.loop.stop)

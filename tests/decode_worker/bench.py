@@ -31,7 +31,7 @@ from baton.proto.wire.messages import (
     Tokens,
     Welcome,
 )
-from baton.proto.wire.proofs import reserve_ticket
+from baton.proto.wire.proofs import Holder, reserve_ticket
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import (
     Fault,
@@ -71,7 +71,7 @@ def make_context(prompt: int = PROMPT, new: int = 8) -> WireContext:
 
 
 def ticket(key: bytes = KEY, attempt: int = 1, incarnation: int = 5) -> bytes:
-    return reserve_ticket(WORKER_KEY, key, attempt, incarnation)
+    return reserve_ticket(WORKER_KEY, key, attempt, Holder(incarnation))
 
 
 def hashes_of(tokens: int) -> list[bytes]:

@@ -31,6 +31,7 @@ from baton.proto.wire.messages import (
     Revoke,
     Stale,
 )
+from baton.proto.wire.proofs import Holder
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -670,7 +671,7 @@ def test_grants_follow_their_sender_to_its_new_connection():
     receiver, store = make_receiver(timeout=3.0, lease=100.0)
     grant_of(receiver)
     receiver.contacts.gone(PEER, 1.0)
-    receiver.peer_moved(5, b"prefill-0:2")
+    receiver.peer_moved(Holder(5), b"prefill-0:2")
     for tenth in range(10, 80):
         receiver.contacts.heard(b"prefill-0:2", tenth / 10)
         receiver.tick(tenth / 10)

@@ -1540,3 +1540,52 @@ def test_a_decode_worker_changes_nothing_about_handoffs_to_another(bench, kind):
     assert bench.one(HandoffReport).request == KEY
     assert not bench.take(Busy)
     assert own.request == b"o" * 16
+
+
+# ------------------------------------------------------------------------------ keys of peers
+
+
+def test_a_refusal_by_the_peers_key_list_gives_all_handoffs_back_at_once(bench):
+    """Without it a Reserve was repeated until the request's deadline."""
+    bench.assign()
+    bench.open()
+    bench.to_peer(Reserve)
+    bench.assign(key=SECOND)
+    bench.to_peer(Reserve)
+    bench.answer(Rejected(code="access_denied", message="not your handoff"))
+    assert {one.request for one in bench.take(PeerLost)} == {KEY, SECOND}
+    assert all(one.decode_full for one in bench.take(Busy))
+    bench.later(1.0)
+    assert not bench.to_peer(Reserve)
+    bench.assert_empty()
+
+
+def test_an_open_that_is_refused_is_asked_again_later(bench):
+    """The peer's key list may be newer by then. Meanwhile the router uses other workers."""
+    bench.assign()
+    bench.feed(PeerUp(DECODE))
+    assert len(bench.to_peer(Open)) == 1
+    bench.answer(Rejected(code="access_denied", message="not in the list"))
+    lost = bench.one(PeerLost)
+    assert lost.refused
+    assert "not in the list" in lost.reason
+    bench.later(4.0)
+    assert not bench.to_peer(Open)
+    bench.later(2.0)
+    assert len(bench.to_peer(Open)) == 1
+    bench.open()
+    bench.assign(attempt=2)
+    assert len(bench.to_peer(Reserve)) == 1
+
+
+def test_two_workers_that_state_one_endpoint_have_links_of_their_own(bench):
+    """The rogue's end must not end the handoff with the worker whose endpoint it stated."""
+    mine, rogue = b"m" * 40, b"r" * 40
+    bench.assign(decode_key=mine)
+    bench.assign(key=SECOND, decode_key=rogue)
+    links = [one.endpoint for one in bench.did(Connect)]
+    assert links == [f"{DECODE} {key.decode()}" for key in (mine, rogue)]
+    bench.hear(PeerDead(incarnation=77, endpoint=DECODE, key=rogue))
+    bench.open(endpoint=links[0])
+    (reserve,) = bench.to_peer(Reserve)
+    assert reserve.request == KEY

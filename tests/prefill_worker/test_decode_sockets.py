@@ -23,7 +23,7 @@ class Ears:
         self.links = DecodeSockets(
             loop,
             context,
-            b"prefill-0:1",
+            "prefill-0",
             lambda endpoint, message: self.told.append(message),
             self.up,
             lambda endpoint: self.told.append("down"),

@@ -2,7 +2,13 @@ import numpy as np
 import pytest
 
 from baton.proto import RequestID
-from baton.proto.ids import new_incarnation, request_key, resume_secret
+from baton.proto.ids import (
+    new_incarnation,
+    new_nonce,
+    request_key,
+    resume_secret,
+    worker_incarnation,
+)
 from baton.proto.wire.map_bytes import context_digest
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 
@@ -70,3 +76,14 @@ def test_context_digest_sees_every_difference():
         ),
     ]
     assert len({base, *others}) == 8
+
+
+def test_a_workers_incarnation_is_made_of_its_key_and_a_nonce():
+    nonce = new_nonce()
+    mine = worker_incarnation(b"a" * 40, nonce)
+    assert worker_incarnation(b"a" * 40, nonce) == mine
+    assert worker_incarnation(b"b" * 40, nonce) != mine
+    assert worker_incarnation(b"a" * 40, new_nonce()) != mine
+    assert worker_incarnation(b"", b"a" * 40 + nonce) != mine  # the parts cannot be shifted
+    assert 0 < mine < 1 << 64
+    assert len(nonce) == 16

@@ -33,7 +33,7 @@ from baton.proto.wire.messages import (
     Tokens,
     WorkerTimes,
 )
-from baton.proto.wire.proofs import assignment_proof
+from baton.proto.wire.proofs import Holder, assignment_proof
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.router.authorization import ANYBODY, Caller
 from baton.router.config import RouterConfig
@@ -113,8 +113,8 @@ class Played:
 
     def proof(self, held: RequestState | TokenRun | Terminal) -> bytes:
         """Return the proof that the attempt was assigned to this worker."""
-        key, incarnation = self.bench.config.key, self.hello.incarnation
-        return assignment_proof(key, held.request, held.attempt, incarnation)
+        holder = Holder(self.hello.incarnation)
+        return assignment_proof(self.bench.config.key, held.request, held.attempt, holder)
 
     def adopt(self, *messages: Tokens | Terminal) -> None:
         """Answer an Adopt: send the proof before the messages."""

@@ -46,7 +46,7 @@ from baton.proto.wire.messages import (
     Tokens,
     Welcome,
 )
-from baton.proto.wire.proofs import assignment_proof
+from baton.proto.wire.proofs import Holder, assignment_proof
 from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.runtime.process.main import dump_settings
 
@@ -388,7 +388,7 @@ def test_a_killed_router_comes_back_and_the_stream_continues(start_router, card)
     again.say(Resume(**fields, position=12, context=old.context, emitted=[6, 7]))
     again.wait(Submitted)
     key, request = bytes.fromhex(router.config.cluster_key), submitted.request
-    proof = assignment_proof(key, request, submitted.attempt, 2)
+    proof = assignment_proof(key, request, submitted.attempt, Holder(2))
     held = [RequestState(request, 1, 13, 10, proof=proof)]
     hello = Hello(
         version=PROTOCOL_VERSION, worker="decode", role="decode", incarnation=2, pid=1,

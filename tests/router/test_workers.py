@@ -19,7 +19,7 @@ from baton.proto.wire.messages import (
     TerminalAck,
     Welcome,
 )
-from baton.proto.wire.proofs import worker_key
+from baton.proto.wire.proofs import Holder, worker_key
 from baton.router.events import NotSent, Tick
 
 
@@ -32,7 +32,7 @@ def states(bench):
 
 def test_a_worker_is_welcomed(bench):
     worker = bench.join("decode")
-    key = worker_key(bench.config.key, worker.hello.incarnation)
+    key = worker_key(bench.config.key, Holder(worker.hello.incarnation))
     assert bench.one(worker, Welcome) == Welcome(router="router", incarnation=77, key=key)
     assert states(bench) == {"decode-0": "ready"}
 

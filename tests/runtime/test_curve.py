@@ -149,7 +149,7 @@ def test_a_send_ends_though_connections_come_as_fast_as_they_are_counted(
     socket.create_connection(address).close()
     assert monitor.socket.poll(30_000)
     monkeypatch.setattr(monitor, "read", read_one_of_many)
-    assert server.channel.send(b"peer", [b"there"]) is SendResult.SENT
+    assert server.channel.send(peer.channel.identity, [b"there"]) is SendResult.SENT
     assert reports
     monkeypatch.undo()
     peer.channel.close()
@@ -163,7 +163,7 @@ def test_a_listed_key_of_the_right_role_gets_in(loop, drive, other_context, fold
     peer.channel.send([b"hi"])
     drive.until(lambda: peer.heard)
     assert peer.heard == [b"echo hi"]
-    assert server.channel.callers.entry_of(b"peer").role == role
+    assert server.channel.callers.entry_of(peer.channel.identity).role == role
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
@@ -266,7 +266,8 @@ def test_a_name_cannot_be_taken_over_by_another_key(loop, drive, other_context, 
             time.sleep(0.005)
             assert server.channel.recv() is None  # ends the victim's pipe and frees its identity
         thief = theirs.socket(zmq.DEALER)
-        dealer_options(thief, keys, b"peer")
+        name = victim.channel.identity
+        dealer_options(thief, keys, name)
         events = thief.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         thief.connect(server.channel.endpoint)
         until = time.monotonic() + 60
@@ -274,13 +275,13 @@ def test_a_name_cannot_be_taken_over_by_another_key(loop, drive, other_context, 
             server.doors._pump()
             assert server.channel.recv() is None
             assert time.monotonic() < until
-        assert server.channel.send(b"peer", [b"secret"]) is SendResult.UNREACHABLE
+        assert server.channel.send(name, [b"secret"]) is SendResult.UNREACHABLE
         assert server.gone == []
-        drive.until(lambda: server.gone == [b"peer"])
-        assert server.channel.send(b"peer", [b"secret"]) is SendResult.UNREACHABLE
+        drive.until(lambda: server.gone == [name])
+        assert server.channel.send(name, [b"secret"]) is SendResult.UNREACHABLE
         thief.send(b"give me")
         drive.until(lambda: server.channel.stats.intruders == 1)
-        assert server.channel.send(b"peer", [b"secret"]) is SendResult.UNREACHABLE
+        assert server.channel.send(name, [b"secret"]) is SendResult.UNREACHABLE
         assert not thief.poll(200)
         assert [text for _, text in server.heard] == [b"mine"]
         events.close(0)
@@ -319,11 +320,11 @@ def test_a_key_added_later_gets_in_and_a_revoked_one_is_gone(
     peer.channel.send([b"hi"])
     drive.until(lambda: peer.heard)
     revoke(folder, "client")
-    drive.until(lambda: server.gone == [b"peer"])
+    drive.until(lambda: server.gone == [peer.channel.identity])
     peer.channel.send([b"still there"])
     drive.until(lambda: server.channel.stats.intruders)
     assert [text for _, text in server.heard] == [b"hi"]
-    assert server.channel.send(b"peer", [b"x"]) is SendResult.UNREACHABLE
+    assert server.channel.send(peer.channel.identity, [b"x"]) is SendResult.UNREACHABLE
     late = add_key(folder, "client", ["alice"])
     pair = keyring.read_pair(folder / "alice.key")
     keys = CurveKeys(

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from baton.runtime.keys.curve import apply_client_keys
+from baton.runtime.keys.identity_owners import tagged
 from baton.runtime.keys.keyring import KeyRing, make_folder
 
 pytestmark = pytest.mark.integration
@@ -97,7 +98,7 @@ def test_clients_behind_the_address_of_a_flood_get_in(run, tmp_path, said):
             one = context.socket(zmq.DEALER)
             one.setsockopt(zmq.LINGER, 0)
             one.setsockopt(zmq.HANDSHAKE_IVL, 2000)
-            one.setsockopt(zmq.IDENTITY, b"client-%d" % number)
+            one.setsockopt(zmq.IDENTITY, tagged(b"client-%d" % number, keys.public))
             apply_client_keys(one, keys)
             one.connect(endpoint)
             one.send(b"hi")

@@ -41,3 +41,9 @@ def test_limited_warnings_are_logged_without_a_further_call(loop, drive, capsys)
     assert all("bad" in line for line in lines)
     assert "499" in lines[1]
     drive.until(lambda: log._limit.quiet and not log._waits)
+
+
+def test_a_burst_passes_and_the_rest_is_counted():
+    limit = LogLimit(10.0, burst=3)
+    assert [limit.passes("joined", 1.0, worker=n) for n in range(5)] == [True] * 3 + [False] * 2
+    assert limit.due(11.0) == [("joined", {"worker": 4, "count": 2})]

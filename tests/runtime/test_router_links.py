@@ -31,13 +31,13 @@ def test_every_connection_has_an_identity_of_its_own(loop, drive, context, tmp_p
 
     events: list[type] = []
     router = listen()
-    links = RouterLinks(loop, context, {"r": address}, b"worker:1", deliver)
+    links = RouterLinks(loop, context, {"r": address}, "worker:1", deliver)
     drive.until(lambda: len(heard) == 1)
     router.close()
     drive.until(lambda: RouterDown in events)
     router = listen()
     drive.until(lambda: len(heard) == 2)
-    assert all(identity.startswith(b"worker:1") for identity in heard)
+    assert all(identity.startswith(b"worker:1/") for identity in heard)
     assert heard[0] != heard[1]
     assert events == [RouterUp, RouterDown, RouterUp]
     links.close()
@@ -54,7 +54,7 @@ def test_what_a_router_says_in_vain_is_counted(loop, drive, context, tmp_path):
         links.send("r", Ping())
         links.flush()
 
-    links = RouterLinks(loop, context, {"r": address}, b"worker:1", deliver, dropped=dropped)
+    links = RouterLinks(loop, context, {"r": address}, "worker:1", deliver, dropped=dropped)
     drive.until(lambda: dropped["router_decode_failed"] == 1)
     links.close()
     router.close()
@@ -79,7 +79,7 @@ def test_a_turn_larger_than_an_envelope_is_split_and_reaches_every_router(
             ups.append(event.router)
 
     addresses = {name: router.endpoint for name, router in routers.items()}
-    links = RouterLinks(loop, context, addresses, b"worker:1", deliver)
+    links = RouterLinks(loop, context, addresses, "worker:1", deliver)
     drive.until(lambda: len(ups) == 2)
     vector = np.ones(4096, np.float32)
     for number in range(1100):
@@ -103,7 +103,7 @@ def test_an_end_that_no_envelope_can_carry_becomes_an_error(loop, drive, context
     ups: list[object] = []
     dropped: Counter[str] = Counter()
     links = RouterLinks(
-        loop, context, {"r": router.endpoint}, b"worker:1", ups.append, dropped=dropped
+        loop, context, {"r": router.endpoint}, "worker:1", ups.append, dropped=dropped
     )
     drive.until(lambda: RouterUp("r") in ups)
     request = b"r" * 16
