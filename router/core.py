@@ -25,6 +25,7 @@ from .authorization import ANYBODY, Caller, Proofs
 from .client_messages import ClientMessages
 from .clients import Clients
 from .config import RouterConfig
+from .early_moves import EarlyMoves
 from .events import (
     Action,
     ClientFull,
@@ -120,8 +121,8 @@ class RouterCore:
             registration, Proofs(config, metrics), metrics, handoffs, stories, errors, worker_of,
         )  # fmt: skip
         self._timers = Timers(
-            config, out, table, registry, admission, lifecycle, recovery, takeover, losses, errors,
-            now,
+            config, out, table, registry, admission, lifecycle, recovery, takeover, losses,
+            EarlyMoves(registry, losses, errors), errors, now,
         )  # fmt: skip
         self._handlers: dict[type[Event], Callable[..., None]] = {
             FromClient: client_messages.handle,

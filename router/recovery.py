@@ -161,7 +161,7 @@ class Recovery:
     def start_over(request: Request) -> None:
         """Clear deaths, doubts and blame of a request that has progressed since its last loss."""
         if request.progressed:
-            request.losses = request.deaths = 0
+            request.losses = request.deaths = request.early_moves = 0
             request.doubts = frozenset()
             request.blame = 0.0
         request.lost_at = request.next
@@ -232,10 +232,9 @@ class WorkerLosses:
         superseded attempts are aborted there.
         """
         affected = list(worker.requests.values())
-        worker.doubted = [request for request in affected if request.attempt.server is worker]
-        for request in worker.doubted:
-            self._recovery.start_over(request)
-            request.doubts |= {worker.incarnation}
+        for request in affected:
+            if request.attempt.server is worker:
+                self._doubt(worker, request)
 
         def move(request: Request) -> None:
             if worker.draining and request.attempt.server is not worker:
@@ -245,6 +244,21 @@ class WorkerLosses:
                 self._recovery.lost(request, f"the connection of worker {worker.id} closed", now)
 
         self._errors.each(affected, move)
+
+    def _doubt(self, worker: Worker, request: Request) -> None:
+        self._recovery.start_over(request)
+        request.doubts |= {worker.incarnation}
+        worker.doubted.append(request)
+
+    def move_early(self, worker: Worker, request: Request, now: float) -> None:
+        """Move a request of a suspect worker: a doubt, as in :meth:`_move_all`, but no loss."""
+        self._doubt(worker, request)
+        request.early_moves += 1
+        reason = f"worker {worker.id} is suspect: {worker.reason}"
+        self._metrics.replayed += 1
+        fields: dict[str, object] = {"request_id": request.request_id, "reason": reason}
+        self._out.append(Log("request.replayed", fields))
+        self._lifecycle.requeue(request, now, reason)
 
     def judged(self, lost: Losses, doubtful: Losses, now: float) -> None:
         """Handle workers without heartbeat or progress: the lost ones, and those newly suspect.
@@ -319,13 +333,13 @@ class WorkerLosses:
         doubted = [request for request in worker.doubted if worker.incarnation in request.doubts]
         for request in doubted:
             request.doubts -= {worker.incarnation}
-        self._recovery.blame([request for request in doubted if not request.done])
+        running = [request for request in doubted if not request.done]
         affected = list(worker.requests.values())
         there = [request for request in affected if request.attempt.server is worker]
         for request in there:
             self._recovery.start_over(request)
-        if blamed:
-            self._recovery.blame(there)
+        if blamed:  # one death, which the requests that moved early share with the others
+            self._recovery.blame([*running, *there])
 
         def move(request: Request) -> None:
             if drained and request.attempt.server is not worker:

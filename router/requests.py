@@ -299,6 +299,7 @@ class Request:
     deaths: int = 0  # deaths of workers that ran it
     doubts: frozenset[int] = frozenset()  # disconnected incarnations, perhaps dead
     blame: float = 0.0  # its shares of the blame for deaths
+    early_moves: int = 0  # from suspect workers, since its last progress
     losses: int = 0
     lost_at: int = 0  # ``next`` at the last loss
     decode_tries: int = 0

@@ -10,6 +10,7 @@ from ..proto.errors import DeadlineExceeded
 from ..proto.wire.messages import Abort, Drain
 from .admission import Admission
 from .config import RouterConfig
+from .early_moves import EarlyMoves
 from .events import Action, Tick, ToWorker
 from .lifecycle import Lifecycle
 from .own_errors import OwnErrors
@@ -38,6 +39,7 @@ class Timers:
         recovery: Recovery,
         takeover: Takeover,
         losses: WorkerLosses,
+        early_moves: EarlyMoves,
         errors: OwnErrors,
         now: float,
     ) -> None:
@@ -50,6 +52,7 @@ class Timers:
         self._recovery = recovery
         self._takeover = takeover
         self._losses = losses
+        self._early_moves = early_moves
         self._errors = errors
         self._workers_next = now
         self._rates_next = now
@@ -66,6 +69,7 @@ class Timers:
         if now >= self._workers_next:
             self._workers_next = now + WORKERS_EVERY_S
             apart("the workers' timers", lambda: self._workers(now))
+            apart("early moves", lambda: self._early_moves.tick(now))
             apart("unclaimed requests", lambda: self._takeover.unclaimed.tick(now))
             apart("notices of dead workers", lambda: self._losses.tick(now))
         if now >= self._rates_next:

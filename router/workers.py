@@ -292,6 +292,11 @@ class WorkerHealth:
                 found.append((worker, f"no progress for {stuck:.1f} s"))
         return found
 
+    def overdue(self, worker: Worker, now: float) -> float:
+        """Return the seconds for which a worker without heartbeat or progress has been suspect."""
+        silent = now - worker.seen_at - suspect_after(self._config.worker_timeout_s)
+        return max(silent, self._stuck(worker, now) - self._suspect_s(worker))
+
     def progresses(self, worker: Worker, now: float) -> bool:
         """True if the worker is idle, or has made progress recently."""
         return self._stuck(worker, now) < self._suspect_s(worker)

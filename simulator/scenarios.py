@@ -141,7 +141,7 @@ SCENARIOS: dict[str, Scenario] = {
     "router": Scenario(crashes=2, victims=("router",), cancels=0.1, deadlines=0.1),
     "router-noise": Scenario(crashes=2, victims=("router",), cancels=0.2, faults=NOISE),
     "stop": Scenario(stops=3, cancels=0.1, allowed=UNLUCKY),
-    # A short pause must cost nothing: no process restarts and nothing is computed twice.
+    # A short pause must restart no process.
     "pauses": Scenario(
         load_s=4.0,
         pauses=8,
