@@ -209,6 +209,10 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require(getattr(settings, name) >= 0, name, "must not be negative")
     for name in ServeSettings.__struct_fields__:
         value = getattr(settings, name)
+        text = value if isinstance(value, str) else ""
+        # Settings are written to files and sent as JSON, which is UTF-8.
+        valid = text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+        _require(valid, name, f"is not valid UTF-8: {text!a}")
         _require(not isinstance(value, int) or value <= _MOST, name, f"must be at most {_MOST}")
     for name in ("step_time", "grace", "stats_interval"):
         _require(math.isfinite(getattr(settings, name)), name, "must be a finite number")

@@ -20,6 +20,7 @@ _SENTENCES = {
     "declared_dead": "{name} was declared dead: {detail} (--worker-timeout {seconds:g})",
     "hung": "{name} hangs ({detail}); killing it",
     "cannot_run": "{name} cannot run: {detail}",
+    "broken": "stopped by an internal error: {detail}",
     "gave_up": "{name} ended repeatedly before the cluster was ready; stopping. "
     "Last message: {detail}",
     "replacing": "{name} cannot run ({detail}); a replacement starts in {seconds:.1f} s",
@@ -33,7 +34,7 @@ _SENTENCES = {
     "grace_over": "the grace period is over; stopping with requests unfinished",
 }
 
-FAILURES = frozenset({"cannot_run", "gave_up"})
+FAILURES = frozenset({"cannot_run", "gave_up", "broken"})
 """Messages about the end of the cluster. They are printed last, on standard error."""
 
 

@@ -13,7 +13,7 @@ from typing import Self
 
 import msgspec
 
-from ...proto.errors import BatonError, ConfigError, InputError, RequestFailed
+from ...proto.errors import BatonError, ConfigError, InputError, InternalError, RequestFailed
 from ...proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from ...proto.wire.messages import Drain, Message, RouterToClient, Status, StatusReport
 from ...runtime.keys.allowed import OPERATOR, ROUTER
@@ -54,7 +54,16 @@ POLL_INTERVAL = 0.2
 """Seconds between polls of a router's status."""
 PATIENCE = 2.0
 """Seconds without an answer before the connection to a router is replaced."""
+STOP_PATIENCE = 10.0
+"""Seconds after the members' own limits until the controller ends without them."""
 _log = get_logger()
+
+
+def describe(error: Exception) -> str:
+    """Return an exception as one line in ASCII; its text may hold a path that is not UTF-8."""
+    text = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+    line = " ".join(text.split())
+    return line.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class StatusMonitor:
@@ -158,6 +167,7 @@ class ControllerShell:
         self._monitors: list[StatusMonitor] = []
         self._admin: AdminServer | None = None
         self._events: list[Event] = []
+        self._stop_by = float("inf")
 
     @classmethod
     def of(
@@ -208,26 +218,67 @@ class ControllerShell:
     def feed(self, event: Event) -> None:
         """Pass an event to the core and carry out its actions.
 
-        An event from inside an action is handled afterwards. A failed action is logged, and the
-        following actions and events are still handled.
+        An event from inside an action is handled afterwards. After a failed action, the following
+        actions and events are still handled; see :meth:`_not_done`.
         """
         self._events.append(event)
         if len(self._events) > 1:
             return
         while self._events:
             try:
-                actions = self.core.handle(self._events[0], self._loop.now())
-                for action in actions:
-                    self._loop.guarded(partial(self._carry_out, action))
+                self._handle(self._events[0])
             finally:
                 self._events.pop(0)
+
+    def _handle(self, event: Event) -> None:
+        try:
+            actions = self.core.handle(event, self._loop.now())
+        except Exception as error:
+            _log.exception("controller.internal_error", trigger=type(event).__name__)
+            if self.core.phase is not Phase.SERVING or isinstance(event, events.Down):
+                self._give_up(error)
+            return
+        for action in actions:
+            try:
+                self._carry_out(action)
+            except Exception as error:
+                _log.exception("controller.internal_error", action=type(action).__name__)
+                self._not_done(action, error)
+
+    def _not_done(self, action: Action, error: Exception) -> None:
+        """Handle an action that raised: a start ends with its reason, and a stop always works."""
+        match action:
+            case events.StartMember(name):
+                why = f"cannot be started: {describe(error)}"
+                self.feed(MemberEnded(name, 1, why, refused=True))
+            case events.StopMember(name):
+                self._loop.guarded(partial(self.backend.kill, name))
+            case events.End() | events.KillMember():
+                self._give_up(error)
+            case _ if self.core.phase is Phase.STARTING:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """End at once after an error of our own code, with one line for the operator."""
+        if self.exit_code is not None:
+            return
+        self.exit_code = 1
+        self._loop.stop()
+        self._loop.guarded(lambda: self._on_log(Log("broken", detail=describe(error))))
+        for member in list(self.core.pools.members):
+            self._loop.guarded(partial(self.backend.kill, member.name))
 
     # ------------------------------------------------------------- events
 
     def _tick(self) -> None:
-        if self._pilot is not None:
-            self._steer(self._pilot, self._loop.now())
+        pilot, now = self._pilot, self._loop.now()
+        if pilot is not None:
+            self._loop.guarded(lambda: self._steer(pilot, now))
         self.feed(Tick())
+        if self.core.phase is not Phase.STOPPING:
+            self._stop_by = now + 2 * self.core.limits.stop_timeout + STOP_PATIENCE
+        elif now >= self._stop_by:
+            self._give_up(InternalError("the members did not end in time"))
 
     def _steer(self, pilot: Pilot, now: float) -> None:
         """Run the autoscaler, unless another operation changes the cluster."""
@@ -242,9 +293,10 @@ class ControllerShell:
     def _report_handler(self, router: str) -> Callable[[ClusterReport], None]:
         def handle(report: ClusterReport) -> None:
             self.report = report
-            self.backend.reported(router, report)
-            if self._pilot is not None:
-                self._pilot.reported(router, report, self._loop.now())
+            self._loop.guarded(lambda: self.backend.reported(router, report))
+            pilot = self._pilot
+            if pilot is not None:
+                self._loop.guarded(lambda: pilot.reported(router, report, self._loop.now()))
             self.feed(Reported(router, report))
 
         return handle

@@ -12,11 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...proto.errors import BatonError
 from ...runtime.net.loop import Loop
+from ...runtime.process.log import get_logger
 from ...runtime.process.main import SIGN_OF_LIFE
 from ..controller.backend import (
     MemberDown,
@@ -51,6 +53,7 @@ from .process import Child, ProcessSpec, describe_log, not_started
 
 TICK = 0.1
 """Seconds between two Tick events."""
+_log = get_logger()
 
 
 class Children:
@@ -167,7 +170,7 @@ class Children:
 
     def _decide(self, event: Event) -> None:
         for action in self._core.handle(event, self._loop.now()):
-            self._carry_out(action)
+            self._loop.guarded(partial(self._carry_out, action))
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -190,11 +193,13 @@ class Children:
         self._loop.post(lambda: self._emit(event))
 
     def _try_start(self, name: str) -> None:
-        """Start a child. If the system refuses (disk full, no process), report an Exited."""
+        """Start a child. If that fails, whatever the reason, report an Exited."""
         self.starts += 1
         try:
             self._start(name)
-        except (BatonError, OSError) as problem:
+        except Exception as problem:
+            if not isinstance(problem, BatonError | OSError):
+                _log.exception("supervisor.start_failed", name=name)
             why = not_started(problem, self._place)
             refused = not (self._retry and isinstance(problem, OSError))
             self._loop.post(lambda: self._decide(Exited(name, 1, why, refused=refused)))

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from ...proto.errors import BatonError
 from ...proto.wire.proofs import seal_of
 from ...runtime.keys.api_keys import KEY_VARIABLE
 from ..controller.backend import POOLS
@@ -70,6 +71,8 @@ def not_started(problem: Exception, folder: Path) -> str:
             f"cannot be started: the disk of {folder} on {socket.gethostname()} is full "
             f"({problem.strerror}); see df -h {folder.parent}"
         )
+    if not isinstance(problem, OSError | BatonError):
+        return f"cannot be started: {type(problem).__name__}: {problem}"
     return f"cannot be started: {problem}"
 
 
