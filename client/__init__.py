@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .client import Client, Generation
     from .description import Description
     from .logprobs import TokenLogprob
-    from .options import RequestOptions
+    from .options import GenerationOptions, RequestOptions
     from .output import Output
     from .pictures import Picture, PictureOptions
     from .result import Completion, Result, Usage
@@ -36,6 +36,7 @@ __all__ = [
     "Completion",
     "Description",
     "Generation",
+    "GenerationOptions",
     "Output",
     "Picture",
     "PictureOptions",
@@ -53,6 +54,7 @@ _HOME = {
     "Completion": "result",
     "Description": "description",
     "Generation": "client",
+    "GenerationOptions": "options",
     "Output": "output",
     "Picture": "pictures",
     "PictureOptions": "pictures",

@@ -22,7 +22,7 @@ from ..proto.wire.messages import Describe, Described, Drained, Message, StatusR
 from ..runtime.keys.keyring import GivenKeys, client_keys
 from ..runtime.net.loop import Loop
 from .async_generation import AsyncGeneration
-from .calls import Answer, Calls, Draft, Each, Whole, answer_of_kind, at_prompt
+from .calls import Answer, Calls, Draft, Each, OnError, Whole, answer_of_kind, at_prompt
 from .connection import Batch, Connection
 from .description import DESCRIBED_FILES, Description, described
 from .embedding import Embedding, embed_specs
@@ -40,6 +40,7 @@ from .model import (
     TokensOrText,
 )
 from .options import (
+    GenerationOptions,
     RequestOptions,
     StatusOptions,
     check_timeouts,
@@ -97,6 +98,8 @@ class AsyncClient(Calls["AsyncGeneration"]):
     def _start_requests(
         self, drafts: Sequence[Draft], window: Window | None
     ) -> list[AsyncGeneration]:
+        if not drafts:
+            return []
         connection = self._connected()
         started = [AsyncGeneration(self, connection, one.request_id, window) for one in drafts]
         first, model = drafts[0], self._models.fresh(connection.connections)
@@ -126,7 +129,8 @@ class AsyncClient(Calls["AsyncGeneration"]):
         sampling_params: Sampling = None,
         *,
         n: int = 1,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> Result: ...
     @overload
     async def complete(
@@ -135,7 +139,8 @@ class AsyncClient(Calls["AsyncGeneration"]):
         sampling_params: Sampling | Each = None,
         *,
         n: int = 1,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> list[Result]: ...
     async def complete(
         self,
@@ -143,10 +148,11 @@ class AsyncClient(Calls["AsyncGeneration"]):
         sampling_params: Sampling | Each = None,
         *,
         n: int = 1,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> Result | list[Result]:
         """Like :meth:`baton.client.Client.complete`. Cancelling the task cancels the requests."""
-        return await self._whole(Whole.of_prompt(prompt, sampling_params, n, options))
+        return await self._whole(Whole.of_prompt(prompt, sampling_params, n, options, on_error))
 
     @overload
     async def complete_chat(
@@ -156,7 +162,8 @@ class AsyncClient(Calls["AsyncGeneration"]):
         *,
         n: int = 1,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> Result: ...
     @overload
     async def complete_chat(
@@ -166,7 +173,8 @@ class AsyncClient(Calls["AsyncGeneration"]):
         *,
         n: int = 1,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> list[Result]: ...
     async def complete_chat(
         self,
@@ -175,22 +183,27 @@ class AsyncClient(Calls["AsyncGeneration"]):
         *,
         n: int = 1,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> Result | list[Result]:
         """Like :meth:`baton.client.Client.complete_chat`."""
-        return await self._whole(Whole.of_chat(messages, sampling_params, n, variables, options))
+        return await self._whole(
+            Whole.of_chat(messages, sampling_params, n, variables, options, on_error)
+        )
 
     async def _whole(self, call: Whole) -> Result | list[Result]:
         generations = self._start_requests(call.drafts, call.window)
-        completions: list[Completion] = []
+        answers: list[Completion | BatonError] = []
         try:
             for at, generation in enumerate(generations):
-                with at_prompt(call.drafts[at].index):
-                    completions.append(await generation.result(call.index(at)))
+                failures: list[BatonError] = []
+                with call.errors_of(at, failures):
+                    answers.append(await generation.result(call.index(at)))
+                answers += failures
         finally:
-            for generation in generations[len(completions) :]:
+            for generation in generations[len(answers) :]:
                 await generation.aclose()
-        return call.result(completions)
+        return call.result(answers)
 
     async def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
@@ -296,6 +309,10 @@ class AsyncClient(Calls["AsyncGeneration"]):
             self._connection.close()
             self._loop.close()
             self._connection = None
+
+    def __repr__(self) -> str:
+        end = ", closed" if self._closed else ""
+        return f"AsyncClient({', '.join(map(repr, self._addresses))}{end})"
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, Generic, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from ..proto.errors import BatonError, InputError, InternalError
 from ..proto.ids import RequestID
 from ..proto.requests import check_features
 from ..proto.sampling import MAX_SEED, SamplingParams
-from ..proto.value_checks import whole
+from ..proto.value_checks import choice, whole
 from ..proto.wire.messages import Message
 from .images import split_messages
 from .model import (
@@ -38,16 +38,21 @@ from .model import (
     prepare_text,
 )
 from .options import (
+    CHAT_OPTIONS,
+    GenerationOptions,
     RequestOptions,
     batch_options,
     check_options,
     check_variables,
     options_of_each,
+    split_sampling,
 )
 from .result import Completion, Result, results_of
 from .window import Window
 
 Each = Sequence[Sampling]
+OnError = Literal["raise", "return"]
+"""What the error of a prompt does: end the call, or become the ``error`` of the prompt's result."""
 MAX_ANSWERS = 128
 """Maximum ``n``: answers to one prompt of one call."""
 Answer = TypeVar("Answer", bound=Message)
@@ -120,20 +125,20 @@ class Calls(ABC, Generic[Started]):
 
     @overload
     def generate(
-        self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
+        self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[GenerationOptions]
     ) -> Started: ...
     @overload
     def generate(
         self,
         prompt: Prompts,
         sampling_params: Sampling | Each = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerationOptions],
     ) -> list[Started]: ...
     def generate(
         self,
         prompt: Prompt | Prompts,
         sampling_params: Sampling | Each = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerationOptions],
     ) -> Started | list[Started]:
         """Start a request and return an iterator over its outputs.
 
@@ -144,7 +149,8 @@ class Calls(ABC, Generic[Started]):
         :class:`RequestOptions`; a deadline counts from the call. Raises InputError for a wrong
         option or parameter. The iterator raises errors of the cluster.
         """
-        checked = check_options(options)
+        sampling_params, given = split_sampling(sampling_params, options)
+        checked = check_options(given)
         prompts = prompts_of(prompt)
         return self._call(prompt, prompts, sampling_params, checked, variables=None)
 
@@ -155,7 +161,7 @@ class Calls(ABC, Generic[Started]):
         sampling_params: Sampling = None,
         *,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerationOptions],
     ) -> Started: ...
     @overload
     def chat(
@@ -164,7 +170,7 @@ class Calls(ABC, Generic[Started]):
         sampling_params: Sampling | Each = None,
         *,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerationOptions],
     ) -> list[Started]: ...
     def chat(
         self,
@@ -172,14 +178,15 @@ class Calls(ABC, Generic[Started]):
         sampling_params: Sampling | Each = None,
         *,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerationOptions],
     ) -> Started | list[Started]:
         """Like :meth:`generate`, for messages that the model's chat template renders.
 
         ``messages``: mappings with ``role`` and ``content``, or a list of such conversations.
         ``variables``: variables for the template.
         """
-        checked, given = check_options(options), check_variables(variables)
+        sampling_params, rest = split_sampling(sampling_params, options)
+        checked, given = chat_options(rest, variables)
         chats = chats_of(messages)
         return self._call(messages, chats, sampling_params, checked, variables=given)
 
@@ -207,7 +214,12 @@ class Calls(ABC, Generic[Started]):
 
 
 class Whole:
-    """A call for whole answers, for one prompt or several: its requests, and their results."""
+    """A call for whole answers, for one prompt or several: its requests, and their results.
+
+    ``keeps_errors``: the error of a prompt becomes its result, and does not end the call.
+    """
+
+    keeps_errors = False
 
     def __init__(
         self,
@@ -249,11 +261,19 @@ class Whole:
 
     @classmethod
     def of_prompt(
-        cls, prompt: Any, sampling: Sampling | Each, n: object, options: RequestOptions
+        cls,
+        prompt: Any,
+        sampling: Sampling | Each,
+        n: object,
+        options: GenerationOptions,
+        on_error: object = "raise",
     ) -> Whole:
         """Check a call of ``complete``. Raises InputError."""
-        checked = check_options(options)
-        return cls(prompt, prompts_of(prompt), sampling, checked, n=n, variables=None)
+        sampling, given = split_sampling(sampling, options)
+        checked = check_options(given)
+        call = cls(prompt, prompts_of(prompt), sampling, checked, n=n, variables=None)
+        call.keeps_errors = _on_error("on_error", on_error) == "return"
+        return call
 
     @classmethod
     def of_chat(
@@ -262,23 +282,39 @@ class Whole:
         sampling: Sampling | Each,
         n: object,
         variables: Mapping[str, Any] | None,
-        options: RequestOptions,
+        options: GenerationOptions,
+        on_error: object = "raise",
     ) -> Whole:
         """Check a call of ``complete_chat``. Raises InputError."""
-        checked, given = check_options(options), check_variables(variables)
-        return cls(messages, chats_of(messages), sampling, checked, n=n, variables=given)
+        sampling, rest = split_sampling(sampling, options)
+        checked, given = chat_options(rest, variables)
+        call = cls(messages, chats_of(messages), sampling, checked, n=n, variables=given)
+        call.keeps_errors = _on_error("on_error", on_error) == "return"
+        return call
 
     def index(self, draft: int) -> int:
         """Return the index of a draft's answer among the answers to its prompt."""
         return draft % self._n
 
-    def result(self, completions: Sequence[Completion]) -> Result | list[Result]:
+    @contextmanager
+    def errors_of(self, at: int, kept: list[BatonError]) -> Iterator[None]:
+        """Add errors that the body raises for draft ``at`` to ``kept``, or raise them."""
+        try:
+            with at_prompt(self.drafts[at].index):
+                yield
+        except BatonError as error:
+            if not self.keeps_errors:
+                raise
+            kept.append(error)
+
+    def result(self, completions: Sequence[Completion | BatonError]) -> Result | list[Result]:
         """Return the call's result."""
         prompts = [draft.prompt for draft in self.drafts[:: self._n]]
         results = results_of(completions, prompts)
         return results[0] if self._single else results
 
 
+_on_error = choice("raise", "return")
 _count = whole(1, MAX_ANSWERS, f"a whole number, 1 to {MAX_ANSWERS}")
 
 
@@ -320,19 +356,40 @@ def answer_of_kind(kind: type[Answer], query: Message, answer: Message | BatonEr
 
 
 def prompts_of(prompt: Any) -> Sequence[Any] | None:
-    """Return a list of prompts, or None if ``prompt`` is a single prompt."""
-    if not isinstance(prompt, list | tuple) or not prompt:
+    """Return a list of prompts, or None if ``prompt`` is a single prompt.
+
+    An empty list is a batch without prompts: a prompt without tokens cannot be continued.
+    """
+    if not isinstance(prompt, list | tuple):
         return None
+    if not prompt:
+        return prompt
     several = isinstance(prompt[0], str | list | tuple | np.ndarray | TextContext)
     return prompt if several else None
 
 
 def chats_of(messages: Any) -> Sequence[Any] | None:
     """Return a list of conversations, or None if ``messages`` is a single conversation."""
-    if not isinstance(messages, list | tuple) or not messages:
+    if not isinstance(messages, list | tuple):
         return None
+    if not messages:
+        return messages
     several = isinstance(messages[0], Sequence) and not isinstance(messages[0], str | Mapping)
     return messages if several else None
+
+
+def chat_options(
+    options: Mapping[str, Any], variables: Mapping[str, Any] | None
+) -> tuple[RequestOptions, Mapping[str, Any]]:
+    """Check the options of a chat; return them, and the template's variables with the tools."""
+    checked: Any = check_options(options, CHAT_OPTIONS)
+    given = check_variables(variables)
+    tools = checked.pop("tools", None)
+    if tools is None:
+        return checked, given
+    if "tools" in given:
+        raise InputError("tools are given twice: as an option and in variables")
+    return checked, {**given, "tools": tools}
 
 
 def _shared_images(

@@ -21,7 +21,7 @@ from ..proto.errors import BatonError, ConnectionLost
 from ..proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from ..runtime.keys.keyring import GivenKeys, Keys, client_keys
 from ..runtime.net.loop import Loop
-from .calls import Answer, Calls, Draft, Each, Whole, answer_of_kind, at_prompt
+from .calls import Answer, Calls, Draft, Each, OnError, Whole, answer_of_kind, at_prompt
 from .connection import Connection
 from .description import DESCRIBED_FILES, Description, described
 from .embedding import Embedding, embed_specs
@@ -38,6 +38,7 @@ from .model import (
     TokensOrText,
 )
 from .options import (
+    GenerationOptions,
     RequestOptions,
     StatusOptions,
     check_timeouts,
@@ -102,6 +103,11 @@ class _Background:
             text = "the client's thread does not run in this process; make a Client in each process"
         raise ConnectionLost(text)
 
+    @property
+    def state(self) -> str:
+        """The end of the client's ``repr``: empty while it can be used."""
+        return ", closed" if self._closed else ""
+
     def wait(self, news: queue.SimpleQueue[Item]) -> Item:
         """Wait for an item from the connection's thread, and check that the thread runs."""
         while True:
@@ -156,6 +162,7 @@ class Client(Calls["Generation"]):
             connect_timeout=connect_timeout, reconnect_timeout=reconnect_timeout
         )
         addresses, keys = find_cluster(address, keys)
+        self._addresses = tuple(addresses)
         self._background = _Background(addresses, client_keys(keys), (connect, reconnect))
         self._timeout = connect
         self._models = ModelCache()
@@ -179,7 +186,8 @@ class Client(Calls["Generation"]):
         sampling_params: Sampling = None,
         *,
         n: int = 1,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> Result: ...
     @overload
     def complete(
@@ -188,7 +196,8 @@ class Client(Calls["Generation"]):
         sampling_params: Sampling | Each = None,
         *,
         n: int = 1,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> list[Result]: ...
     def complete(
         self,
@@ -196,16 +205,18 @@ class Client(Calls["Generation"]):
         sampling_params: Sampling | Each = None,
         *,
         n: int = 1,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> Result | list[Result]:
         """Like :meth:`generate`, but wait for the whole answers.
 
         Returns a :class:`Result`, or for a list of prompts a list in the same order. ``n``: number
         of answers to each prompt; with a seed, the first has this seed and the others the next
-        ones. A list of any length stays within the cluster's limit of requests. The first error
-        ends the call and cancels its other requests.
+        ones. A list of any length stays within the cluster's limit of requests. ``on_error``: with
+        "raise", the first error ends the call and cancels its other requests; with "return", a
+        prompt that fails gets a result with this ``error``.
         """
-        return self.run(Whole.of_prompt(prompt, sampling_params, n, options))
+        return self.run(Whole.of_prompt(prompt, sampling_params, n, options, on_error))
 
     @overload
     def complete_chat(
@@ -215,7 +226,8 @@ class Client(Calls["Generation"]):
         *,
         n: int = 1,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> Result: ...
     @overload
     def complete_chat(
@@ -225,7 +237,8 @@ class Client(Calls["Generation"]):
         *,
         n: int = 1,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> list[Result]: ...
     def complete_chat(
         self,
@@ -234,27 +247,44 @@ class Client(Calls["Generation"]):
         *,
         n: int = 1,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> Result | list[Result]:
         """Like :meth:`complete`, for messages that the model's chat template renders."""
-        return self.run(Whole.of_chat(messages, sampling_params, n, variables, options))
+        return self.run(Whole.of_chat(messages, sampling_params, n, variables, options, on_error))
 
     def run(
-        self, call: Whole, on_end: Callable[[Completion], object] | None = None
+        self, call: Whole, on_end: Callable[[Completion | BatonError], object] | None = None
     ) -> Result | list[Result]:
-        """Run a checked call for whole answers; ``on_end`` gets each completion, in order."""
-        generations = self._start_requests(call.drafts, call.window)
-        completions: list[Completion] = []
+        """Run a checked call for whole answers; ``on_end`` gets each answer, in order."""
+        generations: list[Generation | BatonError] = []
+        answers: list[Completion | BatonError] = []
+        prepared: list[Prepared | BatonError] = []
+        for at, draft in enumerate(call.drafts):
+            errors: list[BatonError] = []
+            with call.errors_of(at, errors):
+                prepared.append(self._prepare(draft))
+            prepared += errors
         try:
+            for one in prepared:
+                if isinstance(one, BatonError):
+                    generations.append(one)
+                else:
+                    generations.append(Generation(self, self._background, one, call.window))
             for at, generation in enumerate(generations):
-                with at_prompt(call.drafts[at].index):
-                    completions.append(collected(generation, call.index(at)))
+                failures: list[BatonError] = []
+                with call.errors_of(at, failures):
+                    if isinstance(generation, BatonError):
+                        raise generation
+                    answers.append(collected(generation, call.index(at)))
+                answers += failures
                 if on_end is not None:
-                    on_end(completions[-1])
+                    on_end(answers[-1])
         finally:
-            for generation in generations[len(completions) :]:
-                generation.close()
-        return call.result(completions)
+            for generation in generations[len(answers) :]:
+                if not isinstance(generation, BatonError):
+                    generation.close()
+        return call.result(answers)
 
     def embed(
         self, texts: Sequence[TokensOrText], **options: Unpack[RequestOptions]
@@ -391,6 +421,9 @@ class Client(Calls["Generation"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({', '.join(map(repr, self._addresses))}{self._background.state})"
 
     # ------------------------------------------------------------------ inner
 

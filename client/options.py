@@ -31,7 +31,7 @@ from ..proto.limits import (
     MAX_POOL_CHARS,
     MAX_REQUEST_ID_CHARS,
 )
-from ..proto.sampling import SamplingParams
+from ..proto.sampling import ALIASES, SamplingParams
 from ..proto.trace_context import parse_traceparent
 from ..proto.value_checks import Check, choice, flag, shown, text, unknown_name, whole
 from ..proto.wire.endpoints import check_target_endpoint
@@ -90,6 +90,32 @@ class RequestOptions(TypedDict, total=False):
     images: Sequence[Any]
     traceparent: str
     gateway: str
+
+
+class GenerationOptions(RequestOptions, total=False):
+    """Keyword arguments of calls that continue a prompt: those of a request, and these.
+
+    ``tools``: of a chat, mappings for the chat template; the same as ``variables={"tools": ...}``.
+    The others are sampling parameters, for a call without ``sampling_params``.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    max_tokens: int | None
+    min_tokens: int
+    max_new_tokens: int | None
+    min_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    seed: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logit_bias: Mapping[int, float]
 
 
 def _target(name: str, value: Any) -> str:
@@ -157,6 +183,12 @@ def _grammar(name: str, value: Any) -> str:
     return grammar_as_schema(value)
 
 
+def _tools(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise InputError(f"{name} must be a list of mappings, not {shown(value)}")
+    return list(value)
+
+
 def _images(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise InputError(f"{name} must be a list of images, not {shown(value)}")
@@ -185,16 +217,20 @@ _CHECKS: dict[str, Check] = {
     "traceparent": _traceparent,
     "gateway": text(0, MAX_GATEWAY_CHARS),
     "images": _images,
+    "tools": _tools,
     "max_retries": whole(0, _MAX_RETRIES, f"a whole number, 0 to {_MAX_RETRIES}"),
 }
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern")
-_SAMPLING = frozenset(item.name for item in fields(SamplingParams))
+SAMPLING = frozenset(item.name for item in fields(SamplingParams)) | ALIASES.keys()
+"""Names of sampling parameters, which are options of the calls that take sampling parameters."""
+_OWN = frozenset(RequestOptions.__annotations__)
+CHAT_OPTIONS = _OWN | {"tools"}
 
 
-def check_options(
-    options: Mapping[str, Any], known: AbstractSet[str] = RequestOptions.__annotations__.keys()
-) -> RequestOptions:
+def check_options(options: Mapping[str, Any], known: AbstractSet[str] = _OWN) -> RequestOptions:
     """Check options and convert them to the declared types. A None is left out.
+
+    Sampling parameters are no options here: :func:`split_sampling` takes them out before.
 
     Raises InputError for an unknown or wrong option, DeadlineExceeded for a deadline in the past.
     """
@@ -217,6 +253,21 @@ def check_options(
     return cast("RequestOptions", checked)
 
 
+def split_sampling(sampling: Any, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Return sampling parameters and options of a call that has both among its options.
+
+    Raises InputError if a parameter is given beside an object with parameters.
+    """
+    own = {name: options[name] for name in options if name in SAMPLING}
+    if not own:
+        return sampling, options
+    if sampling is not None:
+        name = next(iter(own))
+        raise InputError(f"{name} is given beside sampling_params: give it in sampling_params")
+    rest = {name: value for name, value in options.items() if name not in own}
+    return SamplingParams(**own), rest
+
+
 def batch_options(options: RequestOptions) -> RequestOptions:
     """Return the options of a call with several requests, which has another default of retries."""
     options = options.copy()
@@ -235,12 +286,23 @@ def options_of_each(count: int, options: RequestOptions) -> list[RequestOptions]
 
 
 def _unknown(name: str, known: set[str]) -> InputError:
-    if name in _SAMPLING:
-        return InputError(
-            f"{name} is not an option of the call but a field of SamplingParams: "
-            f"give SamplingParams({name}=...) after the prompt"
-        )
+    if name in SAMPLING:
+        return InputError(f"{name} has no effect in this call, which draws no tokens")
+    if name in _ALSO:
+        return InputError(f"the call has no {name!r}: write {_ALSO[name]}")
     return unknown_name("the call", name, known)
+
+
+_ALSO = {
+    "logprobs": "log_probabilities=...",
+    "prompt_logprobs": "prompt_log_probabilities=...",
+    "max_completion_tokens": "max_tokens=...",
+    "timeout": "deadline=...",
+    "response_format": "json_schema=...",
+    "guided_json": "json_schema=...",
+    "structured_outputs": "json_schema=... or grammar=...",
+}
+"""Names of other clients, and what to write here."""
 
 
 def check_variables(variables: object) -> Mapping[str, Any]:

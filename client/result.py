@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..proto.errors import InternalError
+from ..proto.errors import BatonError, InternalError
 from .logprobs import TokenLogprob
 from .output import Output
 
@@ -58,47 +58,55 @@ class Completion:
 class Result:
     """All answers to one prompt: ``outputs`` has ``n`` completions.
 
-    ``prompt``: as given: text, token ids, a context, or the messages of a chat. The properties are
-    those of the first completion.
+    ``prompt``: as given: text, token ids, a context, or the messages of a chat. ``error``: of a
+    prompt that failed in a call with ``on_error="return"``; the result then has no completion. The
+    properties are those of the first completion; they raise the error of a failed prompt.
     """
 
     outputs: list[Completion]
     prompt: Any = field(default=None, repr=False)
+    error: BatonError | None = None
+
+    @property
+    def _first(self) -> Completion:
+        if self.error is not None:
+            raise self.error
+        return self.outputs[0]
 
     @property
     def text(self) -> str:
         """Text of the answer, without a stop string."""
-        return self.outputs[0].text
+        return self._first.text
 
     @property
     def token_ids(self) -> list[int]:
         """Token ids of the answer."""
-        return self.outputs[0].token_ids
+        return self._first.token_ids
 
     @property
     def finish_reason(self) -> str:
         """Why the answer ended: see :class:`Completion`."""
-        return self.outputs[0].finish_reason
+        return self._first.finish_reason
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
         """Log-probabilities of the answer's tokens, if they were requested."""
-        return self.outputs[0].logprobs
+        return self._first.logprobs
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob] | None:
         """Log-probabilities of the prompt's tokens, if they were requested."""
-        return self.outputs[0].prompt_logprobs
+        return self._first.prompt_logprobs
 
     @property
     def request_id(self) -> str:
         """Id of the first completion's request."""
-        return self.outputs[0].request_id
+        return self._first.request_id
 
     @property
     def usage(self) -> Usage:
         """Tokens of all completions; the prompt counts once."""
-        parts = [one.usage for one in self.outputs]
+        parts = [self._first.usage, *(one.usage for one in self.outputs[1:])]
         completed = sum(part.completion_tokens for part in parts)
         return Usage(parts[0].prompt_tokens, completed, parts[0].cached_tokens)
 
@@ -155,10 +163,13 @@ def collected(outputs: Iterable[Output], index: int = 0) -> Completion:
     return collector.completion(index)
 
 
-def results_of(completions: Sequence[Completion], prompts: Sequence[Any]) -> list[Result]:
-    """Return one result per prompt. The completions of a prompt are neighbours."""
-    n = len(completions) // max(1, len(prompts))
-    return [
-        Result(list(completions[at * n : (at + 1) * n]), prompt)
-        for at, prompt in enumerate(prompts)
-    ]
+def results_of(answers: Sequence[Completion | BatonError], prompts: Sequence[Any]) -> list[Result]:
+    """Return one result per prompt. The answers to a prompt are neighbours."""
+    n = len(answers) // max(1, len(prompts))
+    results = []
+    for at, prompt in enumerate(prompts):
+        own = answers[at * n : (at + 1) * n]
+        error = next((one for one in own if isinstance(one, BatonError)), None)
+        done = [one for one in own if isinstance(one, Completion)] if error is None else []
+        results.append(Result(done, prompt, error))
+    return results

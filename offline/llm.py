@@ -15,14 +15,16 @@ from typing import Any, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ..client import Client, Picture, PictureOptions, RequestOptions, Result
-from ..client.calls import Each, Whole
+from ..client import Client, GenerationOptions, Picture, PictureOptions, RequestOptions, Result
+from ..client.calls import Each, OnError, Whole
 from ..client.model import Messages, Prompt, Prompts, Sampling, TokensOrText
 from ..client.pictures import OnPreview, OnProgress
+from ..client.result import Completion
 from ..client.speech import I16, AudioPrompt
-from ..proto.errors import ConfigError
+from ..proto.errors import BatonError, ConfigError
 from ..text.tokenizer import Tokenizer
 from .cluster import OwnCluster
+from .settings import ClusterSettings
 
 _EMBED_AT_ONCE = 512
 """Texts of one call of the client, while a progress bar is shown."""
@@ -62,7 +64,7 @@ class LLM:
         progress: bool | None = None,
         log: str | None = None,
         start_timeout: float = 600.0,
-        **settings: Any,
+        **settings: Unpack[ClusterSettings],
     ) -> None:
         if "address" in settings:
             raise ConfigError(
@@ -98,15 +100,18 @@ class LLM:
         sampling_params: Sampling | Each = None,
         *,
         n: int = 1,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> list[Result]:
         """Continue prompts and return their results in the same order.
 
         ``prompts``: one prompt (text or token ids), or a list. ``sampling_params``: for all
         prompts, or a list with one item per prompt. ``n``: answers to each prompt. ``options``: see
-        :class:`baton.RequestOptions`. Raises the first error, and cancels the other requests.
+        :class:`baton.RequestOptions`. ``on_error``: "raise" the first error, and cancel the other
+        requests; "return" it as the ``error`` of the prompt's result.
         """
-        return self._run(Whole.of_prompt(prompts, sampling_params, n, options), "prompts")
+        call = Whole.of_prompt(prompts, sampling_params, n, options, on_error)
+        return self._run(call, "prompts")
 
     def chat(
         self,
@@ -115,10 +120,11 @@ class LLM:
         *,
         n: int = 1,
         variables: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        on_error: OnError = "raise",
+        **options: Unpack[GenerationOptions],
     ) -> list[Result]:
         """Like :meth:`generate`, for one conversation or a list of conversations."""
-        call = Whole.of_chat(messages, sampling_params, n, variables, options)
+        call = Whole.of_chat(messages, sampling_params, n, variables, options, on_error)
         return self._run(call, "conversations")
 
     def embed(
@@ -162,9 +168,7 @@ class LLM:
 
     def _run(self, call: Whole, what: str) -> list[Result]:
         with Progress(len(call.drafts), what, self._progress) as progress:
-            found = self.client.run(
-                call, lambda ended: progress.add(1, ended.usage.completion_tokens)
-            )
+            found = self.client.run(call, lambda ended: progress.add(1, _tokens_of(ended)))
         return found if isinstance(found, list) else [found]
 
     # ------------------------------------------------------------------ end
@@ -179,6 +183,10 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _tokens_of(ended: Completion | BatonError) -> int:
+    return 0 if isinstance(ended, BatonError) else ended.usage.completion_tokens
 
 
 # --------------------------------------------------------------------------- progress bar

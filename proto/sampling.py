@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Self
 
@@ -51,6 +51,16 @@ def _random_seed() -> int:
     return _seeds.getrandbits(32)
 
 
+_OF_THE_CALL = {
+    "n": "give n=... to the call",
+    "logprobs": "give log_probabilities=... to the call",
+    "prompt_logprobs": "give prompt_log_probabilities=... to the call",
+    "guided_decoding": "give json_schema=... or grammar=... to the call",
+    "structured_outputs": "give json_schema=... or grammar=... to the call",
+}
+"""vLLM's parameters that are options of a call here."""
+
+
 class _Named:
     """Base of the parameter classes: refuses unknown arguments, and records the given arguments.
 
@@ -69,14 +79,18 @@ class _Named:
             return super().__new__(cls)
         known: dict[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
         if args:
-            if len(args) > len(known):
-                raise InputError(f"{cls.__name__} takes at most {len(known)} values")
+            most = sum(not one.kw_only for one in known.values())
+            if len(args) > most:
+                raise InputError(f"{cls.__name__} takes at most {most} values")
             twice = given.keys() & dict(zip(known, args, strict=False)).keys()
             if twice:
                 raise InputError(f"{min(twice)} is given to {cls.__name__} twice")
         for name in given:
-            if name not in known:
-                raise unknown_name(cls.__name__, name, known)
+            if name in known:
+                continue
+            if name in _OF_THE_CALL:
+                raise InputError(f"{cls.__name__} has no {name!r}: {_OF_THE_CALL[name]}")
+            raise unknown_name(cls.__name__, name, known)
         return super().__new__(cls)
 
 
@@ -145,6 +159,21 @@ _CHECKS: dict[str, Check] = {
 """Checks by field, in the order of the fields; a test compares them with the classes below."""
 
 
+ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+"""Names of vLLM's parameters that are arguments beside the fields."""
+
+
+def _native_names(given: dict[str, object]) -> dict[str, object]:
+    """Return the arguments by the names of the fields. Raises InputError for both names of one."""
+    for alias in ALIASES.keys() & given.keys():
+        name = ALIASES[alias]
+        if given[alias] is not None and given.get(name) is not None:
+            raise InputError(f"{alias} and {name} are two names of one parameter: give one of them")
+        given = {**given, name: given[alias] if given.get(name) is None else given[name]}
+        del given[alias]
+    return given
+
+
 @dataclass
 class SamplingParams(_Named):
     """Sampling parameters of one request.
@@ -155,7 +184,8 @@ class SamplingParams(_Named):
     ``max_new_tokens``: None: up to the context's end. ``min_new_tokens``: no EOS before.
     ``ignore_eos``: the model's EOS ids do not stop; ``stop`` and ``stop_token_ids`` still do.
     ``seed``: key of the random stream; random by default. ``logit_bias``: by token id, the number
-    added to its logit, -100 to 100.
+    added to its logit, -100 to 100. ``max_tokens`` and ``min_tokens`` are vLLM's names of
+    ``max_new_tokens`` and ``min_new_tokens``; they are arguments, not fields.
 
     A field that is not given, or given as None, is unset. A client fills unset fields from the
     model's ``generation_config.json`` (:meth:`merged`), else from the class's defaults. Raises
@@ -178,17 +208,24 @@ class SamplingParams(_Named):
     seed: int = field(default_factory=_random_seed)
     logits_processors: Sequence[LogitsProcessor] | None = None
     logit_bias: dict[int, float] | None = None
+    max_tokens: InitVar[int | None] = field(default=None, kw_only=True)
+    min_tokens: InitVar[int | None] = field(default=None, kw_only=True)
 
     def __new__(cls, *args: object, **given: object) -> Self:
         """Note which fields are given; see :class:`_Named`."""
         self = super().__new__(cls, *args, **given)
+        given = _native_names(given)
         if len(args) + len(given) < len(_CHECKS):
             if args:
                 given = {**dict(zip(_CHECKS, args, strict=False)), **given}
             self._given = tuple(name for name in given if name in _CHECKS)
         return self
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, max_tokens: int | None, min_tokens: int | None) -> None:
+        if max_tokens is not None:
+            self.max_new_tokens = max_tokens
+        if min_tokens is not None:
+            self.min_new_tokens = min_tokens
         stated = self._given
         if stated is None:
             self.check()

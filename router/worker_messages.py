@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..proto.errors import HandoffFailed, InternalError
+from ..proto.errors import DeadlineExceeded, HandoffFailed, InternalError
 from ..proto.wire.messages import (
     Aborted,
     Accepted,
@@ -404,6 +404,11 @@ class WorkerMessages:
             self._acknowledge(worker, message)
         if message.code == HandoffFailed.code:
             self._recovery.lost(request, message.message or "the handoff failed", now)
+            return
+        if message.code is None and now >= request.deadline:
+            # A timer waits for its tick, and an answer may be complete before that.
+            late = DeadlineExceeded("the deadline passed before the answer was complete")
+            self._lifecycle.fail(request, late, now)
             return
         if message.code is None and not _has_result(request, message):
             kind = "an embedding" if request.embeds else "a picture"

@@ -134,11 +134,11 @@ def test_a_reader_that_times_out_can_go_on(cluster, run):
 def test_errors_come_out_of_the_iterator(cluster, run, tmp_path):
     async def main():
         async with AsyncClient(cluster.address) as client:
-            generation = client.generate([])
+            generation = client.generate(np.empty(0, np.int32))
             with pytest.raises(InputError, match="empty"):
                 await anext(generation)
             assert [o async for o in generation] == []
-            dropped = client.generate([])
+            dropped = client.generate(np.empty(0, np.int32))
             await asyncio.sleep(0.02)
             del dropped
         with pytest.raises(ConnectionLost, match="closed"):

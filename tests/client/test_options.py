@@ -110,7 +110,9 @@ def test_good_options_have_the_declared_types_and_none_leaves_out():
     ("name", "message"),
     [
         ("target_endpont", "did you mean target_endpoint"),
-        ("temperature", r"SamplingParams\(temperature=...\)"),
+        ("temperature", "temperature has no effect in this call"),
+        ("logprobs", "write log_probabilities=..."),
+        ("timeout", "write deadline=..."),
         ("zzz", "known are .*deadline"),
     ],
 )

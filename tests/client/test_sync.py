@@ -318,7 +318,7 @@ def test_no_worker_yet(cluster):
 @pytest.mark.parametrize(
     ("prompt", "sampling", "options", "error"),
     [
-        ([], None, {}, InputError),
+        (np.empty(0, np.int32), None, {}, InputError),
         ([5000], None, {}, InputError),
         ([1.5], None, {}, InputError),
         (np.ones((2, 2), int), None, {}, InputError),

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from baton import LLM, SamplingParams
+from baton.deploy.config import ServeSettings
 from baton.offline.cluster import _address
 from baton.offline.process import settings_of
+from baton.offline.settings import ClusterSettings
 from baton.proto.errors import ConfigError, RequestFailed, TaskMismatch
 
 from ..processes import alive, wait_until
@@ -150,3 +153,11 @@ def test_a_wrong_setting_is_named():
     with pytest.raises(ConfigError, match=r"^prefil is not a setting; did you mean prefill\?"):
         settings_of({"prefil": 2})
     assert settings_of({"prefill": 2, "model": "x"}).prefill == 2
+
+
+def test_type_checkers_know_every_setting():
+    named, given = get_type_hints(ClusterSettings), get_type_hints(ServeSettings)
+    own = {"model", "prefill", "decode", "address"}
+    assert named.keys() == given.keys() - own
+    wrong = {name for name in named if given[name] not in (named[name], *get_args(named[name]))}
+    assert not wrong

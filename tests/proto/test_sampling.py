@@ -18,6 +18,7 @@ from baton.proto import (
     SamplingParamsGenerationConfigDefaults,
     SamplingParamsInput,
 )
+from baton.proto.sampling import ALIASES
 from baton.proto.wire.wire_context import WireSampling
 
 Defaults = SamplingParamsGenerationConfigDefaults
@@ -175,7 +176,9 @@ WRONG_FIELDS = [
 
 @pytest.mark.parametrize("kind", [SamplingParams, SamplingParamsInput])
 def test_help_and_editors_show_the_fields(kind):
-    assert list(inspect.signature(kind).parameters) == [item.name for item in fields(kind)]
+    aliases = list(ALIASES) if kind is SamplingParams else []
+    names = [item.name for item in fields(kind)]
+    assert list(inspect.signature(kind).parameters) == names + aliases
 
 
 def test_every_field_is_tried():
@@ -207,7 +210,9 @@ def test_a_wrong_type_or_value_of_any_field_is_refused_by_name(kind, name, value
         (lambda: SamplingParams(ignore_eos="yes"), "ignore_eos must be True or False"),
         (lambda: SamplingParams(stop=[1]), r"stop\[0\] must be text, not 1 \(int\)"),
         (lambda: SamplingParams(temp=1), "no 'temp'; did you mean temperature"),
-        (lambda: SamplingParams(max_tokens=5), "no 'max_tokens'; did you mean max_new_tokens"),
+        (lambda: SamplingParams(max_tokens=5, max_new_tokens=6), "two names of one parameter"),
+        (lambda: SamplingParams(max_tokens=0), "max_new_tokens must be a whole number"),
+        (lambda: SamplingParams(logprobs=5), "give log_probabilities=... to the call"),
         (lambda: SamplingParamsInput(max_tokens=5), "SamplingParamsInput has no 'max_tokens'"),
         (lambda: SamplingParams(5, top_k=5), "top_k is given to SamplingParams twice"),
         (lambda: SamplingParams(*[None] * 17), "at most 16 values"),

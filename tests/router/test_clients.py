@@ -402,6 +402,19 @@ def test_a_terminal_is_repeated_until_acknowledged(bench):
     bench.assert_nothing_kept()
 
 
+def test_an_answer_that_is_complete_after_its_deadline_is_late(bench):
+    _, decode = bench.pair()
+    key, _ = bench.run(deadline=1.0)
+    decode.tokens(key, 10, 5)
+    bench.now += 1.5  # no tick between the deadline and the end
+    decode.end(key, 11)
+    (terminal,) = bench.terminals(key)
+    assert (terminal.code, terminal.status) == ("deadline_exceeded", None)
+    bench.ack(key)
+    bench.advance(60.0)
+    bench.assert_nothing_kept()
+
+
 def test_a_terminal_nobody_acknowledges_is_dropped_at_the_deadline(bench):
     _, decode = bench.pair()
     key, _ = bench.run(deadline=20.0)
