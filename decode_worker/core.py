@@ -37,7 +37,7 @@ from ..proto.wire.messages import (
 )
 from ..proto.wire.token_runs import messages_of
 from ..worker.attempts import Key
-from ..worker.base_core import TOMBSTONE_S, Handler, WorkerCore
+from ..worker.base_core import FORGOTTEN, TOMBSTONE_S, Handler, WorkerCore
 from ..worker.events import Fault, StepDone, Tick, ToRouter
 from ..worker.jobs import Ending, Jobs
 from ..worker.membership import Membership
@@ -172,7 +172,6 @@ class DecodeCore(WorkerCore):
             self.receiver.close(commit.request, commit.attempt)
             return self._failed_takeover(commit, now + commit.deadline, error, now)
         self._jobs.add(job)
-        self._member.assigned(job.key, commit.proof, job.deadline)
         newest = job.newest_token()
         if job.voice is not None:  # with its chunk, or only a sign that the request is here
             newest = TokenRun(*job.key, job.voice.sent, [])
@@ -229,7 +228,6 @@ class DecodeCore(WorkerCore):
             actions.append(Fault("handoff.takeover_failed", error, fields))
             code = InternalError.code
             message = failure_text(self._member.identity.worker)
-        self._member.assigned((commit.request, commit.attempt), commit.proof, deadline)
         terminal = Terminal(
             request=commit.request,
             attempt=commit.attempt,
@@ -238,7 +236,8 @@ class DecodeCore(WorkerCore):
             message=message,
             request_id=commit.request_id,
         )
-        return [*actions, *self._member.end(commit.router, terminal, now, deadline)]
+        ended = self._member.end(commit.router, terminal, now, deadline, proof=commit.proof)
+        return [*actions, *ended]
 
     # ------------------------------------------------------------------ speech
 
@@ -359,7 +358,8 @@ class DecodeCore(WorkerCore):
         terminal = job.terminal(self._member.identity.worker, now, **ending)
         self._stop(job)
         ended = self._member.end(
-            job.router, terminal, now, job.deadline, job.base, first, tokens, job.logprobs, media
+            job.router, terminal, now, job.deadline, job.base, first, tokens, job.logprobs, media,
+            job.proof,
         )  # fmt: skip
         return [*ended, *self._maybe_drained()]
 
@@ -378,11 +378,17 @@ class DecodeCore(WorkerCore):
             heartbeat=lambda: self._member.tick(now, state, self.load),
             hello=lambda: self._introduce_again(now),
             deserted=lambda: self._deserted(now),
-            handoffs=lambda: self._received(self.receiver.tick(now), now),
+            handoffs=lambda: self._check_handoffs(now),
             deadlines=lambda: self._each(self._jobs.overdue(now), late, "deadline", now),
             drain=self._maybe_drained,
         )
         return actions
+
+    def _check_handoffs(self, now: float) -> list[Action]:
+        outputs = self.receiver.tick(now)
+        if self.receiver.forgotten:
+            self.dropped[FORGOTTEN] = self.receiver.forgotten
+        return self._received(outputs, now)
 
     @property
     def is_drained(self) -> bool:

@@ -93,7 +93,14 @@ class Job:
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
-        return RequestState(*self.key, self.num_tokens, self.base, router=self.router)
+        return RequestState(
+            *self.key, self.num_tokens, self.base, router=self.router, proof=self.proof
+        )
+
+    @property
+    def proof(self) -> bytes:
+        """Proof that a router assigned this attempt to this worker."""
+        return self.commit.proof
 
     def times(self, now: float) -> WorkerTimes:
         """Return when the job reached its steps; it ends now."""

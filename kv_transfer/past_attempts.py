@@ -9,17 +9,23 @@ from ..runtime.tables import ExpiringMap
 class PastAttempts:
     """Aborted, superseded and committed attempts; every entry expires.
 
-    ``committed``: the answer to Commit, by request and attempt.
+    ``committed``: the answer to Commit, by request and attempt. ``capacity``: of each table.
     """
 
-    def __init__(self) -> None:
-        self._highest: ExpiringMap[bytes, int] = ExpiringMap()  # highest attempt
-        self._aborted: ExpiringMap[bytes, int] = ExpiringMap()  # aborted up to this attempt
-        self.committed: ExpiringMap[tuple[bytes, int], Committed] = ExpiringMap()
+    def __init__(self, capacity: int) -> None:
+        self._highest: ExpiringMap[bytes, int] = ExpiringMap(capacity)  # highest attempt
+        self._aborted: ExpiringMap[bytes, int] = ExpiringMap(capacity)  # aborted up to this attempt
+        self.committed: ExpiringMap[tuple[bytes, int], Committed] = ExpiringMap(capacity)
 
     def reserved(self, request: bytes, attempt: int, until: float) -> None:
         """Note a grant: lower attempts of the request are over."""
-        self._highest.put(request, attempt, until)
+        if attempt > 1:  # else there are none
+            self._highest.put(request, attempt, until)
+
+    @property
+    def evicted(self) -> int:
+        """Number of entries that were lost before their time, because too many came."""
+        return self._aborted.evicted + self.committed.evicted + self._highest.evicted
 
     def abort(self, request: bytes, attempt: int, now: float, keep: float) -> None:
         """Refuse attempts up to ``attempt`` for ``keep`` seconds."""

@@ -44,7 +44,7 @@ class Receiver(Generic[A]):
         self, incarnation: int, layout: KVLayout, store: BlockStore[A], config: ReceiverConfig
     ) -> None:
         self._config = config
-        self._past = PastAttempts()
+        self._past = PastAttempts(config.attempts)
         self._grants: ReceiverGrants[A] = ReceiverGrants(incarnation, layout, store, config)
         self.data: ReceiverData[A] = ReceiverData(self._grants, self._past)
         self.contacts = Contacts(config.timeout)
@@ -261,6 +261,11 @@ class Receiver(Generic[A]):
     def remembered(self) -> int:
         """Number of entries kept to answer late messages; each entry expires."""
         return len(self._past)
+
+    @property
+    def forgotten(self) -> int:
+        """Number of those entries that were lost before their time, because too many came."""
+        return self._past.evicted
 
 
 def _owner(slot: Slot[Any]) -> Holder | None:

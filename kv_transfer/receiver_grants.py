@@ -57,7 +57,8 @@ class ReceiverConfig:
     ``max_refusals``: limit of refused (incomplete) manifests per grant. ``timeout``: seconds
     without an answer after which a sender's grants are freed. ``window`` and ``budget``: see
     CreditPool, bytes. ``lease``: seconds after which a sender is asked to confirm its grant.
-    ``tombstone``: seconds for which a released attempt is refused. ``device``: senders write the
+    ``tombstone``: seconds for which a released attempt is refused. ``attempts``: past attempts
+    of each kind that are kept. ``device``: senders write the
     blocks (CUDA IPC), so freeing needs a fence.
     """
 
@@ -68,6 +69,7 @@ class ReceiverConfig:
     max_refusals: int = 8
     retry_after: float = 0.02
     tombstone: float = 600.0
+    attempts: int = 1 << 19
     lease: float = 2.0
     device: bool = False
 

@@ -21,7 +21,7 @@ from ..proto.wire.messages import (
 )
 from ..runtime.tables import ExpiringMap
 from ..worker.attempts import Key
-from ..worker.base_core import TOMBSTONE_S, WorkerCore
+from ..worker.base_core import ATTEMPTS_KEPT, FORGOTTEN, TOMBSTONE_S, WorkerCore
 from ..worker.events import ToRouter
 from ..worker.jobs import Job, Jobs
 from ..worker.membership import Membership, moved_to
@@ -34,8 +34,9 @@ class EndedAttempts:
     """Attempts that a late Assign must not start again; each entry expires."""
 
     def __init__(self) -> None:
-        self._ended: ExpiringMap[Key, bool] = ExpiringMap()
-        self._aborted: ExpiringMap[bytes, int] = ExpiringMap()  # attempts up to this number
+        self._ended: ExpiringMap[Key, bool] = ExpiringMap(ATTEMPTS_KEPT)
+        # Attempts up to this number.
+        self._aborted: ExpiringMap[bytes, int] = ExpiringMap(ATTEMPTS_KEPT)
 
     def __len__(self) -> int:
         return len(self._ended) + len(self._aborted)
@@ -57,6 +58,11 @@ class EndedAttempts:
         """Remove expired entries."""
         self._ended.expire(now)
         self._aborted.expire(now)
+
+    @property
+    def evicted(self) -> int:
+        """Number of entries that were lost before their time, because too many ended."""
+        return self._ended.evicted + self._aborted.evicted
 
 
 class JobQueue(Jobs[J]):
@@ -94,10 +100,6 @@ class AssignCore(WorkerCore, Generic[J]):
     def _stop(self, job: J, now: float) -> list[Any]:
         """Remove a job without a message to its router."""
 
-    def _expire_ended(self, now: float) -> list[Any]:
-        self._ended.expire(now)
-        return []
-
     # ------------------------------------------------------------------ messages of routers
 
     def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
@@ -125,7 +127,8 @@ class AssignCore(WorkerCore, Generic[J]):
             job = self._make_job(router, message, now)
         except (BatonError, ValueError) as error:
             refusal = _refusal(message, error)
-            ended = self._member.end(router, refusal, now, now + message.deadline)
+            expires = now + message.deadline
+            ended = self._member.end(router, refusal, now, expires, proof=message.proof)
             return [*actions, accepted, *ended]
         self._jobs.add(job)
         return [*actions, accepted, *self._begin_job(job, now)]
@@ -147,6 +150,13 @@ class AssignCore(WorkerCore, Generic[J]):
         actions += self._freed((request, attempt), now, self._running(jobs))
         answer = Aborted(request=request, attempt=attempt)
         return [*actions, ToRouter(router, answer), *self._maybe_drained()]
+
+    def _expire_ended(self, now: float) -> list[Any]:
+        """Remove expired entries of ended attempts, and report those lost before."""
+        self._ended.expire(now)
+        if self._ended.evicted:
+            self.dropped[FORGOTTEN] = self._ended.evicted
+        return []
 
     @property
     def remembered(self) -> int:

@@ -284,7 +284,9 @@ class PrefillCore(AssignCore[Job]):
                     refused=refused,
                 )
             )
-        messages.append(Busy(request=request, attempt=attempt, reason=reason, decode_full=True))
+        messages.append(
+            Busy(request=request, attempt=attempt, reason=reason, decode_full=True, proof=job.proof)
+        )
         return list(self._member.give_back(job.router, job.key, messages, now, job.deadline))
 
     def _done(self, output: handoff.Done, now: float) -> list[Action]:
@@ -371,8 +373,9 @@ class PrefillCore(AssignCore[Job]):
         self._ended.end(job.key, job.deadline)
         actions = self._stop(job, now)
         ended = self._member.end(
-            job.router, terminal, now, job.deadline, prompt, first, tokens, logprobs, job.media
-        )
+            job.router, terminal, now, job.deadline, prompt, first, tokens, logprobs, job.media,
+            job.proof,
+        )  # fmt: skip
         return [*actions, *ended]
 
     def _remove(self, job: Job) -> None:

@@ -97,6 +97,7 @@ class EmbedJob:
     deadline: float
     context: TextContext
     name: bytes
+    proof: bytes  # that a router assigned this attempt to this worker
     received: float  # when the Assign arrived
     started: float | None = None  # when its batch started
 
@@ -114,7 +115,9 @@ class EmbedJob:
 
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
-        return RequestState(*self.key, self.tokens, self.tokens, router=self.router)
+        return RequestState(
+            *self.key, self.tokens, self.tokens, router=self.router, proof=self.proof
+        )
 
     def replay(self, position: int) -> list[TokenRun]:
         """Return an empty run, which confirms ownership; an embedding has no tokens."""
@@ -195,7 +198,9 @@ class EmbedCore(AssignCore[EmbedJob]):
         request_id = RequestID(name.hex())
         context = read_context(self._card.architecture, message.context, request_id)
         deadline = now + message.deadline
-        return EmbedJob(key, router, message.request_id, deadline, context, name, now)
+        return EmbedJob(
+            key, router, message.request_id, deadline, context, name, message.proof, now
+        )
 
     def _begin_job(self, job: EmbedJob, now: float) -> list[Any]:
         return []  # it waits for the next batch
@@ -292,7 +297,9 @@ class EmbedCore(AssignCore[EmbedJob]):
         )
         self._ended.end(job.key, job.deadline)
         self._queue.remove(job)
-        return self._member.end(job.router, terminal, now, job.deadline, job.tokens, job.tokens)
+        return self._member.end(
+            job.router, terminal, now, job.deadline, job.tokens, job.tokens, proof=job.proof
+        )
 
     # ------------------------------------------------------------------ time and drain
 

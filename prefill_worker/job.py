@@ -91,6 +91,11 @@ class Job:
         return link_name(self.assign.decode, self.assign.decode_key)
 
     @property
+    def proof(self) -> bytes:
+        """Proof that a router assigned this attempt to this worker."""
+        return self.assign.proof
+
+    @property
     def given_tokens(self) -> int:
         """Tokens that the router assigned for computing, counted as the router counts them."""
         return len(self.assign.context.tokens) + len(self.assign.emitted)
@@ -139,7 +144,9 @@ class Job:
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
         position, prompt = len(self.context.tokens), len(self.assign.context.tokens)
-        return RequestState(*self.key, position - self.shift, prompt, router=self.router)
+        return RequestState(
+            *self.key, position - self.shift, prompt, router=self.router, proof=self.proof
+        )
 
     def reserve(self, incarnation: int, serial: int, growth: int, now: float) -> Reserve:
         """Return the Reserve message for the decode worker.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .workers import Worker
 
 REMEMBER_ASKED = 4096
+"""Above this, a worker may be asked for a proof more often."""
 
 
 @dataclass(slots=True, frozen=True)

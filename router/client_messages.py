@@ -378,6 +378,8 @@ class ClientMessages:
             # The Submit may be lost or late; the client still needs its terminal.
             if key == own and not self._table.last_attempt(key):
                 self._table.remember_cancelled(key, now)
+                if lost := self._table.cancelled.evicted:
+                    self._metrics.dropped["cancel_forgotten"] = lost
                 self._takeover.unclaimed.cancelled(key)
             self._nothing_runs(identity, key, message.request_id)
         elif request.terminal is not None:

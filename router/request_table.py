@@ -16,7 +16,8 @@ CANCELLED_KEEP_S = 30.0
 
 A late Submit must not start it. Longer than the delay of a message on an open connection."""
 MAX_CANCELLED = 4096
-"""Above this, the oldest is dropped: a late Submit then wastes work that no client reads."""
+"""Above this, the oldest is dropped and counted: a late Submit then wastes work that no client
+reads."""
 
 
 class RequestTable:
@@ -52,6 +53,7 @@ class RequestTable:
 
     def remember_cancelled(self, key: bytes, now: float) -> None:
         """Note that a request was cancelled before its Submit arrived."""
+        self.cancelled.expire(now)
         self.cancelled.put(key, None, now + CANCELLED_KEEP_S)
 
     def wake(self, request: Request, when: float, now: float) -> None:

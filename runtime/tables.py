@@ -16,7 +16,6 @@ Pure: the caller passes the time, in monotonic seconds.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from math import ceil
 from typing import Generic, Protocol, TypeVar
 
@@ -167,31 +166,43 @@ class ExpiringMap(Generic[K, V]):
     """At most ``capacity`` values by key, each with an expiry time.
 
     Invariant: an entry is returned before its expiry time and never after it. A full map evicts
-    the entry that was put first. :meth:`expire` frees expired entries earlier.
+    the entry that would expire first. :meth:`expire` frees expired entries earlier, so
+    ``evicted`` counts entries that were evicted although they were needed.
     """
 
-    def __init__(self, capacity: int = 65_536) -> None:
+    def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        # A plain dict would search its first key among all keys deleted since its last resize.
-        self._entries: OrderedDict[K, tuple[V, float]] = OrderedDict()
-        # Expiry times, also stale ones of replaced or evicted entries. Not a KeyedHeap: it would
-        # keep a second dictionary with the same keys.
+        self._entries: dict[K, tuple[V, float]] = {}
+        # Expiry times, also stale ones of replaced entries. Not a KeyedHeap: it would keep a
+        # second dictionary with the same keys.
         self._heap: list[tuple[float, int, K]] = []
         self._serial = 0  # breaks ties
+        self._now = float("-inf")  # of the last expire()
+        self.evicted = 0
+        """Number of entries that a full map has evicted before their expiry time."""
 
     def put(self, key: K, value: V, until: float) -> None:
         """Set ``key`` to ``value``, to expire at ``until``."""
         entries = self._entries
+        entries.pop(key, None)  # the order is that of the last puts
         entries[key] = (value, until)
-        entries.move_to_end(key)
-        if len(entries) > self._capacity:
-            entries.popitem(last=False)
         self._serial += 1
         heapq.heappush(self._heap, (until, self._serial, key))
+        if len(entries) > self._capacity:
+            self._evict()
         if len(self._heap) > 2 * len(entries) + SLACK:
             live = enumerate(entries.items())
             self._heap = [(until, serial, key) for serial, (key, (_, until)) in live]
             heapq.heapify(self._heap)
+
+    def _evict(self) -> None:
+        while True:
+            until, _, key = heapq.heappop(self._heap)
+            entry = self._entries.get(key)
+            if entry is not None and entry[1] == until:
+                del self._entries[key]
+                self.evicted += until > self._now
+                return
 
     def get(self, key: K, now: float) -> V | None:
         """Return the value, or None if it is missing or expired at ``now``."""
@@ -205,6 +216,7 @@ class ExpiringMap(Generic[K, V]):
 
     def expire(self, now: float) -> None:
         """Remove expired entries."""
+        self._now = now
         heap, entries = self._heap, self._entries
         while heap and heap[0][0] <= now:
             key = heapq.heappop(heap)[2]

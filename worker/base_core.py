@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from ..proto.errors import InternalError
 from ..proto.wire.messages import (
     Abort,
+    Accepted,
     Adopt,
     Assign,
     Drain,
@@ -47,6 +48,11 @@ from .load_by_router import Shares
 from .membership import Membership, left_alone, moved_to, other_owner
 from .own_errors import OwnErrors, failure_text, key_of
 
+ATTEMPTS_KEPT = 1 << 19
+"""Attempts that a table of ended attempts holds: of 600 s, at 870 attempts per second."""
+FORGOTTEN = "attempt_forgotten"
+"""Name of the count of entries that such a table lost before their time, among the drops that
+heartbeats report: a late Assign, Reserve or Commit of those attempts is taken for a new one."""
 TOMBSTONE_S = 600.0
 """Seconds for which an Abort also rejects a late Assign or Commit of the same attempt."""
 Handler = Callable[..., list[Any]]
@@ -159,7 +165,8 @@ class WorkerCore(ABC):
             actions += self._abandon(key, now)
             message = getattr(event, "message", None)
             if isinstance(message, Assign) and not self._member.has_ended(*key):
-                actions += self._end_jobless(event.router, key, now, now + message.deadline)
+                until = now + message.deadline
+                actions += self._end_jobless(event.router, key, message.proof, now, until)
         except Exception as again:
             actions += self.errors.fatal(again, f"after {name}")
         return actions
@@ -176,12 +183,14 @@ class WorkerCore(ABC):
                 text = failure_text(self._member.identity.worker)
                 return actions + self._fail(job, now, text)
             if not self._member.has_ended(*job.key):
-                actions += self._end_jobless(job.router, job.key, now, job.deadline)
+                actions += self._end_jobless(job.router, job.key, job.proof, now, job.deadline)
         except Exception as again:
             actions += self.errors.fatal(again, f"after {where}")
         return actions
 
-    def _end_jobless(self, router: str, key: Key, now: float, until: float) -> list[Any]:
+    def _end_jobless(
+        self, router: str, key: Key, proof: bytes, now: float, until: float
+    ) -> list[Any]:
         """Send the terminal of an attempt without a job."""
         worker = self._member.identity.worker
         terminal = Terminal(
@@ -190,7 +199,7 @@ class WorkerCore(ABC):
             code=InternalError.code,
             message=failure_text(worker),
         )
-        return list(self._member.end(router, terminal, now, until))
+        return list(self._member.end(router, terminal, now, until, proof=proof))
 
     def _each(
         self, jobs: Iterable[Any], handle: Callable[[Any], list[Any]], where: str, now: float
@@ -272,7 +281,7 @@ class WorkerCore(ABC):
             case Abort() as message:
                 return self._abort(router, message, now)
             case Adopt(request=request, position=position):
-                return self._claim(router, self._adopt(router, request, position), now)
+                return self._claim(router, self._adopt(router, request, position))
             case PeerDead() as message:
                 return self._peer_dead(message, now)
             case Drain():
@@ -286,14 +295,10 @@ class WorkerCore(ABC):
             case Welcome(key=key):
                 self._member.welcomed(router, key)
                 return []
-            case Assign() as message:
-                key_ = (message.request, message.attempt)
-                self._member.assigned(key_, message.proof, now + message.deadline)
-                return self._assigned(router, message, now)
             case message:
                 return self._assigned(router, message, now)
 
-    def _claim(self, router: str, answer: list[Any], now: float) -> list[Any]:
+    def _claim(self, router: str, answer: list[Any]) -> list[Any]:
         """Prepend the proof of assignment to the answer to an Adopt."""
         for action in answer:
             if not isinstance(action, ToRouter) or action.router != router:
@@ -305,7 +310,10 @@ class WorkerCore(ABC):
                 said_of = (said.request, said.attempt)
             else:
                 continue
-            return [self._member.claim(router, said_of, now), *answer]
+            job = self._jobs.get(said_of)
+            proof = self._member.proof_of(said_of) if job is None else job.proof
+            accepted = Accepted(request=said_of[0], attempt=said_of[1], proof=proof)
+            return [ToRouter(router, accepted), *answer]
         return answer
 
     # ------------------------------------------------------------------ aborts

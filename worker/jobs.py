@@ -44,6 +44,11 @@ class Job(Protocol):
         """The engine's name for this attempt."""
         ...
 
+    @property
+    def proof(self) -> bytes:
+        """Proof that a router assigned this attempt to this worker."""
+        ...
+
     def held(self) -> RequestState:
         """Return the state that Hello reports to routers."""
         ...

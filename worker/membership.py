@@ -15,16 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from ..proto.contexts.outputs import TokenLogProbs
 from ..proto.layout import ModelCard
 from ..proto.limits import PROTOCOL_VERSION
 from ..proto.wire.messages import (
     Abort,
     Aborted,
-    Accepted,
-    Busy,
     Heartbeat,
     Hello,
     Message,
@@ -37,7 +33,6 @@ from ..proto.wire.messages import (
 from ..proto.wire.proofs import Holder, reserve_ticket, same
 from ..proto.wire.token_runs import messages_of
 from ..runtime.liveness import HEARTBEAT_S
-from ..runtime.tables import ExpiringMap
 from .attempts import Attempts, Key
 from .events import Exit, Log, ToRouter
 from .token_replay import runs_again
@@ -47,8 +42,6 @@ HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config", "access_de
 DECLARED_DEAD = "endpoint_dead"
 """Rejection code of an incarnation that was declared dead."""
 TERMINAL_REPEAT_S = 0.5
-PROOF_KEPT_S = 60.0
-"""Seconds to keep a proof after its attempt's deadline; a terminal may be unacknowledged then."""
 HELLO_PAUSE_S = 0.1
 HELLO_REPEAT_S = 1.0
 """Seconds to wait for Welcome before Hello is repeated; without it no ticket can be checked."""
@@ -113,6 +106,7 @@ class _Pending:
 
     router: str
     terminal: Terminal
+    proof: bytes  # of the attempt's assignment
     prompt_length: int
     first: int  # position of tokens[0]
     tokens: list[int]
@@ -159,7 +153,6 @@ class Membership:
         self._beat_at = 0.0
         self._introduced_at = float("-inf")
         self._hello_at: dict[str, float] = {}  # by router: time of the last Hello
-        self._proofs: ExpiringMap[Key, bytes] = ExpiringMap()  # proofs of assignment of attempts
         self._keys: dict[str, bytes] = {}  # by router: the key for reserve tickets
         self.draining = False
         self.dropped: Counter[str] = Counter()
@@ -175,7 +168,14 @@ class Membership:
         self._hello_at[router] = now
         me = self.identity
         ended = [
-            RequestState(*key, p.terminal.position, p.prompt_length, done=True, router=p.router)
+            RequestState(
+                *key,
+                p.terminal.position,
+                p.prompt_length,
+                done=True,
+                router=p.router,
+                proof=p.proof,
+            )
             for key, p in self._pending.items()
         ]
         hello = Hello(
@@ -190,7 +190,7 @@ class Membership:
             model=me.model,
             max_batch=me.max_batch,
             load=load,
-            requests=[self._proven(held, now) for held in requests + ended],
+            requests=requests + ended,
             draining=self.draining,
             elsewhere=bool(self._welcome - {router}),
             device=me.device,
@@ -276,19 +276,10 @@ class Membership:
 
     # ------------------------------------------------------------------ proofs
 
-    def assigned(self, key: Key, proof: bytes, until: float) -> None:
-        """Keep an attempt's proof of assignment."""
-        if proof:
-            self._proofs.put(key, proof, until + PROOF_KEPT_S)
-
-    def claim(self, router: str, key: Key, now: float) -> ToRouter:
-        """Return the message that proves the assignment of this attempt to a router."""
-        proof = self._proofs.get(key, now) or b""
-        return ToRouter(router, Accepted(request=key[0], attempt=key[1], proof=proof))
-
-    def _proven(self, held: RequestState, now: float) -> RequestState:
-        proof = self._proofs.get((held.request, held.attempt), now)
-        return msgspec.structs.replace(held, proof=proof) if proof else held
+    def proof_of(self, key: Key) -> bytes:
+        """Return the proof of assignment of an attempt whose terminal is unacknowledged."""
+        pending = self._pending.get(key)
+        return b"" if pending is None else pending.proof
 
     def invited(self, request: bytes, attempt: int, holder: Holder, ticket: bytes) -> bool:
         """Whether a router assigned this attempt to prefill worker ``holder`` and this worker."""
@@ -315,6 +306,7 @@ class Membership:
         tokens: list[int] | None = None,
         logprobs: Collection[TokenLogProbs] = (),
         media: Mapping[int, bytes] | None = None,
+        proof: bytes = b"",
     ) -> list[ToRouter]:
         """Send a request's terminal, and keep it and its tokens until it is acknowledged.
 
@@ -327,6 +319,7 @@ class Membership:
         self._pending[key] = _Pending(
             router,
             terminal,
+            proof,
             prompt_length,
             first,
             tokens or [],
@@ -341,11 +334,6 @@ class Membership:
         self, router: str, key: tuple[bytes, int], messages: list[Message], now: float, until: float
     ) -> list[ToRouter]:
         """Decline an attempt: repeat ``messages`` until the router aborts it, or ``until``."""
-        proof = self._proofs.get(key, now) or b""
-        messages = [
-            msgspec.structs.replace(one, proof=proof) if isinstance(one, Busy) and proof else one
-            for one in messages
-        ]
         self._notices[key] = _Notice(router, messages, until, now + TERMINAL_REPEAT_S)
         return [ToRouter(router, message) for message in messages]
 
@@ -414,7 +402,6 @@ class Membership:
             )
             actions += [ToRouter(router, beat) for router in self._up]
         self._expire(now)
-        self._proofs.expire(now)
         actions += self._repeat(now, lambda p: now >= p.repeat_at)
         actions += self._repeat_notices(now)
         return actions

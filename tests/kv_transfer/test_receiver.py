@@ -222,6 +222,17 @@ def test_duplicate_commit_repeats_committed():
     assert receiver.on_commit(PEER, message, 0.1) == [first]
 
 
+def test_forgotten_attempts_are_counted():
+    receiver, _ = make_receiver(attempts=3)
+    for number in range(5):
+        receiver.abort(number.to_bytes(16, "big"), 1, now=1.0, keep=600.0)
+    receiver.tick(2.0)
+    assert receiver.forgotten == 2
+    receiver.tick(602.0)
+    receiver.abort(REQUEST, 1, now=602.0, keep=600.0)
+    assert (receiver.forgotten, receiver.remembered) == (2, 1)
+
+
 def test_late_reserve_after_abort_meets_the_tombstone():
     receiver, store = make_receiver()
     assert receiver.abort(REQUEST, 1, 0.0, keep=60.0) == []

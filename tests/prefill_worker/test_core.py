@@ -19,6 +19,7 @@ from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer import sender_handoff
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.sender_handoff import SenderConfig
+from baton.prefill_worker import assign_core
 from baton.prefill_worker.core import PrefillCore, PrefillLimits
 from baton.prefill_worker.events import (
     Connect,
@@ -891,6 +892,29 @@ def test_adopt_says_the_log_probability_again(bench, new):
 def test_adopt_of_an_unknown_request_is_answered(bench):
     bench.hear(Adopt(request=KEY, position=10))
     assert bench.one(Aborted).attempt == 0
+
+
+def test_a_proof_stays_with_its_request(bench):
+    """Proofs were in a table of 65,536 entries, the oldest evicted first."""
+    bench = Bench(max_queue=1)
+    sent = bench.assign(proof=b"long")
+    for number in range(70_000):  # the queue is full: each is returned
+        other = msgspec.structs.replace(sent, request=number.to_bytes(16, "big"), proof=b"short")
+        bench.core.handle(FromRouter(ROUTER, other), bench.now)
+    bench.feed(RouterUp("router-2"))
+    (held,) = bench.take(Hello)[-1].requests
+    assert (held.request, held.proof) == (KEY, b"long")
+    bench.hear(Adopt(request=KEY, position=0))
+    assert bench.take(Accepted)[-1].proof == b"long"
+
+
+def test_forgotten_attempts_are_counted(bench, monkeypatch):
+    monkeypatch.setattr(assign_core, "ATTEMPTS_KEPT", 3)
+    bench = Bench()
+    for number in range(5):
+        bench.hear(Abort(request=number.to_bytes(16, "big"), attempt=1))
+    bench.later(1.0)
+    assert bench.take(Heartbeat)[-1].dropped == {"attempt_forgotten": 2}
 
 
 def test_hello_lists_what_is_here_and_what_ended(bench):

@@ -30,6 +30,7 @@ from baton.proto.wire.wire_context import WireSampling, WireTokens
 from baton.router.authorization import Caller
 from baton.router.core import RouterCore
 from baton.router.events import ClientFull, ClientWritable, FromClient, StopRequested
+from baton.router.request_table import MAX_CANCELLED
 from baton.router.requests import TAKEOVER
 
 
@@ -758,3 +759,9 @@ def test_a_placed_request_keeps_no_hashes(make_bench):
     bench.pair()
     key, _ = bench.run("r", prompt=64)
     assert bench.core.table.requests[key].hashes is None
+
+
+def test_cancels_that_are_forgotten_are_counted(bench):
+    for number in range(MAX_CANCELLED + 3):
+        bench.client(Cancel(request_id=f"r{number}"))
+    assert bench.core.metrics.dropped["cancel_forgotten"] == 3

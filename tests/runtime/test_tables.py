@@ -144,7 +144,7 @@ def test_dropped_and_moved_keys_take_no_memory():
 def test_the_map_equals_a_plain_dictionary(steps, capacity):
     table: ExpiringMap[int, int] = ExpiringMap(capacity)
     plain: dict[int, tuple[int, float]] = {}
-    now = 0.0
+    now, swept, evicted = 0.0, -math.inf, 0
     for number, (step, key, wait) in enumerate(steps):
         if step in ("put", "keep"):
             until = now + wait if step == "put" else math.inf
@@ -152,13 +152,15 @@ def test_the_map_equals_a_plain_dictionary(steps, capacity):
             plain.pop(key, None)
             plain[key] = (number, until)
             if len(plain) > capacity:
-                del plain[next(iter(plain))]
+                first = min(plain, key=lambda one: plain[one][1])  # of equal ones the oldest
+                evicted += plain.pop(first)[1] > swept
         elif step == "expire":
             table.expire(now)
+            swept = now
             plain = {one: entry for one, entry in plain.items() if entry[1] > now}
         else:
             now += wait / 2
-        assert len(table) == len(plain)
+        assert (len(table), table.evicted) == (len(plain), evicted)
         for one in range(7):
             value, until = plain.get(one, (None, -1.0))
             assert table.get(one, now) == (value if until > now else None)
@@ -166,7 +168,7 @@ def test_the_map_equals_a_plain_dictionary(steps, capacity):
 
 
 def test_an_entry_ends_at_its_last_time():
-    table: ExpiringMap[str, int] = ExpiringMap()
+    table: ExpiringMap[str, int] = ExpiringMap(10)
     table.put("a", 1, 2.5)
     assert table.get("a", 2.4) == 1
     assert table.get("a", 2.5) is None
@@ -189,9 +191,24 @@ def test_replaced_and_evicted_entries_take_no_memory():
         table.put(step, step, 50_000.0 + step % 1000)
         assert len(table._heap) <= 2 * (len(table) + 1) + SLACK
     assert len(table) == 100
-    assert table.get(19_999, 0.0) == 19_999
+    assert table.get(19_999, 0.0) == 19_999  # among those that expire last
+    assert table.evicted == 20_000 - 100
     table.expire(60_000.0)
     assert len(table) == 0
+    table.put(1, 1, 59_000.0)
+    for step in range(2, 102):
+        table.put(step, step, 70_000.0)
+    assert table.evicted == 20_000 - 100  # of an expired entry it is no loss
+
+
+def test_a_long_entry_outlives_many_short_ones():
+    """The oldest entry was evicted first: a long request was forgotten before the short ones."""
+    table: ExpiringMap[str, int] = ExpiringMap(capacity=100)
+    table.put("long", 0, 600.0)
+    for step in range(1000):
+        table.put(f"short {step}", step, 60.0 + step / 100)
+    assert table.get("long", 10.0) == 0
+    assert table.evicted == 901
 
 
 # ---------------------------------------------------------------------- the recent map
