@@ -123,7 +123,7 @@ class Job:
             attempt=self.key[1],
             position=self.num_tokens,
             request_id=self.commit.request_id,
-            cached_tokens=max(self.commit.cached_tokens, self.sequence.cached_tokens),
+            cached_tokens=self.sequence.cached_tokens,
             prefill=self.commit.prefill,
             decode=worker,
             times=self.times(now),
@@ -150,7 +150,8 @@ def make_job(
         arrival=now,
     )
     sequence.allocation = handover.allocation
-    sequence.cached_tokens = handover.cached_tokens
+    # What the prefill worker did not find it has computed, although it may have been cached here.
+    sequence.cached_tokens = commit.cached_tokens
     sequence.num_computed_tokens = sequence.num_tokens - 1
     job = Job(
         key,

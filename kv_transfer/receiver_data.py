@@ -150,8 +150,7 @@ class ReceiverData(Generic[A]):
         self._past.committed.put((commit.request, commit.attempt), answer, slot.expires)
         allocation = slot.allocation
         slot.allocation = None
-        cached = allocation.cached_blocks * self._grants.layout.block_size
-        handover = Handover(commit, allocation, cached, slot.sizes)
+        handover = Handover(commit, allocation, slot.sizes)
         return [Reply(slot.peer, answer), handover, *self._grants.credit_outputs()]
 
     @staticmethod

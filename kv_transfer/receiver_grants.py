@@ -34,7 +34,6 @@ class Handover(Generic[A]):
 
     commit: Commit
     allocation: A
-    cached_tokens: int
     bytes_received: int
 
 

@@ -91,6 +91,11 @@ class Job:
         return link_name(self.assign.decode, self.assign.decode_key)
 
     @property
+    def cached_prompt(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache, so they were not computed."""
+        return min(self.sequence.cached_tokens, self.context.prompt_length)
+
+    @property
     def proof(self) -> bytes:
         """Proof that a router assigned this attempt to this worker."""
         return self.assign.proof
@@ -190,7 +195,7 @@ class Job:
                 router=self.router,
                 request_id=self.assign.request_id,
                 prefill=worker,
-                cached_tokens=self.sequence.cached_tokens,
+                cached_tokens=self.cached_prompt,
                 deadline=self.deadline - now,
                 proof=self.assign.decode_proof,
                 media=self.prompt_log_probs,
@@ -222,7 +227,7 @@ class Job:
             attempt=self.key[1],
             position=len(self.context.tokens) - self.shift,
             request_id=self.assign.request_id,
-            cached_tokens=self.sequence.cached_tokens,
+            cached_tokens=self.cached_prompt,
             prefill=worker,
             times=self.times(now),
             **ending,

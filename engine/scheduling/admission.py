@@ -118,9 +118,11 @@ class Admission:
         if allocation is None:
             return False
         sequence.allocation = allocation
-        sequence.cached_tokens = allocation.cached_blocks * self._cache.block_size
-        sequence.num_computed_tokens = sequence.cached_tokens
-        self.prefix_hit_tokens += sequence.cached_tokens
+        found = allocation.cached_blocks * self._cache.block_size
+        before = sequence.cached_tokens if sequence.preemptions else found
+        sequence.cached_tokens = min(before, found)  # the others were or will be computed
+        sequence.num_computed_tokens = found
+        self.prefix_hit_tokens += found
         return True
 
 

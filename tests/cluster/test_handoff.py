@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections import Counter
 
@@ -196,3 +197,22 @@ def test_a_damaged_word_between_the_workers_is_lost_and_said_again(shared_cluste
         tap.close()
     assert [a.tokens for a in answers] == [case.greedy for case in CASES * 2]
     assert counts["done"] > 1
+
+
+def test_cached_tokens_with_unequal_caches(shared_cluster):
+    """Tokens in the cache of the decode worker alone were computed by the prefill worker."""
+    running = shared_cluster(prefill=1, decode=1)
+    prompt = list(range(3, 3 + 4 * BLOCK_SIZE + 1))
+    with running.client() as client:
+
+        def cached():
+            return client.complete(prompt, greedy(2)).usage.cached_tokens
+
+        assert cached() == 0
+        assert cached() == 4 * BLOCK_SIZE
+        before = running.pids()["prefill-0"]
+        os.kill(before, signal.SIGKILL)
+        running.wait_replaced("prefill-0", before)
+        running.wait_ready()
+        assert cached() == 0
+        assert cached() == 4 * BLOCK_SIZE

@@ -134,6 +134,21 @@ def test_a_prefix_is_found_and_need_not_be_sent_again(bench):
     assert bench.send(grant, 12)[1] == 2 * LAYOUT.block_bytes
 
 
+@pytest.mark.parametrize("found", [0, 4, 12])
+def test_cached_tokens_are_those_that_no_worker_computed(bench, found):
+    """This worker has 8 tokens in its cache; the prefill worker found ``found`` in its own."""
+    bench.run()
+    bench.reserve(OTHER, tokens=12)
+    (grant,) = bench.to_peer(Grant)
+    assert grant.cached_tokens == 8
+    manifest = bench.send(grant, 12)
+    bench.commit(grant, manifest, tokens=12, cached_tokens=found, new=2)
+    while bench.plans:
+        bench.step()
+    (terminal,) = [t for t in bench.take(Terminal) if t.request == OTHER]
+    assert terminal.cached_tokens == found
+
+
 def test_a_repeated_reserve_and_commit_get_the_same_answers(bench):
     message = bench.reserve()
     bench.ask(message)
