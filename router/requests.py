@@ -268,9 +268,9 @@ class Request:
     embeds: bool = field(init=False)  # its result is an embedding, without tokens
     draws: bool = field(init=False)  # its result is a picture; its tokens count the steps
     speaks: bool = field(init=False)  # its tokens become samples of speech
-    image_tokens: int = field(init=False)  # of the prompt
-    encoder_tokens: int = field(init=False)  # of the prompts of its picture
-    token_rows: int = field(init=False)  # work of a generated token: a step of a picture has many
+    image_tokens: int = 0  # of the prompt
+    encoder_tokens: int = 0  # of the prompts of its picture
+    token_rows: int = 1  # work of a generated token: a step of a picture has many
     emitted: array[int] = field(init=False)
     logprobs: list[TokenLogProbs | None] | None = field(init=False)
     media: dict[int, bytes] | None = None  # by the position of the token that completes it
@@ -325,11 +325,11 @@ class Request:
         self.embeds = context.task == "embed"
         self.draws = context.task == "draw"
         self.speaks = isinstance(context, WireSpeechContext)
-        images = context.images if isinstance(context, WireVisionContext) else ()
-        self.image_tokens = sum(image.end_idx - image.start_idx for image in images)
-        pixels = context if isinstance(context, WirePixelContext) else None
-        self.encoder_tokens = 0 if pixels is None else encoder_tokens(pixels)
-        self.token_rows = 1 if pixels is None else step_rows(pixels)
+        if isinstance(context, WireVisionContext):
+            self.image_tokens = sum(image.end_idx - image.start_idx for image in context.images)
+        elif isinstance(context, WirePixelContext):
+            self.encoder_tokens = encoder_tokens(context)
+            self.token_rows = step_rows(context)
         self.emitted = array("i")
         self.logprobs = [] if context.log_probabilities else None
 
