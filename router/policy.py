@@ -112,19 +112,29 @@ class LeastLoaded:
 
 
 class PrefixIndex:
-    """Estimate of one worker's prefix cache: an LRU set of block hashes."""
+    """Estimate of one worker's prefix cache: an LRU set of block hashes.
+
+    Invariant: the set holds all blocks before each of its blocks. A chain that uses a block again
+    also uses the blocks before it again, so they are evicted later.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def match(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of leading blocks in the set."""
+        """Return the number of leading blocks in the set, by bisection."""
         blocks = self._blocks
-        for count, block in enumerate(hashes):
-            if block not in blocks:
-                return count
-        return len(hashes)
+        if not hashes or hashes[0] not in blocks:
+            return 0
+        known, unknown = 1, len(hashes)
+        while known < unknown:
+            middle = (known + unknown) // 2
+            if hashes[middle] in blocks:
+                known = middle + 1
+            else:
+                unknown = middle
+        return known
 
     def add(self, hashes: Sequence[bytes]) -> None:
         """Add these blocks as most recently used; a chain's tail is evicted before its head."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import takewhile
+from random import Random
 
 import pytest
 
@@ -74,6 +76,23 @@ def test_the_prefix_index_counts_leading_blocks_and_forgets_the_oldest():
     index.add([b"a", b"b"])
     assert len(index) == 4
     assert index.match(chain) == 2  # the tail of the older chain was evicted first
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 40, 1000])
+def test_matches_of_random_conversations_are_the_leading_known_blocks(capacity):
+    random = Random(capacity)
+    index = PrefixIndex(capacity)
+    chains: list[list[bytes]] = [[]]
+    for _ in range(2000):
+        base = random.choice(chains)
+        chain = [*base[: random.randint(0, len(base))]]
+        while len(chain) < 60 and random.random() < 0.9:
+            chain.append(random.randbytes(8))
+        leading = list(takewhile(index._blocks.__contains__, chain))
+        assert index.match(chain) == len(leading)
+        assert not {*chain[len(leading) :]} & {*index._blocks}
+        index.add(chain)
+        chains = [*chains[-20:], chain]
 
 
 def test_prefix_aware_returns_to_the_worker_that_has_the_prefix(card):
