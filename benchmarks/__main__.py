@@ -33,6 +33,7 @@ ORDER = (
     "core",
     "lone",
     "gateway",
+    "overload",
     "cluster",
     "cancel",
     "burst",

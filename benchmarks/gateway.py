@@ -215,11 +215,16 @@ def gateway_of(
 
 
 @contextmanager
-def mocked(scratch: Path, source: Path | None = None) -> Iterator[tuple[str, int]]:
-    """Run a router with workers that compute nothing; yields its address and pid."""
+def mocked(
+    scratch: Path, source: Path | None = None, workers: Sequence[str] = ()
+) -> Iterator[tuple[str, int]]:
+    """Run a router with workers that compute nothing; yields its address and pid.
+
+    ``workers``: their further arguments.
+    """
     config, command = router_in(scratch, str(demo_model_folder()))
-    workers = ["baton.benchmarks.mock_workers", "--address", config.worker_address]
-    with child(command, source) as router, child(workers):
+    arguments = ["baton.benchmarks.mock_workers", "--address", config.worker_address, *workers]
+    with child(command, source) as router, child(arguments):
         with Client(config.client_address, connect_timeout=60.0) as client:
             while len(client.status()["workers"]) < 2:
                 time.sleep(0.05)

@@ -1,8 +1,9 @@
 """A prefill and a decode worker that speak the protocol and compute nothing.
 
-Every step of ``step_s`` seconds gives each running request one token.
+Every step of ``step_s`` seconds gives each running request one token. With ``slots``, so many
+requests run at a time, the oldest first.
 
-    python -m baton.benchmarks.mock_workers --address ROUTER --step-ms 2
+    python -m baton.benchmarks.mock_workers --address ROUTER --step-ms 2 [--slots 16]
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import math
 import time
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 import zmq
@@ -43,11 +45,12 @@ class _Running:
 class Workers:
     """Both workers and the requests that they generate for."""
 
-    def __init__(self, address: str, step_s: float) -> None:
+    def __init__(self, address: str, step_s: float, slots: int = 0) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         card = msgspec.structs.replace(CARD, vocab_size=1024, max_length=2048)
         self.prefill = worker_link(context, address, "prefill", 0, card)
-        self.decode = worker_link(context, address, "decode", 0, card)
+        self.decode = worker_link(context, address, "decode", 0, card, slots)
+        self._slots = slots or None
         self._running: dict[bytes, _Running] = {}
         self._step_s = step_s
         self._beat_at = self._step_at = 0.0
@@ -104,7 +107,7 @@ class Workers:
 
     def _step(self) -> None:
         runs, ends = [], []
-        for one in list(self._running.values()):
+        for one in list(islice(self._running.values(), self._slots)):
             runs.append(TokenRun(one.key, one.attempt, one.position, [_TOKEN]))
             one.position += 1
             if one.position >= one.end:
@@ -122,8 +125,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True)
     parser.add_argument("--step-ms", type=float, default=2.0)
+    parser.add_argument("--slots", type=int, default=0, help="batch slots (0: no limit)")
     options = parser.parse_args()
-    Workers(options.address, options.step_ms / 1000).run()
+    Workers(options.address, options.step_ms / 1000, options.slots).run()
 
 
 if __name__ == "__main__":

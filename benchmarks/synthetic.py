@@ -74,7 +74,7 @@ class Link:
 
 
 def worker_link(
-    context: Context, address: str, role: str, number: int, card: ModelCard = CARD
+    context: Context, address: str, role: str, number: int, card: ModelCard = CARD, slots: int = 0
 ) -> Link:
     """A worker's connection to the router at ``address``, with its Hello to be flushed."""
     link = Link(context, address, RouterToWorker, f"{role}-{number}")
@@ -86,6 +86,7 @@ def worker_link(
         pid=os.getpid(),
         endpoint=f"ipc:///{role}-{number}",
         model=card,
+        max_batch=slots,
     )
     link.out.append(hello)
     return link

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterable
 
 from starlette.applications import Starlette
@@ -11,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..proto.errors import BatonError, InputError, InternalError
+from ..proto.errors import BatonError, CapacityError, InputError, InternalError
 from ..runtime.keys.api_keys import FOREIGN, ApiKeys, is_local_request
 from ..runtime.process.log import get_logger
 from . import routes, text_routes
@@ -29,7 +31,7 @@ from .images_route import images
 from .metrics import CLIENT_GONE, GatewayMetrics
 from .openapi import encoded, openapi
 from .responses_route import responses
-from .served import TARGET_HEADER, Served, random_name
+from .served import TARGET_HEADER, Served, header_of, random_name
 from .speech_route import speech
 from .streams import EVENTS
 from .tracing import Tracing
@@ -60,6 +62,12 @@ ROUTES = [
 ]
 
 _PATHS = frozenset(route.path for route in ROUTES)
+_GENERATING = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings",
+     "/v1/audio/speech", "/v1/images/generations")
+)  # fmt: skip
+"""Paths whose requests the router admits or refuses."""
+_SHED = "the cluster is full: it refused most of the latest requests"
 
 
 class Routes(Starlette):
@@ -119,6 +127,7 @@ class Direct:
             exchange = Exchange.find(scope)
             if exchange is not None and exchange.status:
                 raise  # the response has begun, so uvicorn ends the connection
+            _forget_frames(error)
         try:
             await response(scope, receive, send)
         except Exception as error:
@@ -140,6 +149,7 @@ class Door:
         self._keys = keys
         self._metrics = metrics
         self._tracing = tracing
+        self._shedding = metrics.shedding
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -185,6 +195,14 @@ class Door:
                     return
                 if exchange is not None:
                     exchange.admitted()
+                # A named worker may be full while the others have room.
+                if (
+                    scope["path"] in _GENERATING
+                    and TARGET_HEADER not in headers
+                    and not self._shedding.admits(time.monotonic(), random.random())  # noqa: S311 -- no secret
+                ):
+                    await self._shed(scope, receive, send_named)
+                    return
                 if tracing is not None:
                     span = tracing.begin(scope, headers, name.decode())
                 await self._app(scope, receive, send_named)
@@ -201,6 +219,10 @@ class Door:
             clock.ended(_route_of(scope["path"]), status)
             if tracing is not None and span is not None:
                 tracing.end(span, answer)
+
+    async def _shed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = CapacityError(_SHED, retry_after=self._shedding.retry_after)
+        await response_of(error)(scope, receive, send)
 
 
 def _is_page(path: str) -> bool:
@@ -246,7 +268,20 @@ def response_of(error: BatonError) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     if not isinstance(error, BatonError):
         return await _bug(request, error)
+    if type(error) is CapacityError and not header_of(request, TARGET_HEADER):
+        request.app.state.metrics.shedding.refused(error.retry_after)
     return response_of(error)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Free what an answered error refers to: all frames that it has passed, and their variables.
+
+    Some of these refer to the error, so only the garbage collector would free them. Under overload
+    that is 50 KB for each refused request.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error.__context__, error = None, error.__context__
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -22,6 +22,7 @@ from ..runtime.metrics.families import (
     histogram,
 )
 from .connections import Connections
+from .shedding import Shedding
 
 CLIENT_GONE = 499
 """Status in the metrics of a request whose client closed the connection before the answer's end."""
@@ -114,6 +115,7 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.running = 0
         self.connections: Connections | None = None
+        self.shedding = Shedding()
         self.requests: Counter[tuple[str, str]] = Counter()  # by route and status
         self.prompt_tokens = self.generated_tokens = 0
         self.first_tokens = Histogram(LATENCY_S)
@@ -182,6 +184,11 @@ class GatewayMetrics:
             histogram("baton_gateway_request_prompt_tokens", "Length of prompts.", self.prompts),
             histogram(
                 "baton_gateway_request_generated_tokens", "Length of answers.", self.generated
+            ),
+            counter(
+                "baton_gateway_requests_shed_total",
+                "Requests refused without asking the router, which refused most others.",
+                self.shedding.shed,
             ),
             *self._of_connections(),
         ]

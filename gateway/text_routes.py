@@ -261,7 +261,11 @@ class Delivery:
             self._exchange.unwatch()
             for generation in self._generations:
                 generation.cancel()
-            self._generations = ()  # they hold this delivery's methods: a cycle for the collector
+            # An error refers to the frames that it passes, so to this delivery and what it holds.
+            # With what refers to the error, that would be a cycle for the garbage collector.
+            self._ended = True
+            self._generations = ()
+            del self._over
 
     def _taker(self, choice: Choice) -> Take:
         """Return the function that takes the outputs of a choice."""

@@ -27,7 +27,7 @@ from baton.gateway.served import Served
 from baton.gateway.server import LimitedHttp
 from baton.gateway.text_routes import StreamDelivery, WholeDelivery
 from baton.proto.contexts.status import GenerationStatus
-from baton.proto.errors import InputError, RequestCancelled, WorkerLost
+from baton.proto.errors import CapacityError, InputError, RequestCancelled, WorkerLost
 from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
 
 REQUEST = b"POST /x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
@@ -312,6 +312,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.sink: Any = None
+        self.is_wrong = False
 
     async def model(self) -> Any:
         description = SimpleNamespace(folder="/models/demo")
@@ -323,8 +324,13 @@ class Requests:
 
     def generate(self, _prompt: Any, _params: Any, **options: Any) -> AsyncGeneration:
         generation = AsyncGeneration(self, self, options["request_id"])  # type: ignore[arg-type]
-        generation.start(lambda: Prepared(None, Assembler(None, show_text=True)))  # type: ignore[arg-type]
+        generation.start(self._prepare)
         return generation
+
+    def _prepare(self) -> Prepared:
+        if self.is_wrong:
+            raise InputError("wrong")
+        return Prepared(None, Assembler(None, show_text=True))  # type: ignore[arg-type]
 
     def start(self, _spec: Any, sink: Any, _window: Any) -> None:
         self.sink = sink
@@ -338,8 +344,11 @@ class Requests:
         self.sink = None
 
 
+@pytest.mark.parametrize("ends", ["answered", "refused", "wrong"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answered_request_leaves_nothing_to_the_garbage_collector(stream):
+def test_a_request_leaves_nothing_to_the_garbage_collector(stream, ends):
+    """Under overload, refused requests would wait there by the ten thousand."""
+
     async def run() -> bytes:
         requests, peer = Requests(), Peer()
         config = uvicorn.Config(
@@ -349,13 +358,19 @@ def test_an_answered_request_leaves_nothing_to_the_garbage_collector(stream):
         config.load()
         protocol = LimitedHttp(config, ServerState(), {})
         protocol.connection_made(peer)
+        requests.is_wrong = ends == "wrong"
         body = json.dumps({"prompt": [5, 6, 7], "stream": stream}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
         protocol.data_received(head % len(body) + body)
-        await unless_failed(peer, lambda: requests.sink is not None)
-        requests.sink(NewTokens("r", 3, [8]))
-        sink, requests.sink = requests.sink, None
-        sink(Ended(request_id="r", position=4, status="maximum_length"))
+        if ends != "wrong":
+            await unless_failed(peer, lambda: requests.sink is not None)
+            sink, requests.sink = requests.sink, None
+            if ends == "answered":
+                sink(NewTokens("r", 3, [8]))
+                sink(Ended(request_id="r", position=4, status="maximum_length"))
+            else:
+                sink(Ended(request_id="r", position=0, error=CapacityError("full")))
+            del sink
         await unless_failed(peer, lambda: protocol.cycle.response_complete)
         await asyncio.sleep(0)
         protocol.connection_lost(None)
@@ -372,8 +387,16 @@ def test_an_answered_request_leaves_nothing_to_the_garbage_collector(stream):
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-    assert b'"finish_reason":"length"' in answer
-    assert not left & {"AsyncGeneration", "Exchange", "Clock", "StreamDelivery", "WholeDelivery"}
+    expected = {"answered": b'"finish_reason":"length"', "refused": b" 429 ", "wrong": b" 400 "}
+    assert expected[ends] in answer
+    assert not left & {
+        "AsyncGeneration",
+        "Exchange",
+        "Clock",
+        "StreamDelivery",
+        "WholeDelivery",
+        "traceback",
+    }
 
 
 def test_the_events_of_one_message_are_written_after_it_once_per_connection():
