@@ -303,7 +303,9 @@ class EngineNode(WorkerNode[C]):
             self._compile(action)
         elif isinstance(action, DropGrammar):
             self.cluster.stats["grammars_dropped"] += 1
-            del self.grammars[action.key]
+            known = self.grammars.pop(action.key, None)
+            if known is None and not self.raised:  # else the core lost the compile's result
+                raise Violation(f"{self.name} drops a grammar that is not compiled")
         elif isinstance(action, AbandonStep):
             self.unwanted.add(action.step)
         else:

@@ -281,6 +281,8 @@ class ChildLog:
                 self._as_json(json_line(name, str(event.get("event", "")), **fields))
             else:
                 self._out(f"{name}: {event.get('level', 'info')}: {line}")
+                if event.get("traceback"):  # of our own code: the only place that has it
+                    self._out(f"{name}: {event['traceback']}")
 
     def ended(self, name: str, code: int) -> tuple[str, bool]:
         """Return the reason of a child's exit and whether its settings are wrong.

@@ -48,9 +48,10 @@ class Cluster:
         self.interrupts = 0
         self.size = (prefill, decode)
         self.keys = settings.get("keys")
+        module = settings.pop("module", "baton.cli")
         self.address = settings.pop("address", f"ipc://{folder}/s.sock")
         flags = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
-        command = [sys.executable, "-P", "-m", "baton.cli", "serve"]
+        command = [sys.executable, "-P", "-m", module, "serve"]
         if model is not None:
             command.append(str(model))
         command += [f"--prefill={prefill}", f"--decode={decode}", f"--address={self.address}"]
