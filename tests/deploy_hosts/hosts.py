@@ -162,12 +162,33 @@ class Lab:
     def lose_packets(self, source: int, target: int, *, lost: bool = True) -> None:
         """Drop (or pass again) packets from one host to another, without an error.
 
-        The packets are sent to a hardware address that does not exist.
+        The packets are sent to a hardware address that does not exist. Number 0: ``outside``.
         """
-        where = f"{self.hosts[target - 1].address} dev eth0"
+        address = self.hosts[target - 1].address if target else OUTSIDE
+        where = f"{address} dev {'eth0' if source else 'lab'}"
         change = f"replace {where} lladdr 02:00:00:00:00:99 nud permanent"
-        done = self.hosts[source - 1].run(f"ip neigh {change if lost else f'del {where}'}")
+        command = f"ip neigh {change if lost else f'del {where}'}"
+        if not source:
+            self._in_outside(command)
+            return
+        done = self.hosts[source - 1].run(command)
         assert done.returncode == 0, done.stdout
+
+    def lose_share(self, one: int, other: int, percent: int) -> None:
+        """Drop a share of the packets between two hosts, in both directions; 0: none."""
+        for here, there in ((one, other), (other, one)):
+            command = "nft delete table ip lossy"
+            if percent:
+                source = self.hosts[there - 1].address
+                rule = f"ip saddr {source} numgen random mod 100 < {percent} drop"
+                chain = "{ type filter hook input priority 0; }"
+                command = (
+                    "nft add table ip lossy"
+                    f" && nft 'add chain ip lossy input {chain}'"
+                    f" && nft 'add rule ip lossy input {rule}'"
+                )
+            done = self.hosts[here - 1].run(command)
+            assert done.returncode == 0, done.stdout
 
     def wait_ssh(self) -> None:
         """Wait until every host accepts a login."""
