@@ -7,6 +7,9 @@ import time
 
 import pytest
 
+from baton.runtime.keys.keyring import make_folder
+
+from ..processes import wait_until
 from .streams import Stream, begun, jobs, run, tokens
 
 pytestmark = pytest.mark.cluster
@@ -70,3 +73,13 @@ def test_streams_resume_within_a_moment_of_every_kill(pools, undisturbed):
     for stall, found in waits.items():
         print(f"stopped for {stall} s, then killed:", " ".join(f"{wait:.3f}" for wait in found))
     assert max(max(found) for found in waits.values()) <= RESUMED_S
+
+
+def test_certificates_pass_a_socket_with_keys(cluster, tmp_path):
+    """With the worker's own key, which is all that its host has."""
+    folder = tmp_path / "keys"
+    make_folder(folder)
+    keyed = cluster(prefill=1, decode=2, transport="tcp", keys=str(folder), log_level="info")
+    os.kill(keyed.pids()["decode-0"], signal.SIGKILL)
+    reason = "its process was killed by signal 9"
+    wait_until(lambda: reason in keyed.text(), timeout=30.0, what="the certificate")
