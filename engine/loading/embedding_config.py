@@ -22,6 +22,10 @@ _POOLINGS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
+_STATES = "token_embeddings"
+_TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
+_NO_LIMIT = 1e9
+"""Tokenizers without a limit have a larger one."""
 _NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 
 
@@ -49,6 +53,13 @@ class _Module(msgspec.Struct):
 
 class _SentenceConfig(msgspec.Struct):
     max_seq_length: int | None = None
+    transformer_task: str = "feature-extraction"
+    modality_config: dict[str, Any] | None = None
+    module_output_name: str = _STATES
+
+
+class _TokenizerConfig(msgspec.Struct):
+    model_max_length: float | None = None
 
 
 def load_embedding_settings(folder: Path) -> EmbeddingSettings | None:
@@ -64,7 +75,7 @@ def load_embedding_settings(folder: Path) -> EmbeddingSettings | None:
     return EmbeddingSettings(
         pooling=_pooling(folder / stages["Pooling"].path / "config.json"),
         normalize="Normalize" in stages,
-        max_length=_max_length(folder / "sentence_bert_config.json"),
+        max_length=_max_length(folder),
     )
 
 
@@ -92,13 +103,43 @@ def _pooling(path: Path) -> str:
     return modes[0]
 
 
-def _max_length(path: Path) -> int:
-    if not path.is_file():
-        return 0
+def _max_length(folder: Path) -> int:
+    """Return the maximum tokens of a text, 0 if no file sets one.
+
+    Newer files state it as the tokenizer's only. Raises CheckpointError if the first stage returns
+    something other than the last hidden states of a text.
+    """
+    path = folder / "sentence_bert_config.json"
+    tokenizer = folder / "tokenizer_config.json"
     try:
-        length = msgspec.convert(read_json(path), _SentenceConfig).max_seq_length
+        raw = read_json(path) if path.is_file() else {}
+        settings = msgspec.convert(raw, _SentenceConfig)
+        if settings.max_seq_length is not None and settings.max_seq_length < 1:
+            raise CheckpointError(
+                f"{path}: max_seq_length {settings.max_seq_length} must be positive"
+            )
+        _refuse(path, settings)
+        if settings.max_seq_length is not None or not tokenizer.is_file():
+            return settings.max_seq_length or 0
+        path = tokenizer
+        limit = msgspec.convert(read_json(path), _TokenizerConfig).model_max_length
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    if length is not None and length < 1:
-        raise CheckpointError(f"{path}: max_seq_length {length} must be positive")
-    return length or 0
+    return int(limit) if limit is not None and 1 <= limit < _NO_LIMIT else 0
+
+
+def _refuse(path: Path, settings: _SentenceConfig) -> None:
+    """Reject a first stage that returns something other than the last hidden states."""
+    if settings.transformer_task != "feature-extraction":
+        raise CheckpointError(
+            f"{path}: transformer_task {settings.transformer_task} is unsupported"
+        )
+    if settings.module_output_name != _STATES:
+        raise CheckpointError(
+            f"{path}: module_output_name {settings.module_output_name} is not {_STATES}"
+        )
+    given = settings.modality_config
+    if given is not None and given != {"text": _TEXT}:
+        raise CheckpointError(
+            f"{path}: modality_config must have a text's last_hidden_state of forward alone"
+        )

@@ -102,6 +102,11 @@ _CAUSAL = Architecture(
     speaks=True,
 )
 
+_BODY = Architecture(
+    embedder=_decoder_without_head, pooling=EmbeddingSettings("last", normalize=True)
+)
+"""A decoder without its head, as sentence-transformers saves one."""
+
 _WITH_IMAGES = Architecture(
     generator=VisionDecoder,
     context=TextAndVisionContext,
@@ -121,6 +126,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         validators=(validate_aspect_ratio_args,),
     ),
     "BertModel": Architecture(embedder=BertModel),
+    "LlamaModel": _BODY,
+    "MistralModel": _BODY,
+    "Qwen2Model": _BODY,
+    "Qwen3Model": _BODY,
 }
 
 

@@ -158,6 +158,53 @@ def test_pooling_is_as_its_folder_says(tmp_path, modes, pooling):
     assert load_embedding_settings(folder) == EmbeddingSettings(pooling, True, 100)
 
 
+MODALITIES = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+
+
+def saved_again(tmp_path):
+    """Qwen3-Embedding as sentence-transformers 6 saves it."""
+    folder = copy(tmp_path, "qwen3")
+    set_json(folder / "config.json", architectures=["Qwen3Model"])
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps(
+            {
+                "transformer_task": "feature-extraction",
+                "modality_config": MODALITIES,
+                "module_output_name": "token_embeddings",
+            }
+        )
+    )
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 100}')
+    return folder
+
+
+def test_a_body_saved_by_sentence_transformers_gives_the_same_vectors(tmp_path):
+    runner = load(saved_again(tmp_path))
+    texts, expected = reference("qwen3")
+    np.testing.assert_allclose(encode(runner.pipeline, texts), expected, atol=1e-5, rtol=1e-5)
+    assert (runner.card.task, runner.card.max_length) == ("embed", 100)
+    with pytest.raises(ConfigError, match="embedding model"):
+        load_runner(RunnerConfig(model=str(tmp_path / "qwen3"), num_blocks=4))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"modality_config": {"text": {**MODALITIES["text"], "method_output_name": "logits"}}},
+        {"modality_config": {"text": {**MODALITIES["text"], "method": "get_text_features"}}},
+        {"modality_config": {**MODALITIES, "message": MODALITIES["text"]}},
+        {"module_output_name": "sentence_embedding"},
+        {"transformer_task": "fill-mask"},
+    ],
+)
+def test_another_output_than_the_last_states_of_a_text_is_refused(tmp_path, changes):
+    folder = saved_again(tmp_path)
+    set_json(folder / "sentence_bert_config.json", **changes)
+    with pytest.raises(CheckpointError, match=next(iter(changes))):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     "modes",
     [
