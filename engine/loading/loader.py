@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -38,7 +40,7 @@ from .embedding_config import (
     EmbeddingSettings,
     load_embedding_settings,
 )  # fmt: skip
-from .model_config import CrossConfig
+from .model_config import CrossConfig, ModelConfig, stated_sizes
 
 F32 = npt.NDArray[np.float32]
 
@@ -235,7 +237,10 @@ def load_runner(
         _num_blocks(config.num_blocks, config.kv_bytes, layout)  # fail before reading the weights
     sees = issubclass(make, VisionDecoder | CrossDecoder)
     extra = {"vision": False} if sees and not config.vision else {}
-    model = make(checkpoint, backend, length, on_progress, block_size=config.block_size, **extra)
+    with _sizes_in_errors(checkpoint.config):
+        model = make(
+            checkpoint, backend, length, on_progress, block_size=config.block_size, **extra
+        )
     kv_bytes = config.kv_bytes
     if not backend.on_host and not kv_bytes:
         kv_bytes = int(backend.memory_bytes() * config.device_share) - model.weights_bytes
@@ -248,6 +253,17 @@ def load_runner(
     computer = _device_steps(model, backend, served, kv)
     pipeline = TextGenerationPipeline(model, kv, config.layer_group, computer)
     return Runner(card, pipeline, backend, checkpoint.generation.defaults)
+
+
+@contextmanager
+def _sizes_in_errors(config: ModelConfig) -> Iterator[None]:
+    """Add the sizes of config.json to the error about a tensor that does not fit them."""
+    try:
+        yield
+    except CheckpointError as error:
+        if "tensor '" not in str(error):
+            raise
+        raise CheckpointError(f"{error} ({stated_sizes(config)})") from None
 
 
 def _load_backend(config: RunnerConfig) -> Backend:
@@ -281,7 +297,10 @@ def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> 
     length = _embedded_length(config, checkpoint, settings)
     backend = load_backend(config.backend)
     layout = _layout(config, checkpoint, backend)
-    model = entry.embedder(checkpoint, backend, length, on_progress, block_size=config.block_size)
+    with _sizes_in_errors(checkpoint.config):
+        model = entry.embedder(
+            checkpoint, backend, length, on_progress, block_size=config.block_size
+        )
     numerics = f"{_numerics(checkpoint, backend, length)}/{settings.numerics}"
     card = msgspec.structs.replace(
         _card(config, checkpoint, numerics, layout, length, model.weights_bytes),

@@ -21,6 +21,7 @@ from ...proto.sampling import (
     SamplingParamsInput,
 )
 from ..models.rope import RopeConfig, parse_rope
+from .family_defaults import FAMILY_DEFAULTS
 from .safetensors import read_json
 from .tiled_config import (
     EXTRA_TOKENS,
@@ -31,47 +32,25 @@ from .tiled_config import (
 )
 from .vision_config import QWEN2_5_VL, QWEN3_VL, VisionConfig, parse_vision, rope_axes
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"max_position_embeddings": 2048},
-    "MistralForCausalLM": {
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
+FAMILIES = {
+    **{name: name for name in FAMILY_DEFAULTS},
+    **{
+        f"{family}Model": f"{family}ForCausalLM"
+        for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
     },
-    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
-    "Qwen3ForCausalLM": {
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-    },
-    QWEN2_5_VL: {
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-    },
-    QWEN3_VL: {
-        "max_position_embeddings": 128000,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "rope_theta": 500000.0,
-    },
-    MLLAMA: {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 131072,
-    },
-    "BertModel": {},  # its defaults are in _RawBert
 }
-"""The defaults of transformers for keys missing in a config.json, by architecture."""
-
-SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
+"""The architecture with a head, by ``architectures[0]``. Embedding models are saved without one."""
+SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
+_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    QWEN2_5_VL: "qwen2_5_vl",
+    QWEN3_VL: "qwen3_vl",
+    MLLAMA: "mllama",
+    "BertModel": "bert",
+}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +129,44 @@ class CrossConfig(ModelConfig, frozen=True, kw_only=True):
         return -(-self.vision.image_tokens // self.tokens_per_position)
 
 
+_TEXT_SIZES = {
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size", "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "tie_word_embeddings": "tie_word_embeddings",
+    "o_bias": "attention_bias", "mlp_bias": "mlp_bias", "type_vocab_size": "type_vocab_size",
+    "cross_layers": "cross_attention_layers",
+}  # fmt: skip
+_VISION_SIZES = {
+    "depth": "depth", "layers": "num_hidden_layers", "global_layers": "num_global_layers",
+    "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
+    "num_heads": "num_heads", "patch_size": "patch_size", "tile_size": "image_size",
+    "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size",
+    "out_hidden_size": "out_hidden_size", "side": "num_position_embeddings, its root",
+    "deep_layers": "deepstack_visual_indexes or intermediate_layers_indices",
+    "max_tiles": "max_num_tiles",
+}  # fmt: skip
+
+
+def stated_sizes(config: ModelConfig) -> str:
+    """Return the sizes that decide the tensors' shapes, under their names in config.json."""
+    text = [
+        f"{name} {getattr(config, field)}"
+        for field, name in _TEXT_SIZES.items()
+        if hasattr(config, field)
+    ]
+    if isinstance(config, BertConfig):
+        text.append(f"max_position_embeddings {config.rope.max_position_embeddings}")
+    if not isinstance(config, VisionLanguageConfig | CrossConfig):
+        return f"config.json: {', '.join(text)}"
+    vision = [
+        f"{name} {getattr(config.vision, field)}"
+        for field, name in _VISION_SIZES.items()
+        if hasattr(config.vision, field)
+    ]
+    return f"config.json: {', '.join(text)}; vision_config: {', '.join(vision)}"
+
+
 class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """generation_config.json: ids that end a text, defaults for unset sampling parameters."""
 
@@ -166,7 +183,10 @@ Token = Annotated[int, Meta(ge=-MAX_SIZE, le=MAX_SIZE)]
 
 
 class _Raw(msgspec.Struct, kw_only=True):
-    """The keys read from config.json, typed and bounded; other keys are ignored."""
+    """The keys read from config.json, typed and bounded; other keys are ignored.
+
+    The defaults are those of keys that a family does not have.
+    """
 
     vocab_size: Size
     hidden_size: Size
@@ -176,14 +196,14 @@ class _Raw(msgspec.Struct, kw_only=True):
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     max_position_embeddings: Positions
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
+    rms_norm_eps: float
+    hidden_act: str
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
     use_sliding_window: bool = False
-    max_window_layers: int = 28
+    max_window_layers: int = 0
     layer_types: list[str] | None = None
     eos_token_id: Token | list[Token] | None = None
     dtype: str | None = None
@@ -208,13 +228,18 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder}: config.json is missing; is this a model folder?")
     raw = read_json(path)
     architecture = _architecture(path, raw)
+    family = FAMILIES[architecture]
     try:
-        if architecture in (QWEN2_5_VL, QWEN3_VL):
-            return parse_vision_language_config(raw, architecture, folder)
-        if architecture == MLLAMA:
-            return parse_cross_config(raw, architecture, folder)
-        parse = parse_bert_config if architecture == "BertModel" else parse_model_config
-        return parse(raw, architecture)
+        if raw.get("model_type", _MODEL_TYPES[family]) != _MODEL_TYPES[family]:
+            raise CheckpointError(
+                f"config.json: model_type {raw['model_type']} does not fit {architecture}"
+            )
+        if family in (QWEN2_5_VL, QWEN3_VL):
+            return parse_vision_language_config(raw, family, folder)
+        if family == MLLAMA:
+            return parse_cross_config(raw, family, folder)
+        parse = parse_bert_config if family == "BertModel" else parse_model_config
+        return msgspec.structs.replace(parse(raw, family), architecture=architecture)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except CheckpointError as error:
@@ -235,8 +260,7 @@ def load_generation_config(folder: Path, config: ModelConfig) -> GenerationConfi
     eos = _ids(raw.eos_token_id) or config.eos_token_ids
     if any(not 0 <= token < config.vocab_size for token in eos):
         raise CheckpointError(
-            f"{folder}: end-of-sequence ids {list(eos)} outside the vocabulary "
-            f"of {config.vocab_size}"
+            f"{folder}: eos_token_id {list(eos)} is outside the vocabulary of {config.vocab_size}"
         )
     fields = {f: getattr(raw, f) for f in raw.__struct_fields__ if f != "eos_token_id"}
     if raw.top_k is not None:
@@ -262,8 +286,8 @@ def parse_vision_language_config(
     ``raw``: the decoder's keys at its top level (files of the hub) or in ``text_config``.
     ``folder``: has the image processor's settings.
     """
-    text = {**raw, **msgspec.convert(raw.get("text_config") or {}, dict[str, Any])}
-    tied = bool(raw.get("tie_word_embeddings")) or text.get("tie_word_embeddings") is True
+    text = _text_settings(raw, architecture)
+    tied = raw.get("tie_word_embeddings") is True or text.get("tie_word_embeddings") is True
     for key in ("rope_scaling", "rope_parameters"):
         nested = text.get(key)
         if isinstance(nested, dict):
@@ -273,17 +297,17 @@ def parse_vision_language_config(
     vision = parse_vision(raw, architecture, folder)
     if vision.out_hidden_size != fields["hidden_size"]:
         raise CheckpointError(
-            f"config.json: features of {vision.out_hidden_size} channels do not fit "
-            f"embeddings of {fields['hidden_size']}"
+            f"config.json: out_hidden_size {vision.out_hidden_size} of vision_config does not fit "
+            f"hidden_size {fields['hidden_size']} of text_config"
         )
     if len(vision.deep_layers) >= fields["num_layers"]:
         raise CheckpointError(
             f"config.json: {fields['num_layers']} layers are too few for the features of "
             f"{len(vision.deep_layers)} layers of the tower"
         )
-    image_token = msgspec.convert(raw.get("image_token_id", 151655), int)
+    image_token = _image_token(raw, architecture)
     if not 0 <= image_token < fields["vocab_size"]:
-        raise CheckpointError(f"config.json: image_token_id {image_token} is not in the vocabulary")
+        raise CheckpointError(f"config.json: image_token_id {image_token} is not below vocab_size")
     return VisionLanguageConfig(
         **fields,
         vision=vision,
@@ -299,36 +323,67 @@ def parse_cross_config(
 
     ``folder``: has the image processor's settings.
     """
-    text = msgspec.convert(raw.get("text_config") or {}, dict[str, Any])
-    fields = _decoder_fields(text, architecture)
+    fields = _decoder_fields(_text_settings(raw, architecture), architecture)
     if fields["tie_word_embeddings"]:
-        raise CheckpointError("config.json: tied embeddings are not supported")
-    cross = cross_layers(text, fields["num_layers"])
+        raise CheckpointError(
+            "config.json: tied embeddings (tie_word_embeddings) are not supported"
+        )
+    cross = cross_layers(_text_settings(raw, architecture), fields["num_layers"])
     layers = fields["num_layers"] - len(cross)
     fields |= {"num_layers": layers, "windows": (0,) * layers}
-    image_token = msgspec.convert(raw.get("image_token_index", 128256), int)
+    image_token = _image_token(raw, architecture)
     vocabulary = fields["vocab_size"]
     fields["vocab_size"] = vocabulary + EXTRA_TOKENS
     if not vocabulary <= image_token < fields["vocab_size"]:
         raise CheckpointError(
             f"config.json: image_token_index {image_token} is not one of the {EXTRA_TOKENS} tokens "
-            f"after the vocabulary of {vocabulary}"
+            f"after vocab_size {vocabulary} of text_config"
         )
     vision = parse_tiled_vision(raw, folder)
     return CrossConfig(**fields, vision=vision, image_token_id=image_token, cross_layers=cross)
 
 
+def _text_settings(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the decoder's settings of a config.json with ``text_config``.
+
+    Files of Qwen2.5-VL on the hub have them at the top level instead.
+    """
+    nested = raw.get("text_config")
+    if nested is not None:
+        return dict(msgspec.convert(nested, dict[str, Any]))
+    if architecture != QWEN2_5_VL:
+        return {}
+    known = (*FAMILY_DEFAULTS[architecture]["text_config"], "rope_scaling", "rope_parameters")
+    return {key: raw[key] for key in known if key in raw}
+
+
+def _image_token(raw: dict[str, Any], architecture: str) -> int:
+    """Return the placeholder of images. Raises CheckpointError if two keys name two tokens."""
+    keys = ("image_token_id", "image_token_index")
+    defaults = FAMILY_DEFAULTS[architecture][""]
+    given = [msgspec.convert(raw[key], int) for key in keys if raw.get(key) is not None]
+    if len(set(given)) > 1:
+        raise CheckpointError(f"config.json: {' and '.join(keys)} differ: {given}")
+    return given[0] if given else int(next(defaults[key] for key in keys if key in defaults))
+
+
+def _end_tokens(raw: dict[str, Any], fields: _Raw) -> tuple[int, ...]:
+    """Return the stated ids, or the family's; a small vocabulary may not have the latter."""
+    ids = _ids(fields.eos_token_id)
+    return ids if "eos_token_id" in raw else tuple(i for i in ids if i < fields.vocab_size)
+
+
 def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Return the fields of a :class:`ModelConfig`."""
-    filled = {**_DEFAULTS[architecture], **raw}
+    filled = {**_family_keys(architecture), **raw}
     fields = msgspec.convert(filled, _Raw)
     _refuse(filled, fields)
     kv_heads = fields.num_key_value_heads or fields.num_attention_heads
     head_dim = fields.head_dim or fields.hidden_size // fields.num_attention_heads
     if fields.num_attention_heads % kv_heads or head_dim % 2:
         raise CheckpointError(
-            f"config.json: {fields.num_attention_heads} heads of {head_dim} channels "
-            f"do not fit {kv_heads} key-value heads and rotary pairs"
+            f"config.json: num_attention_heads {fields.num_attention_heads}, head_dim {head_dim} "
+            f"and num_key_value_heads {kv_heads} do not fit each other and rotary pairs"
         )
     qwen2 = architecture in ("Qwen2ForCausalLM", QWEN2_5_VL)
     qwen3 = architecture in ("Qwen3ForCausalLM", QWEN3_VL)
@@ -350,41 +405,45 @@ def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
         "mlp_bias": fields.mlp_bias and architecture == "LlamaForCausalLM",
         "qk_norm": qwen3,
         "windows": _windows(fields, architecture),
-        "eos_token_ids": _ids(fields.eos_token_id),
+        "eos_token_ids": _end_tokens(raw, fields),
         "dtype": fields.dtype or fields.torch_dtype or "float32",
     }
 
 
 class _RawBert(msgspec.Struct, kw_only=True):
-    """The keys read from a BERT's config.json, with their defaults."""
+    """The keys read from a BERT's config.json."""
 
-    vocab_size: Size = 30522
-    hidden_size: Size = 768
-    intermediate_size: Size = 3072
-    num_hidden_layers: Layers = 12
-    num_attention_heads: Size = 12
-    max_position_embeddings: Positions = 512
-    type_vocab_size: Size = 2
-    layer_norm_eps: float = 1e-12
-    hidden_act: str = "gelu"
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    max_position_embeddings: Positions
+    type_vocab_size: Size
+    layer_norm_eps: float
+    hidden_act: str
     position_embedding_type: str | None = "absolute"
-    is_decoder: bool = False
+    is_decoder: bool
     dtype: str | None = None
     torch_dtype: str | None = None
 
 
 def parse_bert_config(raw: dict[str, Any], architecture: str) -> BertConfig:
     """Build a BERT's config from config.json's object. Raises as :func:`load_model_config`."""
-    fields = msgspec.convert(raw, _RawBert)
+    fields = msgspec.convert({**FAMILY_DEFAULTS[architecture][""], **raw}, _RawBert)
     _refuse_sizes(fields, raw)
     if fields.hidden_act != "gelu":
         raise CheckpointError(f"config.json: unsupported hidden_act '{fields.hidden_act}'")
     if fields.position_embedding_type not in (None, "absolute") or fields.is_decoder:
-        raise CheckpointError("config.json: only encoders with absolute positions are supported")
+        raise CheckpointError(
+            "config.json: only encoders with absolute positions are supported, not "
+            f"position_embedding_type {fields.position_embedding_type} with is_decoder "
+            f"{fields.is_decoder}"
+        )
     heads, hidden = fields.num_attention_heads, fields.hidden_size
     if hidden % heads or hidden // heads % 2:
         raise CheckpointError(
-            f"config.json: {heads} heads do not divide {hidden} channels in pairs"
+            f"config.json: num_attention_heads {heads} do not divide hidden_size {hidden} in pairs"
         )
     if fields.type_vocab_size < 1:
         raise CheckpointError("config.json: type_vocab_size must be positive")
@@ -415,7 +474,7 @@ def parse_bert_config(raw: dict[str, Any], architecture: str) -> BertConfig:
 def _architecture(path: Path, raw: dict[str, Any]) -> str:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or name not in _DEFAULTS:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
             f"{path}: unsupported architecture {name or 'none given'}; "
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
@@ -434,7 +493,9 @@ def _refuse(raw: dict[str, Any], fields: _Raw) -> None:
 
 def _refuse_sizes(fields: _Raw | _RawBert, raw: dict[str, Any]) -> None:
     if raw.get("quantization_config"):
-        raise CheckpointError("config.json: quantized checkpoints are not supported")
+        raise CheckpointError(
+            "config.json: quantization_config: quantized weights are not supported"
+        )
     sizes = (
         "vocab_size",
         "hidden_size",
@@ -451,11 +512,14 @@ def _refuse_sizes(fields: _Raw | _RawBert, raw: dict[str, Any]) -> None:
 def _windows(fields: _Raw, architecture: str) -> tuple[int, ...]:
     """Return the sliding window of each layer, 0 for full attention."""
     layers, window = fields.num_hidden_layers, fields.sliding_window
-    if architecture == "LlamaForCausalLM":
+    if "sliding_window" not in _family_keys(architecture):
         return (0,) * layers
     if window is not None and window < 1:
         raise CheckpointError(f"config.json: sliding_window {window} must be positive")
     if architecture == "MistralForCausalLM":
+        kind = "full_attention" if window is None else "sliding_attention"
+        if set(fields.layer_types or ()) - {kind}:
+            raise CheckpointError(f"config.json: layer_types other than {kind} are not supported")
         return (window or 0,) * layers
     if not fields.use_sliding_window:
         window = None
@@ -465,13 +529,19 @@ def _windows(fields: _Raw, architecture: str) -> tuple[int, ...]:
     return (0,) * full + (window or 0,) * (layers - full)
 
 
+def _family_keys(architecture: str) -> dict[str, Any]:
+    """Return the decoder's keys that a family has, with their defaults."""
+    defaults = FAMILY_DEFAULTS[architecture]
+    return defaults.get("text_config", defaults[""])
+
+
 def _windows_by_type(types: list[str], layers: int, window: int | None) -> tuple[int, ...]:
     known = {"full_attention": 0, "sliding_attention": window}
     windows = [known.get(kind) for kind in types]
     if len(types) != layers or None in windows:
         raise CheckpointError(
-            f"config.json: layer_types {types} do not describe {layers} layers of full "
-            f"or sliding attention (sliding_window {window})"
+            f"config.json: layer_types {types} do not describe {layers} num_hidden_layers of full "
+            f"or sliding attention (sliding_window {window}, by use_sliding_window)"
         )
     return tuple(w or 0 for w in windows)
 

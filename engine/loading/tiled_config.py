@@ -11,7 +11,8 @@ from msgspec import Meta
 from ...proto.contexts.tiled_images import MAX_TILES, aspect_ratios
 from ...proto.errors import CheckpointError
 from ...proto.limits import MAX_LAYERS, MAX_SIZE
-from .vision_config import IMAGENET_MEAN, IMAGENET_STD, Triple, read_image_scale
+from .family_defaults import FAMILY_DEFAULTS
+from .vision_config import IMAGENET_MEAN, IMAGENET_STD, Triple, read_image_scale, renamed
 
 Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
@@ -73,22 +74,22 @@ class TiledVisionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _RawVision(msgspec.Struct, kw_only=True):
-    """The keys read from ``vision_config``, with the defaults of transformers."""
+    """The keys read from ``vision_config``; other keys are ignored."""
 
-    hidden_size: Size = 1280
-    hidden_act: str = "gelu"
-    num_hidden_layers: Layers = 32
-    num_global_layers: Layers = 8
-    attention_heads: Size = 16
-    num_channels: int = 3
-    intermediate_size: Size = 5120
-    vision_output_dim: Size = 7680
-    image_size: Size = 448
-    patch_size: Size = 14
-    norm_eps: float = 1e-5
-    max_num_tiles: Annotated[int, Meta(ge=1, le=MAX_TILES)] = 4
-    intermediate_layers_indices: list[int] | None = None
-    supported_aspect_ratios: list[list[int]] | None = None
+    hidden_size: Size
+    hidden_act: str
+    num_hidden_layers: Layers
+    num_global_layers: Layers
+    attention_heads: Size
+    num_channels: int
+    intermediate_size: Size
+    vision_output_dim: Size
+    image_size: Size
+    patch_size: Size
+    norm_eps: float
+    max_num_tiles: Annotated[int, Meta(ge=1, le=MAX_TILES)]
+    intermediate_layers_indices: list[int] | None
+    supported_aspect_ratios: list[list[int]] | None
 
 
 class _RawTiles(msgspec.Struct, kw_only=True):
@@ -107,7 +108,9 @@ def parse_tiled_vision(raw: dict[str, Any], folder: Path | None) -> TiledVisionC
 
     Raises CheckpointError or msgspec.ValidationError for settings that are not supported.
     """
-    fields = msgspec.convert(raw.get("vision_config") or {}, _RawVision)
+    given = msgspec.convert(raw.get("vision_config") or {}, dict[str, Any])
+    given = renamed(given, {"num_attention_heads": "attention_heads"})
+    fields = msgspec.convert({**FAMILY_DEFAULTS[MLLAMA]["vision_config"], **given}, _RawVision)
     scale, settings = read_image_scale(folder, IMAGENET_MEAN, IMAGENET_STD)
     deep = fields.intermediate_layers_indices
     vision = TiledVisionConfig(
@@ -138,31 +141,33 @@ def _refuse(fields: _RawVision, vision: TiledVisionConfig) -> None:
     if fields.hidden_act != "gelu" or fields.num_channels != 3:
         raise CheckpointError(
             f"config.json: unsupported vision_config: hidden_act '{fields.hidden_act}', "
-            f"{fields.num_channels} channels"
+            f"num_channels {fields.num_channels}"
         )
     if vision.hidden_size % vision.num_heads or vision.head_dim % 2:
         raise CheckpointError(
-            f"config.json: {vision.num_heads} heads of the tower do not divide "
-            f"{vision.hidden_size} channels in pairs"
+            f"config.json: attention_heads {vision.num_heads} of the tower do not divide "
+            f"hidden_size {vision.hidden_size} in pairs"
         )
     if vision.tile_size % vision.patch_size:
         raise CheckpointError(
-            f"config.json: a tile of {vision.tile_size} pixels has no whole patches of "
-            f"{vision.patch_size}"
+            f"config.json: a tile of image_size {vision.tile_size} has no whole patches of "
+            f"patch_size {vision.patch_size}"
         )
     if supported is not None and supported != ratios:
         raise CheckpointError(
-            f"config.json: supported_aspect_ratios must be those of {vision.max_tiles} tiles"
+            "config.json: supported_aspect_ratios must be those of max_num_tiles "
+            f"{vision.max_tiles}"
         )
     if not all(0 <= layer < vision.layers for layer in vision.deep_layers):
         raise CheckpointError(
             f"config.json: intermediate_layers_indices {list(vision.deep_layers)} are not layers "
-            "of the tower"
+            f"of the tower's num_hidden_layers {vision.layers}"
         )
     if fields.vision_output_dim != vision.features:
         raise CheckpointError(
-            f"config.json: vision_output_dim {fields.vision_output_dim} is not "
-            f"{1 + len(vision.deep_layers)} times {vision.hidden_size}"
+            f"config.json: vision_output_dim {fields.vision_output_dim} is not hidden_size "
+            f"{vision.hidden_size} times {1 + len(vision.deep_layers)}, by the "
+            "intermediate_layers_indices"
         )
 
 
@@ -170,8 +175,8 @@ def _check_tiles(settings: _RawTiles, vision: TiledVisionConfig) -> None:
     tiles, sides = settings.max_image_tiles, set(settings.size.values())
     if tiles != vision.max_tiles or (sides and sides != {vision.tile_size}):
         raise CheckpointError(
-            f"preprocessor_config.json has {tiles} tiles of {sorted(sides)} pixels, but the tower "
-            f"{vision.max_tiles} of {vision.tile_size}"
+            f"preprocessor_config.json has {tiles} tiles of {sorted(sides)} pixels, but "
+            f"vision_config has max_num_tiles {vision.max_tiles} and image_size {vision.tile_size}"
         )
 
 
@@ -186,11 +191,11 @@ def cross_layers(text: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     if not found or sorted(set(found)) != list(found) or not 0 < found[0] <= found[-1] < num_layers:
         raise CheckpointError(
             f"config.json: cross_attention_layers {list(found)} are not ascending layers from 1 to "
-            f"{num_layers - 1}"
+            f"{num_layers - 1} of num_hidden_layers {num_layers}"
         )
     if 2 * len(found) > num_layers:
         raise CheckpointError(
-            f"config.json: {len(found)} of {num_layers} layers are cross-attention layers; at most "
-            "half of them can be"
+            f"config.json: {len(found)} cross_attention_layers of num_hidden_layers {num_layers}; "
+            "at most half of them can be"
         )
     return found

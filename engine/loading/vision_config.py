@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from ...proto.errors import CheckpointError
 from ...proto.limits import MAX_LAYERS, MAX_SIZE
+from .family_defaults import FAMILY_DEFAULTS
 from .safetensors import read_json
 
 Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
@@ -68,37 +69,19 @@ class _RawVision(msgspec.Struct, kw_only=True):
     depth: Layers
     hidden_size: Size
     intermediate_size: Size
-    num_heads: Size = 16
+    num_heads: Size
     patch_size: Size
-    temporal_patch_size: Size = 2
-    spatial_merge_size: Size = 2
-    out_hidden_size: Size = 3584
-    window_size: Size = 112
-    fullatt_block_indexes: list[int] = msgspec.field(default_factory=lambda: [7, 15, 23, 31])
-    num_position_embeddings: Size = 2304
-    deepstack_visual_indexes: list[int] = msgspec.field(default_factory=lambda: [8, 16, 24])
+    temporal_patch_size: Size
+    spatial_merge_size: Size
+    out_hidden_size: Size
+    window_size: Size = 1
+    fullatt_block_indexes: list[int] = []
+    num_position_embeddings: Size = 1
+    deepstack_visual_indexes: list[int] = []
     hidden_act: str
-    in_channels: int = 3
+    in_channels: int
+    rope_theta: float
     rope_parameters: dict[str, Any] | None = None
-
-
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    QWEN2_5_VL: {
-        "depth": 32,
-        "hidden_size": 3584,
-        "intermediate_size": 3420,
-        "patch_size": 14,
-        "hidden_act": "silu",
-    },
-    QWEN3_VL: {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "patch_size": 16,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-}
-"""The defaults of transformers for missing keys, by architecture."""
 
 
 class ImageScale(msgspec.Struct, kw_only=True):
@@ -117,7 +100,8 @@ def parse_vision(raw: dict[str, Any], architecture: str, folder: Path | None) ->
     Raises CheckpointError or msgspec.ValidationError for settings that are not supported.
     """
     given = msgspec.convert(raw.get("vision_config") or {}, dict[str, Any])
-    fields = msgspec.convert({**_DEFAULTS[architecture], **given}, _RawVision)
+    given = renamed(given, {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"})
+    fields = msgspec.convert({**_family_keys(architecture), **given}, _RawVision)
     images, _ = read_image_scale(folder, _CLIP_MEAN, _CLIP_STD)
     rope = fields.rope_parameters or {}
     _refuse(fields, architecture, rope)
@@ -133,7 +117,7 @@ def parse_vision(raw: dict[str, Any], architecture: str, folder: Path | None) ->
         out_hidden_size=fields.out_hidden_size,
         window_size=0 if deep else fields.window_size,
         full_layers=tuple(range(fields.depth) if deep else fields.fullatt_block_indexes),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        rope_theta=float(rope.get("rope_theta", fields.rope_theta)),
         image_mean=images.image_mean,
         image_std=images.image_std,
         rescale_factor=images.rescale_factor,
@@ -143,19 +127,37 @@ def parse_vision(raw: dict[str, Any], architecture: str, folder: Path | None) ->
     )
 
 
+def renamed(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return settings under the names that a family's files have; ``names``: of other releases.
+
+    Raises CheckpointError if both names are given with two values.
+    """
+    found = dict(settings)
+    for other, name in names.items():
+        value = found.pop(other, None)
+        if value is not None and found.setdefault(name, value) != value:
+            raise CheckpointError(f"config.json: {other} {value} and {name} {found[name]} differ")
+    return found
+
+
+def _family_keys(architecture: str) -> dict[str, Any]:
+    """Return the tower's keys that a family has, with their defaults."""
+    return FAMILY_DEFAULTS[architecture]["vision_config"]
+
+
 def _refuse(fields: _RawVision, architecture: str, rope: dict[str, Any]) -> None:
     """Reject settings that would silently change the features."""
-    if fields.hidden_act != _DEFAULTS[architecture]["hidden_act"] or fields.in_channels != 3:
+    if fields.hidden_act != _family_keys(architecture)["hidden_act"] or fields.in_channels != 3:
         raise CheckpointError(
             f"config.json: unsupported vision_config: hidden_act '{fields.hidden_act}', "
-            f"{fields.in_channels} channels"
+            f"in_channels {fields.in_channels}"
         )
     if rope.get("rope_type", "axial") != "axial":
         raise CheckpointError(f"config.json: unsupported vision rope '{rope['rope_type']}'")
     if fields.hidden_size % (4 * fields.num_heads):
         raise CheckpointError(
-            f"config.json: {fields.num_heads} heads of the tower do not divide "
-            f"{fields.hidden_size} channels in quarters"
+            f"config.json: num_heads {fields.num_heads} of the tower do not divide hidden_size "
+            f"{fields.hidden_size} in quarters"
         )
     if architecture == QWEN3_VL:
         deep = fields.deepstack_visual_indexes
@@ -166,7 +168,10 @@ def _refuse(fields: _RawVision, architecture: str, rope: dict[str, Any]) -> None
                 f"config.json: deepstack_visual_indexes {deep} are not layers of the tower"
             )
     elif fields.window_size // fields.patch_size // fields.spatial_merge_size < 1:
-        raise CheckpointError("config.json: a window of the tower is smaller than a token")
+        raise CheckpointError(
+            f"config.json: window_size {fields.window_size} of the tower is smaller than a token, "
+            f"by patch_size {fields.patch_size} and spatial_merge_size {fields.spatial_merge_size}"
+        )
 
 
 def rope_axes(raw: dict[str, Any], architecture: str, head_dim: int) -> tuple[int, ...]:
@@ -176,13 +181,15 @@ def rope_axes(raw: dict[str, Any], architecture: str, head_dim: int) -> tuple[in
     of Qwen3-VL are interleaved. Raises CheckpointError if the sections do not cover the head's
     ``head_dim / 2`` pairs.
     """
-    nested = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    nested = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     usual = [24, 20, 20] if architecture == QWEN3_VL else [16, 24, 24]
     sections = msgspec.convert(nested.get("mrope_section", usual), tuple[int, int, int])
     pairs = head_dim // 2
     if min(sections) < 0 or sum(sections) != pairs:
         raise CheckpointError(
-            f"config.json: mrope_section {list(sections)} does not cover {pairs} pairs"
+            f"config.json: mrope_section {list(sections)} of rope_parameters or rope_scaling does "
+            f"not cover {pairs} pairs of head_dim {head_dim} (by default hidden_size / "
+            "num_attention_heads)"
         )
     if architecture != QWEN3_VL:
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))

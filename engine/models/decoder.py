@@ -40,6 +40,7 @@ from .workspace import Workspace
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+_HEAD = "lm_head.weight"
 
 
 SCORED_ROWS = 32
@@ -98,7 +99,11 @@ class Decoder(PipelineModel, KVCacheMixin):
             raise CheckpointError(f"{checkpoint.folder}: the rope settings give non-finite angles")
         self._cos_sin = backend.upload(cos_sin)
         base = self._prefix(checkpoint, head=head)
-        table = loader.take(f"{base}embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self._tied = head and self._is_tied(loader, base)
+        embedding = f"{base}embed_tokens.weight"
+        if self._tied and embedding not in checkpoint.tensors:
+            embedding = _HEAD
+        table = loader.take(embedding, (config.vocab_size, config.hidden_size))
         self._table = backend.parameters(table)
         self._layers = [
             _load_layer(loader, config, f"{base}layers.{place}", index)
@@ -108,8 +113,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         self._head = self._load_head(loader, base) if head else None
         self._load_more(loader, checkpoint)
         self.weights_bytes = loader.packed_bytes + self._table.nbytes
-        headless = config.tie_word_embeddings or not head
-        loader.finish(unused=("lm_head.weight",) if headless else ())
+        loader.finish(unused=(_HEAD,) if self._tied or not head else ())
         self._space = Workspace(backend)
 
     def _prefix(self, checkpoint: Checkpoint, *, head: bool) -> str:
@@ -124,8 +128,21 @@ class Decoder(PipelineModel, KVCacheMixin):
     def _load_head(self, loader: WeightLoader, prefix: str) -> PackedLinear:
         """Load the matrix that gives the logits; ``prefix``: of the decoder's tensors."""
         config = self.config
-        name = f"{prefix}embed_tokens" if config.tie_word_embeddings else "lm_head"
+        tied = self._tied and f"{prefix}embed_tokens.weight" in loader.tensors
+        name = f"{prefix}embed_tokens" if tied else _HEAD.removesuffix(".weight")
         return loader.linear([(name, config.vocab_size)], config.hidden_size, bias=False)
+
+    def _is_tied(self, loader: WeightLoader, prefix: str) -> bool:
+        """True if head and embedding are one matrix.
+
+        As in transformers, a head that differs from the embedding counts, whatever config.json
+        states: fine-tuned models may have trained one of the two.
+        """
+        names = (f"{prefix}embed_tokens.weight", _HEAD)
+        if not self.config.tie_word_embeddings or not all(name in loader.tensors for name in names):
+            return self.config.tie_word_embeddings
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return loader.equal(*names, shape)
 
     def _load_more(self, loader: WeightLoader, checkpoint: Checkpoint) -> None:
         """Load what a subclass has beside the decoder."""

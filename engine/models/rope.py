@@ -81,11 +81,20 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_rope(raw: dict[str, Any]) -> RopeConfig:
-    """Read the rope settings of a config.json, in the old (``rope_scaling``) or new layout."""
-    fields = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        nested = msgspec.convert(raw.get(key) or {}, dict[str, Any])
-        fields.update({k: value for k, value in nested.items() if value is not None})
+    """Read the rope settings of a config.json, in the old (``rope_scaling``) or new layout.
+
+    If both are there, ``rope_scaling`` replaces ``rope_parameters``, as in transformers. A user
+    may have added it to a file that transformers wrote. Raises CheckpointError if that would
+    replace the base too.
+    """
+    older, newer = (
+        msgspec.convert(raw.get(key) or {}, dict[str, Any])
+        for key in ("rope_scaling", "rope_parameters")
+    )
+    fields = dict(older or newer)
+    if fields.get("original_max_position_embeddings", 0) is None:
+        raise CheckpointError("config.json: original_max_position_embeddings must be a number")
+    fields = {name: value for name, value in fields.items() if value is not None}
     fields.setdefault("rope_type", fields.pop("type", "default"))
     for key in ("rope_theta", "partial_rotary_factor"):
         if raw.get(key) is not None:
@@ -94,6 +103,11 @@ def parse_rope(raw: dict[str, Any]) -> RopeConfig:
     if raw.get("original_max_position_embeddings") is not None:
         fields["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     config = msgspec.convert(fields, RopeConfig)
+    if newer.get("rope_theta", config.rope_theta) != config.rope_theta:
+        raise CheckpointError(
+            f"config.json: rope_scaling replaces rope_parameters, so rope_theta would be "
+            f"{config.rope_theta:g} and not {newer['rope_theta']}; write it into rope_scaling"
+        )
     if config.rope_type not in SCALINGS:
         raise CheckpointError(
             f"config.json: unsupported rope type '{config.rope_type}'; "

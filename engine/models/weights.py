@@ -55,6 +55,18 @@ class WeightLoader:
         self._done = 0
         self._taken: set[str] = set()
 
+    @property
+    def tensors(self) -> TensorStore:
+        """All tensors by name."""
+        return self._checkpoint.tensors
+
+    def equal(self, one: str, other: str, shape: tuple[int, ...]) -> bool:
+        """True if two tensors of a shape have the same values."""
+        left, right = (self._checkpoint.take(name, shape) for name in (one, other))
+        if left.dtype == right.dtype:
+            return np.array_equal(left, right)
+        return np.array_equal(widened(left), widened(right))
+
     def take(self, name: str, shape: tuple[int, ...]) -> Weights:
         """Return a tensor of the given shape: float32, or uint16 bfloat16 bits."""
         tensor = self._checkpoint.take(name, shape)

@@ -56,6 +56,14 @@ def test_left_out_keys_take_the_family_defaults(tmp_path):
     assert config_of(tmp_path, "Mistral", num_key_value_heads=2).windows == (4096,) * 4
 
 
+def test_a_file_without_end_tokens_has_the_familys(tmp_path):
+    keys = {key: value for key, value in BASE.items() if key != "eos_token_id"}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    assert load_model_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "config.json").write_text(json.dumps({**keys, "vocab_size": 2}))
+    assert load_model_config(tmp_path).eos_token_ids == ()
+
+
 def test_options_of_the_families(tmp_path):
     heads = {"num_key_value_heads": 2}
     qwen2 = config_of(tmp_path, "Qwen2", **heads)
@@ -95,6 +103,17 @@ def test_sliding_windows(tmp_path, architecture, changes, windows):
     assert config.windows == windows
 
 
+@pytest.mark.parametrize("window", [8, None])
+def test_mistral_has_one_kind_of_layers(tmp_path, window):
+    settings = {"num_key_value_heads": 2, "sliding_window": window}
+    kind = "full_attention" if window is None else "sliding_attention"
+    same = config_of(tmp_path, "Mistral", layer_types=[kind] * 4, **settings)
+    assert same == config_of(tmp_path, "Mistral", **settings)
+    mixed = ["sliding_attention", "full_attention"] * 2
+    with pytest.raises(CheckpointError, match="layer_types"):
+        config_of(tmp_path, "Mistral", layer_types=mixed, **settings)
+
+
 def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         config_of(tmp_path, "Mamba")
@@ -112,12 +131,13 @@ def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path):
         ({"vocab_size": "many"}, r"vocab_size"),
         ({"hidden_size": None}, r"hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be positive"),
-        ({"num_key_value_heads": 3}, "do not fit 3 key-value heads"),
-        ({"head_dim": 7}, "7 channels"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 do not fit"),
+        ({"head_dim": 7}, "head_dim 7"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"rope_scaling": {"type": "spiral"}}, "rope type 'spiral'"),
         ({"rope_theta": "x"}, "rope_theta"),
+        ({"model_type": "qwen2"}, "model_type qwen2 does not fit LlamaForCausalLM"),
         ({"rope_scaling": 3}, "config.json"),
     ],
 )

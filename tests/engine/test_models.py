@@ -12,6 +12,8 @@ from baton.engine.loading.safetensors import TensorStore
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.sampling import SamplingParams
 
+from . import folder_mutations
+
 DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
 MODELS = ("llama", "llama_plain", "mistral", "qwen2", "qwen3")
 UNBOUNDED = 1 << 20
@@ -208,3 +210,27 @@ def rewrite(source: Path, target: Path, dtype: str) -> Path:
     )
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
     return target
+
+
+TIED = [("config.json", ["tie_word_embeddings"], True)]
+APART = [("config.json", ["tie_word_embeddings"], False)]
+HEAD = ("lm_head.weight", "random 256x32")
+EQUAL = ("lm_head.weight", "copy model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize(
+    ("stated", "meant"),
+    [
+        ({"set": TIED, "tensor": [HEAD]}, {"set": APART, "tensor": [HEAD]}),
+        ({"set": TIED, "tensor": [EQUAL]}, {"set": TIED}),
+        ({"set": TIED, "tensor": [("model.embed_tokens.weight", "rename lm_head.weight")]}, {}),
+    ],
+)
+def test_a_head_beside_tied_embeddings_counts(stated, meant, tmp_path):
+    """As in transformers: a different head is used, an equal one is not, either may be left out."""
+    logits = []
+    for name, mutation in (("stated", stated), ("meant", meant)):
+        folder = folder_mutations.copy_of("llama", tmp_path / name)
+        folder_mutations.mutate(folder, mutation)
+        logits.append(folder_mutations.answer_of(folder, "llama"))
+    np.testing.assert_array_equal(*logits)

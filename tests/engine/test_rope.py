@@ -47,6 +47,23 @@ def test_old_layout_means_the_same():
     assert old == new
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+
+
+def test_scaling_added_to_a_new_file_counts():
+    """Cards of models tell users to add rope_scaling; transformers 5 then ignores the new key."""
+    config = rope_of(PLAIN, rope_scaling=YARN, rope_theta=1e6)
+    assert config == rope_of({**YARN, "rope_theta": 1e6})
+    assert rope_of(PLAIN, rope_scaling={**YARN, "rope_theta": 1e6}) == config
+    assert rope_of(PLAIN, rope_scaling=None).rope_type == "default"
+
+
+def test_scaling_that_would_replace_the_base_is_refused():
+    with pytest.raises(CheckpointError, match="rope_scaling replaces rope_parameters"):
+        rope_of(PLAIN, rope_scaling=YARN)
+
+
 def test_no_settings_at_all_is_the_default():
     config = parse_rope({"max_position_embeddings": 128, "rope_scaling": None})
     assert (config.rope_type, config.rope_theta) == ("default", 10000.0)

@@ -1,0 +1,108 @@
+"""Write engine/loading/family_defaults.py from the config classes of the installed transformers.
+
+Run with a Python that has transformers, then format the file::
+
+    python tests/oracle/make_defaults.py [FILE]
+    ruff format engine/loading/family_defaults.py
+
+For each supported architecture the table has the default of every setting that can change a
+result, at the top level and in the nested objects (``text_config``, ``vision_config``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pprint
+import sys
+from pathlib import Path
+
+import transformers
+
+FILE = Path(__file__).resolve().parents[2] / "engine" / "loading" / "family_defaults.py"
+
+CLASSES = {
+    "LlamaForCausalLM": ("llama", {"": "LlamaConfig"}),
+    "MistralForCausalLM": ("mistral", {"": "MistralConfig"}),
+    "Qwen2ForCausalLM": ("qwen2", {"": "Qwen2Config"}),
+    "Qwen3ForCausalLM": ("qwen3", {"": "Qwen3Config"}),
+    "Qwen2_5_VLForConditionalGeneration": (
+        "qwen2_5_vl",
+        {
+            "": "Qwen2_5_VLConfig",
+            "text_config": "Qwen2_5_VLTextConfig",
+            "vision_config": "Qwen2_5_VLVisionConfig",
+        },
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        "qwen3_vl",
+        {
+            "": "Qwen3VLConfig",
+            "text_config": "Qwen3VLTextConfig",
+            "vision_config": "Qwen3VLVisionConfig",
+        },
+    ),
+    "MllamaForConditionalGeneration": (
+        "mllama",
+        {
+            "": "MllamaConfig",
+            "text_config": "MllamaTextConfig",
+            "vision_config": "MllamaVisionConfig",
+        },
+    ),
+    "BertModel": ("bert", {"": "BertConfig"}),
+}
+WITHOUT_EFFECT = {
+    "attention_dropout", "attention_probs_dropout_prob", "classifier_dropout", "dropout",
+    "hidden_dropout_prob", "initializer_range", "pad_token_id", "pretraining_tp", "use_cache",
+    "text_config", "vision_config", "add_cross_attention", "video_token_id",
+    "vision_start_token_id", "vision_end_token_id", "bos_token_id", "tokens_per_second",
+    "rope_parameters",
+}  # fmt: skip
+"""Settings of training, of generation that nothing here does, and nested objects."""
+
+
+def defaults_of(family: str, name: str) -> dict:
+    """The defaults of a config class, by key, with the base of its rotary positions."""
+    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    kind = getattr(module, name)
+    common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
+    found = {
+        field.name: _plain(field.default)
+        for field in dataclasses.fields(kind)
+        if field.name not in common | WITHOUT_EFFECT
+    }
+    if any(field.name == "rope_parameters" for field in dataclasses.fields(kind)):
+        found["rope_theta"] = kind.default_theta
+    return dict(sorted(found.items()))
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def table() -> dict:
+    """The whole table."""
+    return {
+        architecture: {part: defaults_of(family, name) for part, name in parts.items()}
+        for architecture, (family, parts) in CLASSES.items()
+    }
+
+
+def text() -> str:
+    """The source of the module."""
+    body = pprint.pformat(table(), width=96, sort_dicts=False)
+    return (
+        '"""The defaults of transformers for keys missing in a config.json, by architecture.\n\n'
+        "Made by tests/oracle/make_defaults.py from transformers' own classes; do not edit.\n"
+        'The key "" has the keys at the top level, the others those of nested objects.\n"""\n\n'
+        "from __future__ import annotations\n\n"
+        "from typing import Any\n\n"
+        f'TRANSFORMERS = "{transformers.__version__}"\n'
+        '"""The version of the classes."""\n\n'
+        f"FAMILY_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {body}\n"
+    )
+
+
+if __name__ == "__main__":
+    (Path(sys.argv[1]) if len(sys.argv) > 1 else FILE).write_text(text())
