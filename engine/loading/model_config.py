@@ -302,8 +302,8 @@ def parse_vision_language_config(
         )
     if len(vision.deep_layers) >= fields["num_layers"]:
         raise CheckpointError(
-            f"config.json: {fields['num_layers']} layers are too few for the features of "
-            f"{len(vision.deep_layers)} layers of the tower"
+            f"config.json: num_hidden_layers {fields['num_layers']} of text_config are too few for "
+            f"the features of {len(vision.deep_layers)} deepstack_visual_indexes"
         )
     image_token = _image_token(raw, architecture)
     if not 0 <= image_token < fields["vocab_size"]:

@@ -165,7 +165,8 @@ def _refuse(fields: _RawVision, architecture: str, rope: dict[str, Any]) -> None
             raise CheckpointError("config.json: num_position_embeddings must be a square number")
         if len(set(deep)) != len(deep) or not all(0 <= i < fields.depth for i in deep):
             raise CheckpointError(
-                f"config.json: deepstack_visual_indexes {deep} are not layers of the tower"
+                f"config.json: deepstack_visual_indexes {deep} are not layers of the tower's depth "
+                f"{fields.depth}"
             )
     elif fields.window_size // fields.patch_size // fields.spatial_merge_size < 1:
         raise CheckpointError(
