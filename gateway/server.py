@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import httptools
 import msgspec
 import uvicorn
 import uvloop
@@ -99,6 +100,7 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for the first request's head."""
         super().connection_made(cast(asyncio.Transport, transport))
+        self.parser = cast(Any, _Parser(self))
         if self._closed is None:
             self._place = Place("", Phase.FRESH, self.loop.time())
         self._place.end = self._crowded_out
@@ -181,6 +183,8 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Expect the next head."""
+        if self.parser.should_upgrade():
+            return  # the body follows
         self._in_head = True
         self._stop_timer()
         super().on_message_complete()
@@ -319,6 +323,69 @@ class LimitedHttp(HttpToolsProtocol):
         self._stop_timer()
         limit = _SHORT_LINGER_S if self._place.phase is Phase.REFUSED else _LINGER_S
         self._timer = self.loop.call_later(limit, self.transport.close)
+
+
+class _Parser:
+    """A parser of requests that ignores every Upgrade, as RFC 9110 (7.8) allows.
+
+    Java's client asks for ``h2c`` with its first request. httptools takes what follows such a head
+    for another protocol. A new parser, whose head nobody sees, goes on with the body.
+    """
+
+    def __init__(self, protocol: LimitedHttp) -> None:
+        self._protocol = protocol
+        self._start(protocol)
+
+    def _start(self, callbacks: object) -> None:
+        self._parser = parser = httptools.HttpRequestParser(callbacks)
+        # As uvicorn: what follows the last request of a connection is no error.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.should_upgrade = parser.should_upgrade
+        self.should_keep_alive = parser.should_keep_alive
+        self.get_http_version = parser.get_http_version
+        self.get_method = parser.get_method
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse received bytes. Raises HttpParserError."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            frames = (b"content-length", b"transfer-encoding")
+            lines = [b"%b: %b\r\n" % one for one in self._protocol.headers if one[0] in frames]
+            self._start(_Rest(self._protocol))
+            self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
+            self.feed_data(data[upgrade.args[0] :])
+
+
+class _Rest:
+    """The callbacks of a protocol, without those of the first head."""
+
+    def __init__(self, protocol: LimitedHttp) -> None:
+        self._protocol = protocol
+        self._skips = True
+        self.on_body = protocol.on_body
+        self.on_message_complete = protocol.on_message_complete
+
+    def on_message_begin(self) -> None:
+        """Begin a further request."""
+        if not self._skips:
+            self._protocol.on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of its target."""
+        if not self._skips:
+            self._protocol.on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header."""
+        if not self._skips:
+            self._protocol.on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin the request; the first one runs already."""
+        if not self._skips:
+            self._protocol.on_headers_complete()
+        self._skips = False
 
 
 @dataclass(frozen=True, slots=True)

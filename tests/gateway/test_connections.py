@@ -202,6 +202,34 @@ def test_what_is_refused_before_its_route_gets_a_typed_error(data, status, messa
     assert peer.ended
 
 
+UPGRADES = (
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n",
+    b"Connection: upgrade\r\nUpgrade: websocket\r\n",
+    b"Connection: keep-alive, TE\r\nTE: trailers\r\nAccept-Encoding: gzip\r\n",
+    b"",
+)
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES, ids=["h2c", "websocket", "te", "none"])
+@pytest.mark.parametrize("coding", ["length", "chunked", "continue", "no-body"])
+@pytest.mark.parametrize("size", [1, 7, 64, 1 << 20])
+def test_what_clients_send_by_default_is_served_in_packets_of_any_size(upgrade, coding, size):
+    """Java's client asks for h2c with its first request; the body then follows as HTTP/1.1."""
+    head = b"%b /x HTTP/1.1\r\nhost: localhost\r\n%b%b\r\n%b"
+    bodies = {
+        "length": (b"POST", b"content-length: 8\r\n", b"the body"),
+        "chunked": (b"POST", b"Transfer-Encoding: chunked\r\n", b"8\r\nthe body\r\n0\r\n\r\n"),
+        "continue": (b"POST", b"expect: 100-continue\r\ncontent-length: 8\r\n", b"the body"),
+        "no-body": (b"GET", b"", b""),
+    }
+    method, framing, body = bodies[coding]
+    request = head % (method, upgrade, framing, body) + GET  # and a further one
+    parts = [request[at : at + size] for at in range(0, len(request), size)]
+    _, peer, received = talk(*parts, answer_first=False)
+    assert peer.out.count(b"HTTP/1.1 200 OK") == 2
+    assert b"".join(received) == (b"" if coding == "no-body" else b"the body")
+
+
 def test_a_body_that_arrives_with_its_head_does_not_count_as_head():
     size = 4 * MAX_HEAD_BYTES
     head = b"POST /x HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size
