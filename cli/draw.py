@@ -23,7 +23,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     for name in ("width", "height"):
         parser.add_argument(
-            f"--{name}", type=whole, metavar="PIXELS", help=f"{name}, a multiple of 16 [1024]"
+            f"--{name}", type=whole, metavar="PIXELS", help=f"{name}, multiple of 16 [the model's]"
         )
     parser.add_argument("--steps", type=whole, metavar="N", help="steps, 1 to 250 [the model's]")
     parser.add_argument(

@@ -72,6 +72,12 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "which allows private addresses; may be repeated [none]",
     )
     parser.add_argument(
+        "--strict-parameters",
+        action="store_true",
+        help="refuse fields of requests that have no effect, and unknown ones, instead of naming "
+        "them among the warnings of the response",
+    )
+    parser.add_argument(
         "--metrics-compat",
         type=one_of(METRICS_COMPAT[1:]),
         metavar=shown(METRICS_COMPAT[1:]),
@@ -100,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         image_hosts=tuple(arguments.image_hosts or ()),
+        strict_parameters=arguments.strict_parameters,
     )
     with Client(routers, keys=keys, connect_timeout=arguments.timeout) as client:
         client.describe()  # a wrong address shall be an error here, not in every answer

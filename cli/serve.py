@@ -50,6 +50,9 @@ def add_settings(parser: argparse.ArgumentParser, without: Container[str] = ()) 
         for field in fields:
             default = getattr(defaults, field)
             text = f"{HELP[field]} [{default}]" if default != "" else HELP[field]
+            if field == "strict_parameters":
+                group.add_argument(flag(field), action="store_const", const="on", help=text)
+                continue
             group.add_argument(
                 flag(field),
                 dest=field,

@@ -57,6 +57,8 @@ HELP = {
     "template has such tags)",
     "image_hosts": "hosts from which the gateways may fetch images of requests: names, or "
     "addresses and networks, which allow private addresses, separated by commas (default: none)",
+    "strict_parameters": "refuse fields of requests over HTTP that have no effect, and unknown "
+    "ones, instead of naming them among the warnings of the response",
     "prefill_min": "minimum number of prefill workers (0: no minimum)",
     "prefill_max": "maximum number of prefill workers (0: no maximum); KV memory is divided among "
     "this many",
@@ -126,6 +128,7 @@ GROUPS = {
     "HTTP": (
         "gateways", "http_host", "http_port", "served_model_name", "api_key_file", "ssl_certfile",
         "ssl_keyfile", "tool_call_parser", "reasoning_parser", "image_hosts",
+        "strict_parameters",
     ),
     "addresses and keys": ("address", "admin", "keys", "transport", "handoff", "run_dir"),
     "KV memory": (

@@ -37,7 +37,6 @@ OnPreview = Callable[[bytes, int, int], object]
 """``on_preview(png, done, total)``: the picture as the steps so far predict it."""
 PREVIEWS = 3
 """Previews of a call with ``on_preview``, if no other number is chosen."""
-SIDE = 1024
 _SEED_BITS = 32
 _OPTIONS = frozenset(
     {
@@ -53,8 +52,9 @@ class PictureOptions(RequestOptions, total=False):
     None stands for the default of an option.
 
     ``negative_prompt``: what the picture must not show; every step then takes twice as long.
-    ``width``, ``height``: pixels, multiples of 16 (1024). ``steps``: of denoising, 1 to 250 (28 for
-    Flux dev, 4 for Flux schnell, 8 for Z-Image-Turbo, 50 for Z-Image). ``guidance``: how closely
+    ``width``, ``height``: pixels, multiples of 16 (the model's own size, such as 1024). ``steps``:
+    of denoising, 1 to 250 (28 for Flux dev, 4 for Flux schnell, 8 for Z-Image-Turbo, 50 for
+    Z-Image). ``guidance``: how closely
     the picture follows the prompt (3.5 for Flux dev, 0 for Z-Image-Turbo, 4 for Z-Image), not for
     Flux schnell; Z-Image computes every step twice if it is above 0. ``true_cfg``: how far the
     picture keeps away from the negative prompt, above 1 (4), only for Flux. ``cfg_normalization``:
@@ -277,8 +277,8 @@ def _context_of(
         tokens_2=second,
         model_name=model.card.name,
         extra_params=_named(own),
-        width=own.get("width", SIDE),
-        height=own.get("height", SIDE),
+        width=own.get("width", model.pictures.side),
+        height=own.get("height", model.pictures.side),
         num_inference_steps=own.get("steps", defaults.steps),
         guidance_scale=own.get("guidance", defaults.guidance),
     )

@@ -32,6 +32,7 @@ HANDOFFS = ("auto", "zmq")
 KERNELS = ("auto", "cpu", "numpy")
 DEVICES = ("cpu", "cuda")
 AUTOSCALE = ("off", "on")
+STRICT_PARAMETERS = ("off", "on")
 PREFILL_ORDERS = ("auto", "fcfs", "edf")
 LOG_LEVELS = ("info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -49,6 +50,7 @@ CHOICES = {
     "tool_call_parser": TOOL_CALL_PARSERS,
     "reasoning_parser": REASONING_PARSERS,
     "metrics_compat": METRICS_COMPAT[1:],
+    "strict_parameters": STRICT_PARAMETERS,
 }
 """Settings with a list of allowed values. A default that is the empty text is also allowed."""
 _EXPECTED = {int: "a whole number", float: "a number", str: "text"}
@@ -103,6 +105,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     image_hosts: str = ""
+    strict_parameters: str = "off"
     prefill_min: int = 0
     prefill_max: int = 0
     decode_min: int = 0

@@ -401,10 +401,17 @@ class Answer:
     """Encodes the response to one request: choices with id, time and model."""
 
     def __init__(
-        self, form: Form, name: str, model: str, prompt_texts: PromptTexts | None = None
+        self,
+        form: Form,
+        name: str,
+        model: str,
+        prompt_texts: PromptTexts | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
         self._form = form
         self._prompt_texts = prompt_texts
+        # A stream has the warnings in its first event.
+        self._warnings = {"warnings": list(warnings)} if warnings else {}
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[Choice], prompts: int) -> bytes:
@@ -412,6 +419,7 @@ class Answer:
         parts = [self._form.whole(choice) for choice in choices]
         content = {**self._head, "object": self._form.object, "choices": parts}
         content["usage"] = usage_of(choices, prompts)
+        content |= self._warnings
         if self._prompt_texts is not None:
             shown = [self._prompt_texts.shown(choice.scored or ()) for choice in choices]
             if isinstance(self._form, ChatForm):  # where vLLM has them: one prompt, so once
@@ -424,12 +432,16 @@ class Answer:
     def first(self, choice: Choice, more: dict[str, Any]) -> bytes:
         """Return the opening event of a choice, or nothing. ``more``: additional fields."""
         part = self._form.first(choice)
-        return b"" if part is None else self._event([part], **more)
+        return b"" if part is None else self._event([part], **more, **self._news())
 
     def part(self, choice: Choice, output: Output, more: dict[str, Any]) -> bytes:
         """Return the events of one output, empty if the output adds nothing visible."""
         parts = self._form.parts(choice, output)
-        return b"".join([self._event([part], **more) for part in parts])
+        return b"".join([self._event([part], **more, **self._news()) for part in parts])
+
+    def _news(self) -> dict[str, Any]:
+        news, self._warnings = self._warnings, {}
+        return news
 
     def halves(self, choice: Choice) -> tuple[bytes, bytes] | None:
         """Return the bytes before and after the JSON of the text in an event of a choice.

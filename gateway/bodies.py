@@ -1,14 +1,13 @@
 """The JSON bodies of requests: their fields, types and limits.
 
-Invariant: no field is ignored silently. A field is used, or it changes nothing by its meaning
-(``user``), or it is refused with a message that names it unless it has its neutral value
-(:data:`REFUSED`). Unknown fields are refused by name.
+Invariant: no field is ignored silently. A field is used, or it is refused, or the response names it
+among its warnings: see :mod:`.field_rules`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -18,6 +17,7 @@ from msgspec import Meta, inspect
 
 from ..proto.errors import InputError
 from .errors import ParameterError
+from .field_rules import IGNORED, RECORDS, REFUSED, Rules
 
 MAX_BODY_BYTES = 8 << 20
 MAX_N = 16
@@ -75,10 +75,10 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of all bodies. ``user`` names the sender's user; it changes nothing."""
+    """Fields of all bodies."""
 
     model: str | None = None
-    user: str | None = None
+    user: Any = None
 
 
 class SamplingBody(Body, kw_only=True):
@@ -100,7 +100,12 @@ class SamplingBody(Body, kw_only=True):
     logit_bias: dict[str, float] | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
-    metadata: dict[str, str] | None = None  # for the sender's own records: changes nothing
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+    store: Any = None
 
     def answer_tokens(self) -> int | None:
         """Return the maximum number of tokens of an answer; None: up to the context's end."""
@@ -125,7 +130,7 @@ class GenerationBody(SamplingBody, kw_only=True):
     spaces_between_special_tokens: bool | None = None  # special tokens are not in the text
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    # Accepted with their neutral values only; see REFUSED.
+    # Refused or ignored; see field_rules.
     skip_special_tokens: Any = None
     include_stop_str_in_output: Any = None
     truncate_prompt_tokens: Any = None
@@ -134,8 +139,6 @@ class GenerationBody(SamplingBody, kw_only=True):
     priority: Any = None
     allowed_token_ids: Any = None
     bad_words: Any = None
-    service_tier: Any = None
-    store: Any = None
     request_id: Any = None
     session_id: Any = None
     guided_json: Any = None
@@ -185,9 +188,6 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    prompt_cache_key: str | None = None  # the prefix cache finds common prefixes without it
-    safety_identifier: str | None = None  # names the sender's user: changes nothing
-
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -204,7 +204,6 @@ class ChatBody(GenerationBody, kw_only=True):
     add_special_tokens: Any = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
-    prompt_cache_retention: Any = None
 
     def answer_tokens(self) -> int | None:
         """Return the maximum number of tokens of an answer; None: up to the context's end."""
@@ -283,81 +282,43 @@ class DetokenizeBody(Body, kw_only=True):
     tokens: TokenIds
 
 
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]
-REFUSED: Refused = {
-    "skip_special_tokens": ((True,), "special tokens are never part of the text"),
-    "include_stop_str_in_output": ((False,), "stop strings are never part of the text"),
-    "truncate_prompt_tokens": ((), "prompts are not truncated"),
-    "use_beam_search": ((False,), "beam search is not offered"),
-    "length_penalty": ((1, 1.0), "beam search is not offered"),
-    "priority": ((0,), "requests have no priorities"),
-    "allowed_token_ids": (([],), "use response_format to constrain the answer"),
-    "bad_words": (([],), "use response_format to constrain the answer"),
-    "service_tier": (("auto", "default"), "there is one tier"),
-    "store": ((False,), "nothing is stored"),
-    "functions": (([],), "use tools"),
-    "function_call": (("none", "auto"), "use tool_choice"),
-    "audio": ((), "the model answers with text"),
-    "modalities": ((["text"],), "the model answers with text"),
-    "prediction": ((), "predicted outputs are not used"),
-    "reasoning_effort": ((), "set it by chat_template_kwargs if the model's template has it"),
-    "verbosity": (("medium",), "it is a property of OpenAI's models"),
-    "web_search_options": ((), "the server has no access to the web"),
-    "chat_template": ((), "only the model's own template is rendered"),
-    "continue_final_message": ((False,), "the template starts a new message"),
-    "documents": (([],), "give documents as messages"),
-    "suffix": (("",), "text is not inserted before a suffix"),
-    "best_of": ((1,), "use n"),
-    "request_id": ((), "give it as the header X-Request-Id"),
-    "session_id": ((), "the prefix cache needs no session"),
-    "guided_json": ((), "use structured_outputs"),
-    "guided_regex": ((), "use structured_outputs"),
-    "guided_choice": ((), "use structured_outputs"),
-    "guided_grammar": ((), "use structured_outputs"),
-    "guided_decoding_backend": ((), "there is only one"),
-    "guided_whitespace_pattern": ((), "use structured_outputs.whitespace_pattern"),
-    "structural_tag": ((), "use tools, or structured_outputs.grammar"),
-    "logits_processors": (([],), "code is not accepted; use logit_bias"),
-    "logprob_token_ids": (([],), "use top_logprobs"),
-    "truncation_side": ((), "prompts are not truncated"),
-    "thinking_token_budget": ((), "use max_tokens"),
-    "repetition_detection": ((), "use the penalties"),
-    "stream_interval": ((1,), "each token is sent as it arrives"),
-    "return_tokens_as_token_ids": ((False,), "tokens are shown as text"),
-    "return_token_ids": ((False,), "use /tokenize"),
-    "kv_transfer_params": ((), "the cluster hands over the KV itself"),
-    "ec_transfer_params": ((), "prefill workers encode the images of their prompts"),
-    "vllm_xargs": (({},), "this server takes no extra arguments"),
-    "include_reasoning": ((True,), "reasoning is always shown"),
-    "mm_processor_kwargs": (({},), "images are prepared with the settings of the model's folder"),
-    "media_io_kwargs": (({},), "images are prepared with the settings of the model's folder"),
-    "prompt_embeds": ((), "prompts are texts or token ids"),
-}
-"""Fields that are accepted with these values only, and the reason. None is always accepted."""
-CHAT_REFUSED: Refused = {
-    "echo": ((False,), "use /v1/completions for echo"),
-    "add_special_tokens": ((False,), "the chat template writes them"),
-    "prompt_cache_retention": (("in_memory",), "the prefix cache is in memory"),
-}
-
 B = TypeVar("B", bound=Body)
+Warnings = list[str]
+"""Of a response: a sentence for each field that was ignored."""
+TEMPLATE_FIELDS = ("reasoning_effort",)
+"""Fields that are ignored only if the model's chat template does not use them."""
+_NONE: Rules = MappingProxyType({})
+_MOST_UNKNOWN = 64
+_MOST_INNER = 16  # each takes one more look at the whole body
 
 
 class BodyReader(Generic[B]):
-    """Decodes JSON bodies of one type. Raises ParameterError, which names the field."""
+    """Decodes JSON bodies of one type. Raises ParameterError, which names the field.
 
-    def __init__(self, kind: type[B], more_refused: Refused = MappingProxyType({})) -> None:
+    ``refused``, ``ignored``: rules of this type besides those of all types.
+    """
+
+    def __init__(self, kind: type[B], refused: Rules = _NONE, ignored: Rules = _NONE) -> None:
         self._kind = kind
         self._decoder = msgspec.json.Decoder(kind)
-        refused = {**REFUSED, **more_refused}
-        self._refused = {name: refused[name] for name in kind.__struct_fields__ if name in refused}
+        fields = set(kind.__struct_fields__)
+        self._refused = {k: v for k, v in {**REFUSED, **refused}.items() if k in fields}
+        self._ignored = {k: v for k, v in {**IGNORED, **ignored}.items() if k in fields}
+        self._records = {k: v for k, v in RECORDS.items() if k in fields}
+        self._names = (*self._refused, *self._ignored, *self._records)
         # With two names, an attrgetter returns a tuple.
-        self._values: Callable[[B], tuple[Any, ...]] = attrgetter(*self._refused, "user", "user")
+        self._values: Callable[[B], tuple[Any, ...]] = attrgetter(*self._names, "model", "model")
 
-    def read(self, content: bytes) -> B:
-        """Decode and check a body. Errors name the field."""
+    def read(self, content: bytes, *, strict: bool = False) -> tuple[B, Warnings]:
+        """Decode and check a body, and return it with what was ignored. Errors name the field."""
+        warnings: Warnings = []
         try:
-            body = self._decoder.decode(content)
+            try:
+                body = self._decoder.decode(content)
+            except msgspec.ValidationError as error:
+                if strict or not _UNKNOWN.match(str(error)):
+                    raise
+                body = self._without_unknown(msgspec.json.decode(content), warnings)
         except msgspec.ValidationError as error:
             raise _wrong_field(str(error), self._kind, content) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -366,10 +327,46 @@ class BodyReader(Generic[B]):
             raise InputError("the body is nested too deep") from None
         values = self._values(body)[:-2]
         if values.count(None) < len(values):
-            for (name, (neutral, reason)), value in zip(self._refused.items(), values, strict=True):
-                if value is not None and not any(_same(value, one) for one in neutral):
-                    raise ParameterError(f"{name} is not supported: {reason}", name)
-        return body
+            for name, value in zip(self._names, values, strict=True):
+                if value is not None:
+                    self._check(name, value, warnings, strict=strict)
+        return body, warnings
+
+    def _check(self, name: str, value: object, warnings: Warnings, *, strict: bool) -> None:
+        """Raise ParameterError for a refused field, or note that it is ignored."""
+        if name in self._records:
+            if not strict:
+                warnings.append(f"{name} is ignored: {self._records[name]}")
+            return
+        neutral, reason = (self._refused | self._ignored)[name]
+        if any(_same(value, one) for one in neutral):
+            return
+        if strict or name in self._refused:
+            raise ParameterError(f"{name} is not supported: {reason}", name)
+        if name not in TEMPLATE_FIELDS:
+            warnings.append(f"{name} is ignored: {reason}")
+
+    def _without_unknown(self, tree: dict[str, Any], warnings: Warnings) -> B:
+        """Return the body without its unknown fields, also those of inner objects.
+
+        Raises msgspec.ValidationError, also for too many of them.
+        """
+        unknown = [name for name in tree if name not in self._kind.__struct_fields__]
+        for name in unknown[:_MOST_UNKNOWN]:
+            del tree[name]
+            warnings.append(f"{name[:80]} is ignored: it is not a known parameter")
+        for _ in range(_MOST_INNER):
+            try:
+                return msgspec.convert(tree, self._kind)
+            except msgspec.ValidationError as error:
+                found = _UNKNOWN.match(str(error))
+                inner = _place_in(tree, found[2]) if found and found[2] else None
+                if found is None or not isinstance(inner, dict) or found[1] not in inner:
+                    raise
+                del inner[found[1]]
+                name = f"{found[2]}.{found[1]}"
+                warnings.append(f"{name[:80]} is ignored: it is not a known parameter")
+        return msgspec.convert(tree, self._kind)
 
 
 def _same(value: object, neutral: object) -> bool:
@@ -416,13 +413,18 @@ def _but_got(content: bytes, place: str) -> str:
     """Return ``, not`` with the value at a place of a body, "" if the place names no value."""
     if "..." in place:  # some value of an object
         return ""
-    value = msgspec.json.decode(content)
+    value = _place_in(msgspec.json.decode(content), place)
+    return "" if value is None else f", not {value}"[:MAX_SHOWN_CHARS]
+
+
+def _place_in(value: Any, place: str) -> Any:
+    """Return the value at a place of decoded JSON, None if there is none."""
     try:
         for name, index in _STEP.findall(place):
             value = value[name] if name else value[int(index)]
     except (KeyError, IndexError, TypeError):
-        return ""
-    return f", not {value}"[:MAX_SHOWN_CHARS]
+        return None
+    return value
 
 
 def _plain(said: str) -> str:

@@ -34,6 +34,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     from which images of requests are fetched: names, addresses, networks. ``metrics_host``,
     ``metrics_ports``: where ``/metrics`` is served once more, at the first free port of these,
     because several gateways may share ``port``; none: nowhere.
+    ``strict_parameters``: fields of bodies that have no effect are refused, not named as ignored.
     ``metrics_compat``: "vllm" also exports vLLM's metric names.
     """
 
@@ -60,6 +61,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     metrics_host: str = "127.0.0.1"
     metrics_ports: tuple[int, ...] = ()
     metrics_compat: str = ""
+    strict_parameters: bool = False
     log_level: Level = "info"
 
     def __post_init__(self) -> None:

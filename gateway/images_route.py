@@ -13,20 +13,21 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..client.pictures import SIDE, Picture, PictureOptions
+from ..client.pictures import Picture, PictureOptions
 from ..proto.errors import InputError
 from ..proto.limits import MAX_PREVIEWS
 from ..proto.picture_requests import PICTURE_MULTIPLE
 from ..proto.sampling import MAX_SEED
-from .bodies import Body, BodyReader, Refused
+from .bodies import Body, BodyReader, Warnings
 from .errors import ParameterError, RouteNotFound
+from .field_rules import Rules
 from .served import Served, name_of, origin_of, read_body, target_of
 from .streams import EventStream, unless_gone
 
@@ -50,8 +51,9 @@ class ImagesBody(Body, kw_only=True):
     stream: bool | None = None
     partial_images: Annotated[int, Meta(ge=0, le=MAX_PREVIEWS)] | None = None
 
-    # Accepted with their neutral values only; see IMAGES_REFUSED.
-    response_format: Any = None
+    response_format: Literal["url", "b64_json"] | None = None
+
+    # Refused or ignored; see IMAGES_REFUSED and IMAGES_IGNORED.
     output_format: Any = None
     output_compression: Any = None
     quality: Any = None
@@ -60,16 +62,17 @@ class ImagesBody(Body, kw_only=True):
     moderation: Any = None
 
 
-IMAGES_REFUSED: Refused = {
-    "response_format": (("b64_json",), "pictures are not stored, so they have no url"),
+IMAGES_REFUSED: Rules = {
     "output_format": (("png",), "pictures are PNG files"),
+    "background": (("auto", "opaque"), "pictures are opaque"),
+}
+IMAGES_IGNORED: Rules = {
     "output_compression": ((100,), "PNG files lose nothing"),
     "quality": (("auto", "standard"), "use steps"),
     "style": ((), "describe it in the prompt"),
-    "background": (("auto", "opaque"), "pictures are opaque"),
     "moderation": (("auto", "low"), "nothing is moderated"),
 }
-_reader = BodyReader(ImagesBody, IMAGES_REFUSED)
+_reader = BodyReader(ImagesBody, IMAGES_REFUSED, IMAGES_IGNORED)
 _NAMES = {
     "width": "size",
     "height": "size",
@@ -87,18 +90,19 @@ async def images(request: Request) -> Response | EventStream:
     model = await served.model()
     if not model.draws:
         raise RouteNotFound(f"{request.url.path}: this cluster serves no picture model")
-    body = _reader.read(await read_body(request))
+    body, warnings = _reader.read(await read_body(request), strict=served.strict_parameters)
     await served.model(body.model)
-    options = _options_of(body, request)
+    options = _options_of(body, request, model.pictures.side)
     if body.stream:
-        return await EventStream.begin(request.receive, _events(served, body, options, request))
+        events = _events(served, body, options, request, warnings)
+        return await EventStream.begin(request.receive, events)
     pictures = await unless_gone(request.receive, _draw(served, body, options, request))
-    content = await asyncio.to_thread(_content_of, pictures)
+    content = await asyncio.to_thread(_content_of, pictures, body.response_format, warnings)
     return Response(content, media_type="application/json")
 
 
-def _options_of(body: ImagesBody, request: Request) -> PictureOptions:
-    width, height = _size_of(body.size)
+def _options_of(body: ImagesBody, request: Request, side: int) -> PictureOptions:
+    width, height = _size_of(body.size, side)
     count = body.n or 1
     if count > 1 and count * width * height > MAX_ANSWER_PIXELS:
         raise ParameterError(
@@ -108,6 +112,8 @@ def _options_of(body: ImagesBody, request: Request) -> PictureOptions:
         )
     if body.stream and count > 1:
         raise ParameterError(f"n must be 1 with stream, not {count}", "n")
+    if body.response_format == "url" and body.stream:
+        raise ParameterError("response_format must be b64_json with stream", "response_format")
     if body.partial_images and not body.stream:
         raise ParameterError("partial_images needs stream: true", "partial_images")
     origin = origin_of(request)
@@ -126,10 +132,10 @@ def _options_of(body: ImagesBody, request: Request) -> PictureOptions:
     return options
 
 
-def _size_of(size: str | None) -> tuple[int, int]:
-    """Return width and height. Raises ParameterError."""
+def _size_of(size: str | None, side: int) -> tuple[int, int]:
+    """Return width and height, by default ``side``, the model's own. Raises ParameterError."""
     if size in (None, "auto"):
-        return SIDE, SIDE
+        return side, side
     found = _SIZE.fullmatch(size or "")
     if found is None:
         raise ParameterError(
@@ -164,7 +170,11 @@ async def _draw(
 
 
 async def _events(
-    served: Served, body: ImagesBody, options: PictureOptions, request: Request
+    served: Served,
+    body: ImagesBody,
+    options: PictureOptions,
+    request: Request,
+    warnings: Warnings,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the previews, then the picture. Closing the iterator cancels the request."""
     seed = secrets.randbits(32) if body.seed is None else body.seed
@@ -177,15 +187,14 @@ async def _events(
     on_preview = (lambda png, *_: arrived.put_nowait(png)) if body.partial_images else None
     task = asyncio.ensure_future(served.client.image(body.prompt, on_preview=on_preview, **own))
     task.add_done_callback(lambda _: arrived.put_nowait(None))
-    width, height = _size_of(body.size)
-    size, count = f"{width}x{height}", 0
+    size, count = f"{options.get('width')}x{options.get('height')}", 0
     try:
         while (png := await arrived.get()) is not None:
             yield _event("partial_image", png, size, {"partial_image_index": count})
             count += 1
         picture = await task
-        usage = _usage_of([picture])
-        yield _event("completed", picture.png, size, {"seed": picture.seed, "usage": usage})
+        more = {"seed": picture.seed, "usage": _usage_of([picture])}
+        yield _event("completed", picture.png, size, more | _shown(warnings))
     except InputError as error:
         raise _named(error) from None
     finally:
@@ -222,22 +231,31 @@ def _named(error: InputError) -> InputError:
     return ParameterError(f"size: {error}" if field == "size" else f"{field} {rest}", field)
 
 
-def _content_of(pictures: Sequence[Picture]) -> bytes:
-    """Return the body of the answer, which takes a while: pictures have megabytes."""
+def _content_of(pictures: Sequence[Picture], form: str | None, warnings: Warnings) -> bytes:
+    """Return the body of the answer, which takes a while: pictures have megabytes.
+
+    ``form``: with ``url`` a picture is a data URL, because pictures are not stored.
+    """
+    name, before = ("url", "data:image/png;base64,") if form == "url" else ("b64_json", "")
     first = pictures[0]
     return msgspec.json.encode(
         {
             "created": int(time.time()),
             "data": [
-                {"b64_json": base64.b64encode(one.png).decode(), "seed": one.seed}
+                {name: before + base64.b64encode(one.png).decode(), "seed": one.seed}
                 for one in pictures
             ],
             "background": "opaque",
             "output_format": "png",
             "size": f"{first.width}x{first.height}",
             "usage": _usage_of(pictures),
+            **_shown(warnings),
         }
     )
+
+
+def _shown(warnings: Warnings) -> dict[str, Any]:
+    return {"warnings": warnings} if warnings else {}
 
 
 def _usage_of(pictures: Sequence[Picture]) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .bodies import (
-    CHAT_REFUSED,
-    REFUSED,
     Body,
     ChatBody,
     CompletionBody,
@@ -21,6 +19,7 @@ from .bodies import (
     EmbeddingBody,
     TokenizeBody,
 )
+from .field_rules import CHAT_REFUSED, REFUSED
 from .images_route import IMAGES_REFUSED, ImagesBody
 from .responses_bodies import RESPONSES_REFUSED, FunctionTool, ResponsesBody
 from .speech_route import FORMATS, SPEECH_REFUSED, SpeechBody
@@ -107,6 +106,8 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
     bodies = dict(zip(BODIES, references, strict=True))
     for kind in set(BODIES.values()):
         _show_refused(schemas[kind.__name__]["properties"], kind)
+    for one in schemas.values():
+        one.pop("additionalProperties", None)  # an unknown field is ignored, with a warning
     schemas["ChatBody"]["properties"]["messages"]["items"] = _MESSAGE
     for one in schemas["ResponsesBody"]["properties"]["tools"]["anyOf"]:
         if one["type"] == "array":

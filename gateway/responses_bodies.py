@@ -5,14 +5,22 @@ Neighbouring items of the assistant (reasoning, a message, calls) are one messag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from .bodies import MAX_TOP_LOGPROBS, Count, JsonSchema, Refused, ResponseFormat, SamplingBody
+from .bodies import (
+    MAX_TOP_LOGPROBS,
+    Count,
+    JsonSchema,
+    ResponseFormat,
+    SamplingBody,
+    Warnings,
+)
 from .errors import ParameterError
+from .field_rules import Rules
 from .messages import ImageUrl, arguments_of, side_of
 from .tools import Tools, tools_of
 
@@ -70,21 +78,16 @@ class ResponsesBody(SamplingBody, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream_options: ObfuscationOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    prompt_cache_key: str | None = None  # the prefix cache finds common prefixes without it
-    safety_identifier: str | None = None  # names the sender's user: changes nothing
 
-    store: Any = None
     background: Any = None
     conversation: Any = None
     max_tool_calls: Any = None
     previous_response_id: Any = None
     prompt: Any = None
-    prompt_cache_retention: Any = None
-    reasoning: Any = None
-    service_tier: Any = None
     truncation: Any = None
 
     def answer_tokens(self) -> int | None:
@@ -109,42 +112,47 @@ class ResponsesBody(SamplingBody, kw_only=True):
             raise ParameterError(f"top_logprobs needs include: [{LOG_PROBS!r}]", "top_logprobs")
         return None
 
-    def check(self) -> None:
-        """Raise ParameterError for a value that would have no effect."""
+    def check(self, *, strict: bool = False) -> Warnings:
+        """Return what is ignored of the options. Raises ParameterError for what is not."""
         form = self.text and self.text.format
         if form and form.type == "json_schema" and form.schema is None:
             raise ParameterError("text.format.schema is missing", "text.format.schema")
         if form and form.type != "json_schema" and form.schema is not None:
             name = "text.format.schema"
             raise ParameterError(f"{name} needs the type json_schema, not {form.type}", name)
-        for name in self.include or ():
-            if name != LOG_PROBS:
-                raise ParameterError(f"include: {name[:80]!r} is not offered", "include")
-        if self.text and self.text.verbosity not in (None, "medium"):
-            raise ParameterError(
-                "text.verbosity is not supported: it is a property of OpenAI's models",
-                "text.verbosity",
-            )
         if self.stream_options and not self.stream:
             raise ParameterError("stream_options needs stream: true", "stream_options")
+        ignored = dict(self._ignored_options())
+        if strict and ignored:
+            name, reason = next(iter(ignored.items()))
+            raise ParameterError(f"{name} is not supported: {reason}", name.split(" ")[0])
+        return [f"{name} is ignored: {reason}" for name, reason in ignored.items()]
+
+    def _ignored_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the inner options that change nothing, and why."""
+        for name in self.include or ():
+            if name != LOG_PROBS:
+                yield f"include {name[:80]!r}", "the response has no such entries"
+        if self.text and self.text.verbosity not in (None, "medium"):
+            yield "text.verbosity", "it is a property of OpenAI's models"
         if self.stream_options and self.stream_options.include_obfuscation:
-            raise ParameterError(
-                "stream_options.include_obfuscation is not supported: events are not padded",
-                "stream_options.include_obfuscation",
-            )
+            yield "stream_options.include_obfuscation", "events are not padded"
+        for name, value in (self.reasoning or {}).items():
+            if name != "effort" and value is not None:
+                yield f"reasoning.{name[:80]}", "reasoning is shown as it is"
 
 
-RESPONSES_REFUSED: Refused = {
+RESPONSES_REFUSED: Rules = {
     "background": ((False,), "an answer is not kept for later"),
     "conversation": ((), "nothing is stored: give the conversation as input"),
-    "max_tool_calls": ((), "tools of the server are not offered"),
     "previous_response_id": ((), "nothing is stored: give the conversation as input"),
     "prompt": ((), "prompts are not stored"),
-    "prompt_cache_retention": (("in_memory",), "the prefix cache is in memory"),
-    "reasoning": (({},), "its effort is a property of OpenAI's models"),
-    "truncation": (("disabled",), "input is not truncated"),
 }
-"""As :data:`.bodies.REFUSED`."""
+RESPONSES_IGNORED: Rules = {
+    "max_tool_calls": ((), "it counts tools of the server, which are not offered"),
+    "truncation": (("disabled",), "a too long input is refused"),
+}
+"""As in :mod:`.field_rules`."""
 
 
 # --------------------------------------------------------------------------- input

@@ -22,11 +22,12 @@ from ..client.async_generation import AsyncGeneration
 from ..client.output import Output
 from ..proto.errors import InputError
 from .answers import Choice, TokenTexts
-from .bodies import BodyReader
+from .bodies import BodyReader, Warnings
 from .messages import ImageUrl
 from .parameters import content_of, named, options_of, sampling_of, whitespace_of
 from .reader import MessageReader
 from .responses_bodies import (
+    RESPONSES_IGNORED,
     RESPONSES_REFUSED,
     ResponsesBody,
     messages_of_input,
@@ -34,12 +35,14 @@ from .responses_bodies import (
 )
 from .served import Served, name_of, origin_of, read_body, target_of
 from .streams import EventStream, outputs_of, unless_gone
-from .text_routes import token_texts
+from .text_routes import add_effort, token_texts
 from .tool_calls import CallArguments, CallBegin, CallBroken, Event, Reasoning, Text
 
 _encode = msgspec.json.encode
-_reader = BodyReader(ResponsesBody, RESPONSES_REFUSED)
+_reader = BodyReader(ResponsesBody, RESPONSES_REFUSED, RESPONSES_IGNORED)
 
+_SHOWN = ("metadata ", "user ")
+"""Beginnings of warnings about fields that are part of this route's response."""
 Record = dict[str, Any]
 """The log-probability of a token, as chat completions show it."""
 Shown = tuple[str, dict[str, Any]]
@@ -59,19 +62,26 @@ _STREAMS = {
 async def responses(request: Request) -> Response | EventStream:
     """``POST /v1/responses``."""
     served = Served.of(request)
-    body = _reader.read(await read_body(request))
-    body.check()
+    strict = served.strict_parameters
+    body, warnings = _reader.read(await read_body(request), strict=strict)
+    warnings = [one for one in warnings if not one.startswith(_SHOWN)]
+    warnings += body.check(strict=strict)
     model = await served.text_model(body.model)
     options, name = options_of(body) | target_of(request), name_of("resp", request)
     urls: list[ImageUrl] = []
     messages = messages_of_input(body, urls)
     images = await served.images(model, urls) if urls else []
+    tools, variables = tools_of_body(body), dict(body.chat_template_kwargs or {})
+    if (effort := (body.reasoning or {}).get("effort")) is not None:
+        warnings += await asyncio.to_thread(
+            add_effort, "reasoning.effort", effort, variables, model, served
+        )
     plan = await asyncio.to_thread(
         served.planner.plan,
         model,
         messages,
-        variables=body.chat_template_kwargs,
-        tools=tools_of_body(body),
+        variables=variables,
+        tools=tools,
         content=content_of(body),
         whitespace=whitespace_of(body),
     )
@@ -83,7 +93,7 @@ async def responses(request: Request) -> Response | EventStream:
     images.clear()  # the generation has a copy, until they are prepared
     reader = plan.new_reader and plan.new_reader()
     items = ResponseItems(name, reader, streamed=bool(body.stream))
-    answer = ResponseAnswer(body, name, served.name, items, token_texts(model, body))
+    answer = ResponseAnswer(body, name, served.name, items, token_texts(model, body), warnings)
     try:
         if body.stream:
             return await EventStream.begin(request.receive, answer.events(generation))
@@ -103,6 +113,7 @@ class ResponseAnswer:
         model: str,
         items: ResponseItems,
         log_probs: TokenTexts | None,
+        warnings: Warnings,
     ) -> None:
         self._choice = Choice(0)
         self._items = items
@@ -130,6 +141,8 @@ class ResponseAnswer:
             "truncation": "disabled",
             "user": body.user,
         }
+        if warnings:
+            self._head["warnings"] = warnings
 
     async def whole(self, generation: AsyncGeneration) -> bytes:
         """Wait for the end and return the answer."""

@@ -24,7 +24,7 @@ from ..proto.errors import BatonError, CapacityError
 from ..runtime.metrics.exposition import CONTENT_TYPE, exposition
 from ..runtime.metrics.families import Family
 from ..runtime.metrics.vllm import vllm_families
-from .bodies import MAX_TEXTS, BodyReader, DetokenizeBody, EmbeddingBody, TokenizeBody
+from .bodies import MAX_TEXTS, BodyReader, DetokenizeBody, EmbeddingBody, TokenizeBody, Warnings
 from .errors import ParameterError
 from .messages import messages_of
 from .metrics import GatewayMetrics
@@ -62,26 +62,33 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
+def _shown(warnings: Warnings) -> dict[str, Any]:
+    return {"warnings": warnings} if warnings else {}
+
+
 # --------------------------------------------------------------------------- models
 
 
 async def models(request: Request) -> Response:
     """``GET /v1/models``."""
     served = Served.of(request)
-    return _json({"object": "list", "data": [await _card(served)]})
+    await served.model()
+    cards = [await _card(served, name) for name in served.all_names]
+    return _json({"object": "list", "data": cards})
 
 
 async def model(request: Request) -> Response:
     """``GET /v1/models/{name}``."""
     served = Served.of(request)
-    await served.model(request.path_params["name"])
-    return _json(await _card(served))
+    name = request.path_params["name"]
+    await served.model(name)
+    return _json(await _card(served, name))
 
 
-async def _card(served: Served) -> dict[str, Any]:
+async def _card(served: Served, name: str) -> dict[str, Any]:
     found = await served.model()
     return {
-        "id": served.name,
+        "id": name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "baton",
@@ -95,7 +102,9 @@ async def _card(served: Served) -> dict[str, Any]:
 async def embeddings(request: Request) -> Response:
     """``POST /v1/embeddings``."""
     served = Served.of(request)
-    body = _embedding_reader.read(await read_body(request))
+    body, warnings = _embedding_reader.read(
+        await read_body(request), strict=served.strict_parameters
+    )
     if body.encoding_format not in (None, "float", "base64"):
         raise ParameterError("encoding_format must be float or base64", "encoding_format")
     found = await served.text_model(body.model)
@@ -122,6 +131,7 @@ async def embeddings(request: Request) -> Response:
             ],
             "model": served.name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
+            **_shown(warnings),
         }
     )
 
@@ -139,7 +149,9 @@ def _vector(vector: np.ndarray[Any, np.dtype[np.float32]], as_text: bool) -> str
 async def tokenize(request: Request) -> Response:
     """``POST /tokenize``."""
     served = Served.of(request)
-    body = _tokenize_reader.read(await read_body(request))
+    body, warnings = _tokenize_reader.read(
+        await read_body(request), strict=served.strict_parameters
+    )
     found = await served.text_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ParameterError("give either prompt or messages", "prompt")
@@ -170,13 +182,15 @@ async def tokenize(request: Request) -> Response:
             answer["token_strs"] = [token_bytes(one).decode("utf-8", "replace") for one in ids]
         return answer
 
-    return _json(await asyncio.to_thread(work))
+    return _json(await asyncio.to_thread(work) | _shown(warnings))
 
 
 async def detokenize(request: Request) -> Response:
     """``POST /detokenize``."""
     served = Served.of(request)
-    body = _detokenize_reader.read(await read_body(request))
+    body, warnings = _detokenize_reader.read(
+        await read_body(request), strict=served.strict_parameters
+    )
     found = await served.text_model(body.model)
     count, most = len(body.tokens), found.card.max_length
     if count > most:  # the time to decode a body full of token ids is most of a second
@@ -186,7 +200,7 @@ async def detokenize(request: Request) -> Response:
         text = f"tokens: token id {largest} is outside the vocabulary of {size}"
         raise ParameterError(text, "tokens")
     text = await asyncio.to_thread(found.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return _json({"prompt": text})
+    return _json({"prompt": text, **_shown(warnings)})
 
 
 # --------------------------------------------------------------------------- health

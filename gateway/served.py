@@ -45,7 +45,8 @@ class Served:
     ``router_clients``: a client for each router if there are several; empty: ``client`` is enough.
     ``fetcher``: fetches images of other URLs than data URLs; None: they are refused.
     ``unfinished_bytes``: of all bodies that are still arriving. ``vllm_metrics``: ``/metrics`` has
-    vLLM's names too. ``writes``: holds events while a message of the router is handled.
+    vLLM's names too. ``strict_parameters``: fields without effect are refused instead of ignored.
+    ``writes``: holds events while a message of the router is handled.
     """
 
     client: AsyncClient
@@ -56,6 +57,7 @@ class Served:
     planner: ChatPlanner = field(default_factory=ChatPlanner)
     fetcher: ImageFetcher | None = None
     vllm_metrics: bool = False
+    strict_parameters: bool = False
     router_clients: tuple[AsyncClient, ...] = ()
     writes: WriteBatch = field(default_factory=WriteBatch)
     _known: tuple[str, ...] = field(default=(), init=False)
@@ -107,6 +109,11 @@ class Served:
     def name(self) -> str:
         """The model's name in answers; known after :meth:`model`."""
         return self._known[0]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names that requests may use; known after :meth:`model`."""
+        return self._known
 
     async def model(self, wanted: str | None = None) -> ServedModel:
         """Return the served model. Raises ModelNotFound if ``wanted`` is another one."""

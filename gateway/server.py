@@ -552,6 +552,7 @@ async def _serve(
     served = Served(
         client, config.model_names, config.max_body_bytes, config.name,
         planner=planner, fetcher=ImageFetcher(config.image_hosts),
+        strict_parameters=config.strict_parameters,
         vllm_metrics=config.metrics_compat == "vllm", router_clients=_router_clients(config),
         writes=writes,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +36,6 @@ from .answers import (
     usage_of,
 )
 from .bodies import (
-    CHAT_REFUSED,
     MAX_PROMPTS,
     BodyReader,
     ChatBody,
@@ -43,9 +43,11 @@ from .bodies import (
     GenerationBody,
     SamplingBody,
     StreamOptions,
+    Warnings,
 )
 from .errors import ParameterError, error_json
 from .exchange import Exchange
+from .field_rules import CHAT_REFUSED
 from .grammars import constraint_of
 from .messages import ImageUrl, messages_of
 from .metrics import OutputTimes, current_clock
@@ -72,11 +74,15 @@ _completion_reader = BodyReader(CompletionBody)
 async def chat(request: Request) -> None:
     """``POST /v1/chat/completions``."""
     served = Served.of(request)
-    body = _chat_reader.read(await read_body(request))
+    body, warnings = _chat_reader.read(await read_body(request), strict=served.strict_parameters)
     model = await served.text_model(body.model)
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
+    if (effort := body.reasoning_effort) is not None:
+        warnings += await asyncio.to_thread(
+            add_effort, "reasoning_effort", effort, variables, model, served
+        )
     urls: list[ImageUrl] = []
     messages = messages_of(body.messages, urls)
     images: list[Image] = await served.images(model, urls) if urls else []
@@ -100,14 +106,16 @@ async def chat(request: Request) -> None:
 
     form = ChatForm(token_texts(model, body), plan.new_reader)
     name = name_of("chatcmpl", request)
-    answer = Answer(form, name, served.name, prompt_texts(model, body))
+    answer = Answer(form, name, served.name, prompt_texts(model, body), warnings)
     await _respond(request, name, answer, body, model, [start], images)
 
 
 async def completions(request: Request) -> None:
     """``POST /v1/completions``."""
     served = Served.of(request)
-    body = _completion_reader.read(await read_body(request))
+    body, warnings = _completion_reader.read(
+        await read_body(request), strict=served.strict_parameters
+    )
     model = await served.text_model(body.model)
     prompts: Sequence[TokensOrText] = prompts_of(body)
     if body.add_special_tokens is False:
@@ -129,7 +137,7 @@ async def completions(request: Request) -> None:
 
     form = CompletionForm(token_texts(model, body), echo)
     name = name_of("cmpl", request)
-    answer = Answer(form, name, served.name, prompt_texts(model, body))
+    answer = Answer(form, name, served.name, prompt_texts(model, body), warnings)
     await _respond(request, name, answer, body, model, [starter(one) for one in prompts])
 
 
@@ -193,6 +201,26 @@ def _texts_of(prompts: Sequence[TokensOrText], model: ServedModel) -> list[str]:
             text = f"prompt too long: {len(one)} tokens, limit {most - 1}"
             raise ParameterError(text, "prompt", PromptTooLong.code)
     return [one if isinstance(one, str) else model.tokenizer.decode(one) for one in prompts]
+
+
+def add_effort(
+    name: str, effort: object, variables: dict[str, Any], model: ServedModel, served: Served
+) -> Warnings:
+    """Add the effort of reasoning to a template's variables, or return that it is ignored.
+
+    ``name``: the field. Raises ParameterError for one that is no text, and if it must not be
+    ignored.
+    """
+    if not isinstance(effort, str):
+        raise ParameterError(f"{name} must be text", name)
+    source = model.tokenizer.chat_template.source
+    if any("reasoning_effort" in source(with_tools=one) for one in (False, True)):
+        variables.setdefault("reasoning_effort", effort)
+        return []
+    reason = "the model's chat template has none"
+    if served.strict_parameters:
+        raise ParameterError(f"{name} is not supported: {reason}", name)
+    return [f"{name} is ignored: {reason}"]
 
 
 def token_texts(model: ServedModel, body: SamplingBody) -> TokenTexts | None:

@@ -31,6 +31,7 @@ PICTURE_FILES = (
     "model_index.json",
     "scheduler/scheduler_config.json",
     "transformer/config.json",
+    "vae/config.json",
     "text_encoder/config.json",
     "tokenizer/tokenizer.json",
     "tokenizer/tokenizer_config.json",

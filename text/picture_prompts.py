@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from ..proto.errors import CheckpointError
-from ..proto.picture_requests import Z_IMAGE
+from ..proto.limits import MAX_PICTURE_SIDE
+from ..proto.picture_requests import PICTURE_MULTIPLE, Z_IMAGE
 from .flux_prompts import FluxTokenizer, flux_defaults
 from .model_files import PICTURE_FILES, json_object
 from .prompt_tokens import PictureDefaults, PromptTokenizer
 from .zimage_prompts import ZImageTokenizer, zimage_defaults
 
+DEFAULT_SIDE = 1024
+
 
 @dataclass(slots=True, frozen=True)
 class PicturePrompts:
-    """The tokenizers of a picture model, and the defaults of its requests."""
+    """The tokenizers of a picture model, and the defaults of its requests.
+
+    ``side``: width and height of the pictures that the model was trained on, in pixels.
+    """
 
     defaults: PictureDefaults
     tokenizer: PromptTokenizer
+    side: int
 
     @classmethod
     def from_files(
@@ -42,7 +50,16 @@ class PicturePrompts:
         )
         found = defaults(files, origin)
         lengths = (*found.lengths[:-1], most or found.lengths[-1])
-        return cls(found, tokenizer(files, lengths, trusted=trusted, origin=origin))
+        side = json_object(files, "vae/config.json", origin).get("sample_size")
+        return cls(
+            found,
+            tokenizer(files, lengths, trusted=trusted, origin=origin),
+            side if _is_side(side) else DEFAULT_SIDE,
+        )
+
+
+def _is_side(side: object) -> TypeGuard[int]:
+    return isinstance(side, int) and 0 < side <= MAX_PICTURE_SIDE and side % PICTURE_MULTIPLE == 0
 
 
 def read_picture_files(folder: str | Path) -> dict[str, bytes]:

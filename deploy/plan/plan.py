@@ -295,6 +295,7 @@ def _gateway(settings: ServeSettings, book: AddressBook, name: str) -> ProcessSp
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
         image_hosts=tuple(filter(None, settings.image_hosts.split(","))),
+        strict_parameters=settings.strict_parameters == "on",
         share_port=True,
         otlp_endpoint=settings.otlp_endpoint,
         grace_s=settings.grace,

@@ -33,7 +33,9 @@ def main() -> None:
     assert answer.usage.input_tokens_details.text_tokens == answer.usage.input_tokens > 0
     assert (answer.size, answer.output_format, answer.background) == ("64x32", "png", "opaque")
     streamed(client)
-    refused = [{"response_format": "url"}, {"size": "1000x1000"}, {"n": 2, "stream": True}]
+    linked = client.images.generate(prompt=PROMPT, response_format="url")
+    assert linked.data[0].url.startswith("data:image/png;base64,")
+    refused = [{"size": "1000x1000"}, {"n": 2, "stream": True}]
     for fields in refused:
         try:
             client.images.generate(prompt=PROMPT, **fields)

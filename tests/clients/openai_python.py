@@ -120,7 +120,11 @@ def responses(client: OpenAI) -> None:
     )
     assert list(json.loads(formed.output_text)) == ["ready"]
     calls_of_responses(client)
-    for refused in ({"store": True}, {"previous_response_id": "resp-1"}, {"truncation": "auto"}):
+    for ignored in ({"store": True}, {"truncation": "auto"}):
+        answer = client.responses.create(**{**fixed, **ignored}, input="Who are you?")
+        (warning,) = answer.model_extra["warnings"]
+        assert warning.startswith(next(iter(ignored))), warning
+    for refused in ({"previous_response_id": "resp-1"},):
         try:
             client.responses.create(**{**fixed, **refused}, input="Who are you?")
         except openai.BadRequestError as error:
@@ -160,8 +164,11 @@ def errors(client: OpenAI) -> None:
     cases = (
         (openai.NotFoundError, {"model": "other"}, "model"),
         (openai.BadRequestError, {"temperature": -1}, "temperature"),
-        (openai.BadRequestError, {"extra_body": {"foo": 1}}, "foo"),
     )
+    (warning,) = create(model=MODEL, messages=MESSAGES, extra_body={"foo": 1}).model_extra[
+        "warnings"
+    ]
+    assert warning == "foo is ignored: it is not a known parameter"
     for kind, fields, parameter in cases:
         try:
             create(**{"model": MODEL, "messages": MESSAGES, **fields})

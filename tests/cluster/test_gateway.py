@@ -172,6 +172,48 @@ def test_stop_strings_and_minimum_length(gateway, native):
     assert exact["choices"][0]["finish_reason"] == "length"
 
 
+EFFORT = "reasoning_effort is ignored: the model's chat template has none"
+UNKNOWN = "foo is ignored: it is not a known parameter"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "warnings"),
+    [
+        (CHAT, {"messages": MESSAGES, "max_tokens": 2, "reasoning_effort": "low"},
+         [UNKNOWN, EFFORT]),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 2}, [UNKNOWN]),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 16,
+                           "reasoning": {"effort": "low"}, "metadata": {"a": "b"}},
+         [UNKNOWN, EFFORT.replace("_", ".")]),
+        ("/tokenize", {"prompt": "Hi"}, [UNKNOWN]),
+        ("/detokenize", {"tokens": [5]}, [UNKNOWN]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_cannot_change_the_answer_is_named_among_the_warnings(gateway, path, body, warnings):
+    plain = {name: value for name, value in body.items() if not name.startswith("reasoning")}
+    assert gateway.post(path, **body, foo=1)["warnings"] == warnings
+    assert "warnings" not in gateway.post(path, **plain)
+    if path in (CHAT, "/v1/completions"):
+        first, *others = gateway.stream(path, **body, foo=1, n=2)
+        assert first["warnings"] == warnings
+        assert not any("warnings" in one for one in others)
+
+
+def test_strict_parameters_are_refused_and_all_names_are_listed(pools, tmp_path):
+    names = ["one", "two"]
+    flags = [f"--served-model-name={name}" for name in names]
+    gateway = Gateway(pools, tmp_path, "--strict-parameters", *flags).wait_ready()
+    listed = gateway.ask("GET", "/v1/models")[1]["data"]
+    assert [one["id"] for one in listed] == names
+    assert [gateway.ask("GET", f"/v1/models/{name}")[1] for name in names] == listed
+    for fields in ({"foo": 1}, {"store": True}, {"reasoning_effort": "low"}):
+        status, content, _ = gateway.ask("POST", CHAT, {"messages": MESSAGES, **fields})
+        assert (status, content["error"]["param"]) == (400, min(fields))
+    assert "warnings" not in gateway.post(CHAT, messages=MESSAGES, max_tokens=1, user="me")
+    assert gateway.end() == 0
+
+
 def test_answers_that_follow_a_schema(gateway):
     schema = {
         "type": "object",

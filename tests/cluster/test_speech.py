@@ -9,6 +9,7 @@ import subprocess
 import sys
 import wave
 from contextlib import closing
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from baton import LLM
 from baton.client.speech import AudioPrompt, speech_context
 from baton.engine.audio.pcm import wav_header
+from baton.gateway.speech_route import one_voice
 from baton.proto.errors import DeadlineExceeded, InputError
 from baton.proto.layout import AudioCard
 from baton.proto.sampling import SamplingParams
@@ -232,8 +234,6 @@ def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
 @pytest.mark.parametrize(
     ("fields", "parameter"),
     [
-        ({"response_format": "mp3"}, "response_format"),
-        ({"response_format": "opus"}, "response_format"),
         ({"response_format": "midi"}, "response_format"),
         ({"voice": "eve"}, "voice"),
         ({"input": " "}, None),
@@ -243,7 +243,6 @@ def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1}, None),  # no samples
-        ({"pitch": 1}, "pitch"),
         ({"audio_prompt_tokens": [0] * 7}, "voice"),  # beside a named voice
         ({"voice": None, "audio_prompt_tokens": [0] * 6}, "audio_prompt_tokens"),
         ({"voice": None, "audio_prompt_tokens": [32] * 7}, "audio_prompt_tokens"),
@@ -254,6 +253,40 @@ def test_a_http_client_that_leaves_frees_the_blocks(gateway, pools):
 def test_what_http_cannot_speak_is_refused(gateway, fields, parameter):
     status, content, _ = gateway.ask("POST", ROUTE, {**ASKED, **fields})
     assert (status, content["error"]["param"]) == (400, parameter), content
+
+
+def test_what_cannot_change_the_samples_is_named_in_a_header(gateway, undisturbed):
+    connection, response = begun(gateway, response_format="pcm", pitch=1, user="me")
+    content, warnings = response.read(), json.loads(response.headers["x-warnings"])
+    connection.close()
+    assert warnings == [
+        "pitch is ignored: it is not a known parameter",
+        "user is ignored: requests are not recorded by user",
+    ]
+    connection, response = begun(gateway, response_format="pcm")
+    assert (response.read(), response.headers["x-warnings"]) == (content, None)
+    connection.close()
+
+
+@pytest.mark.parametrize("form", ["mp3", "opus", "aac"])
+def test_a_compressed_format_is_written_or_names_its_package(gateway, form):
+    if find_spec("av") is None:
+        status, content, _ = gateway.ask("POST", ROUTE, {**ASKED, "response_format": form})
+        assert (status, content["error"]["param"]) == (400, "response_format")
+        assert "pip install 'baton-serve[audio]'" in content["error"]["message"]
+        return
+    connection, response = begun(gateway, response_format=form)
+    begin = {"mp3": b"\xff", "opus": b"OggS", "aac": b"\xff"}[form]
+    content = response.read()
+    connection.close()
+    assert (response.status, content[: len(begin)]) == (200, begin)
+
+
+def test_a_model_without_named_voices_ignores_them():
+    warnings = []
+    assert one_voice("alloy", warnings, strict=False) is None
+    assert warnings == ["voice is ignored: the model has no named voices"]
+    assert one_voice("alloy", [], strict=True) == "alloy"
 
 
 def test_llm_speaks(undisturbed, folder, tmp_path):

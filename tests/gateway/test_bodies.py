@@ -8,8 +8,7 @@ import pytest
 from baton.client.options import check_options
 from baton.gateway import bodies
 from baton.gateway.bodies import (
-    CHAT_REFUSED,
-    REFUSED,
+    TEMPLATE_FIELDS,
     BodyReader,
     ChatBody,
     CompletionBody,
@@ -18,7 +17,9 @@ from baton.gateway.bodies import (
     TokenizeBody,
 )
 from baton.gateway.errors import ParameterError, error_json, status_of
+from baton.gateway.field_rules import CHAT_REFUSED, IGNORED, RECORDS, REFUSED
 from baton.gateway.grammars import Content, constraint_of
+from baton.gateway.images_route import IMAGES_IGNORED, IMAGES_REFUSED
 from baton.gateway.messages import messages_of
 from baton.gateway.parameters import (
     content_of,
@@ -28,7 +29,7 @@ from baton.gateway.parameters import (
     sampling_of,
     whitespace_of,
 )
-from baton.gateway.responses_bodies import RESPONSES_REFUSED, ResponsesBody
+from baton.gateway.responses_bodies import RESPONSES_IGNORED, RESPONSES_REFUSED, ResponsesBody
 from baton.gateway.tools import tools_of
 from baton.proto.errors import DuplicateRequest, InputError, PromptTooLong, SchemaTooComplex
 from baton.proto.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults
@@ -39,12 +40,17 @@ READERS[ChatBody] = BodyReader(ChatBody, CHAT_REFUSED)
 DEFAULTS = SamplingParamsGenerationConfigDefaults()
 
 
+def read(kind, fields, *, strict=False):
+    own = {"messages": MESSAGES} if kind is ChatBody else {"prompt": "hello"}
+    return READERS[kind].read(json.dumps({**own, **fields}).encode(), strict=strict)
+
+
 def chat(**fields) -> ChatBody:
-    return READERS[ChatBody].read(json.dumps({"messages": MESSAGES, **fields}).encode())
+    return read(ChatBody, fields)[0]
 
 
 def completion(**fields) -> CompletionBody:
-    return READERS[CompletionBody].read(json.dumps({"prompt": "hello", **fields}).encode())
+    return read(CompletionBody, fields)[0]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +80,11 @@ def completion(**fields) -> CompletionBody:
 )
 def test_a_wrong_field_is_named(fields, parameter, said):
     with pytest.raises(ParameterError, match=said.replace("[", r"\[")) as raised:
-        chat(**fields)
+        read(ChatBody, fields, strict=True)
     assert raised.value.parameter.startswith(parameter.split("[", maxsplit=1)[0])
+    if "not a known" not in said:
+        with pytest.raises(ParameterError):
+            read(ChatBody, fields)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"1", b"\xff", b'{"a":' * 5000, b"null"])
@@ -89,21 +98,71 @@ def test_a_missing_field_is_named():
         READERS[ChatBody].read(b"{}")
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_field_without_effect_is_refused_unless_it_is_neutral(name):
+def kind_of(name):
     kinds = [kind for kind in (ChatBody, CompletionBody) if name in kind.__struct_fields__]
     assert kinds, f"{name} is in no body"
-    neutral, reason = REFUSED[name]
-    make = chat if kinds[0] is ChatBody else completion
-    for value in (None, *neutral):
-        make(**{name: value})
-    if not reason:
-        return
-    with pytest.raises(ParameterError, match=f"{name} is not supported: ") as raised:
-        make(**{name: "something"})
-    assert raised.value.parameter == name
-    with pytest.raises(ParameterError):
-        make(**{name: 0.5})
+    return kinds[0]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_field_that_would_change_the_answer_is_refused_unless_it_is_neutral(name):
+    for value in (None, *REFUSED[name][0]):
+        assert read(kind_of(name), {name: value})[1] == []
+    for value in ("something", 0.5):
+        with pytest.raises(ParameterError, match=f"{name} is not supported: ") as raised:
+            read(kind_of(name), {name: value})
+        assert raised.value.parameter == name
+
+
+@pytest.mark.parametrize("name", sorted(IGNORED))
+@pytest.mark.parametrize("value", ["something", 0.5, {"a": [1]}, [{}]], ids=str)
+def test_a_field_that_changes_no_token_is_named_among_the_warnings(name, value):
+    neutral, reason = IGNORED[name]
+    for one in (None, *neutral):
+        for strict in (True, False):
+            assert read(kind_of(name), {name: one}, strict=strict)[1] == []
+    found = read(kind_of(name), {name: value})[1]
+    assert found == ([] if name in TEMPLATE_FIELDS else [f"{name} is ignored: {reason}"])
+    with pytest.raises(ParameterError, match=f"{name} is not supported: {reason}"):
+        read(kind_of(name), {name: value}, strict=True)
+
+
+@pytest.mark.parametrize("name", sorted(RECORDS))
+def test_a_field_for_records_is_accepted_with_any_value(name):
+    for value in ("x", 5, {"a": 1}):
+        for kind in (ChatBody, CompletionBody):
+            assert read(kind, {name: value})[1] == [f"{name} is ignored: {RECORDS[name]}"]
+            assert read(kind, {name: value}, strict=True)[1] == []
+
+
+def test_unknown_fields_are_named_among_the_warnings():
+    fields = {"foo": 1, "bar": None, "stream_options": {"include_usage": True, "pad": 1},
+              "temperature": 0.5, "x" * 500: 1}  # fmt: skip
+    body, warnings = read(ChatBody, fields)
+    assert (body.temperature, body.stream_options.include_usage) == (0.5, True)
+    known = " is ignored: it is not a known parameter"
+    names = ["foo", "bar", "stream_options.pad", "x" * 80]
+    assert sorted(warnings) == sorted(name + known for name in names)
+    with pytest.raises(ParameterError, match="temperature"):
+        read(ChatBody, {**fields, "temperature": "hot"})
+    for fields in ({f"x{at}": 1 for at in range(65)},
+                   {"stream_options": {f"x{at}": 1 for at in range(17)}}):  # fmt: skip
+        with pytest.raises(ParameterError, match="not a known parameter"):
+            read(ChatBody, fields)
+    body, _ = read(ChatBody, {"foo": 1, "temperature": 1, "logit_bias": {"5": 1}, "top_p": 0.5})
+    assert (body.temperature, body.logit_bias) == (1.0, {"5": 1.0})
+
+
+def test_what_the_58_fields_of_clients_get():
+    """Of these fields 21 were refused, which ended every request of some clients."""
+    sent = {
+        "store": True, "reasoning_effort": "low", "verbosity": "low", "priority": 5,
+        "metadata": {"a": "b"}, "service_tier": "flex", "user": "u", "safety_identifier": "s",
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prediction": {"type": "content"},
+        "include": ["reasoning.encrypted_content"], "extra_body": {}, "drop_params": True,
+    }  # fmt: skip
+    warned = {one.split(" ")[0] for one in read(ChatBody, sent)[1]}
+    assert warned == sent.keys() - {"reasoning_effort"}
 
 
 def test_every_field_of_a_generation_is_used_or_refused():
@@ -119,7 +178,7 @@ def test_every_field_of_a_generation_is_used_or_refused():
         "prompt_cache_key", "prompt_logprobs", "safety_identifier", "spaces_between_special_tokens",
     }  # fmt: skip
     for kind in (GenerationBody, ChatBody, CompletionBody):
-        assert set(kind.__struct_fields__) <= used | set(REFUSED) | set(CHAT_REFUSED)
+        assert set(kind.__struct_fields__) <= used | {*REFUSED, *CHAT_REFUSED, *IGNORED, *RECORDS}
 
 
 OPENAI = """model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop
@@ -270,7 +329,7 @@ def test_a_schema_alone_is_sent_as_a_schema():
         ({"response_format": FORM | {"type": "json_object"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"shape": SCHEMA}}},
-            "response_format.json_schema.shape",
+            "response_format.json_schema.schema",
         ),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": "{", "json_object": False}}, "structured_outputs"),
@@ -394,9 +453,9 @@ def test_parts_of_text_become_one_text():
 
 def test_tokenize_bodies():
     reader = BodyReader(TokenizeBody)
-    assert reader.read(b'{"prompt": "x"}').prompt == "x"
+    assert reader.read(b'{"prompt": "x"}')[0].prompt == "x"
     with pytest.raises(ParameterError, match="foo"):
-        reader.read(b'{"foo": 1}')
+        reader.read(b'{"foo": 1}', strict=True)
 
 
 def test_the_page_has_every_field():
@@ -404,9 +463,14 @@ def test_the_page_has_every_field():
     for kind in (ChatBody, CompletionBody, ResponsesBody):
         for name in kind.__struct_fields__:
             assert f"`{name}`" in page, name
-    for name, (neutral, reason) in (*REFUSED.items(), *RESPONSES_REFUSED.items()):
+    rules = [REFUSED, IGNORED, RESPONSES_REFUSED, RESPONSES_IGNORED, IMAGES_REFUSED]
+    for name, (neutral, reason) in (
+        pair for one in (*rules, IMAGES_IGNORED) for pair in one.items()
+    ):
         shown = ", ".join(f"`{json.dumps(value)}`" for value in neutral) or "null"
         assert f"| `{name}` | {reason} | {shown} |" in page, name
+    for name, reason in RECORDS.items():
+        assert f"| `{name}` | {reason} |" in page, name
 
 
 FORMAT = {"response_format": FORM}
@@ -438,9 +502,9 @@ def test_the_field_of_a_late_error_depends_on_the_body():
     too_long = PromptTooLong("prompt too long")
     assert named(too_long, completion()).parameter == "prompt"
     reader = BodyReader(ResponsesBody, RESPONSES_REFUSED)
-    body = reader.read(b'{"input": "hello"}')
+    body, _ = reader.read(b'{"input": "hello"}')
     assert named(too_long, body).parameter == "input"
     form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
     content = json.dumps({"input": "hello", "text": {"format": form}}).encode()
-    body = reader.read(content)
+    body, _ = reader.read(content)
     assert named(SchemaTooComplex("x"), body).parameter == "text.format"

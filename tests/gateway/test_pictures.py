@@ -17,7 +17,7 @@ from baton.client.async_client import AsyncClient
 from baton.gateway.app import ROUTES, make_app
 from baton.gateway.bodies import BodyReader
 from baton.gateway.errors import ParameterError
-from baton.gateway.images_route import IMAGES_REFUSED, ImagesBody
+from baton.gateway.images_route import IMAGES_IGNORED, IMAGES_REFUSED, ImagesBody
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.openapi import document
 from baton.gateway.served import Served
@@ -187,12 +187,6 @@ def test_the_fields_reach_the_request(painter):
     assert context.negative_tokens is not None
 
 
-def test_the_size_may_be_left_out(painter):
-    for size in (None, "auto"):
-        status, answer = post(painter, {"prompt": "a", "steps": 1, "size": size})
-        assert (status, answer["size"]) == (200, "1024x1024")
-
-
 def test_neutral_values_are_accepted(painter):
     neutral = {name: values[0] for name, (values, _) in IMAGES_REFUSED.items() if values}
     assert post(painter, {**TINY, **neutral, "style": None, "model": "flux"})[0] == 200
@@ -235,11 +229,9 @@ WRONG = [
     ("true_cfg_scale", {"true_cfg_scale": 2}),
     ("true_cfg_scale", {"true_cfg_scale": 1, "negative_prompt": "a"}),
     ("negative_prompt", {"negative_prompt": "a" * 10**6}),
-    ("response_format", {"response_format": "url"}),
+    ("response_format", {"response_format": "path"}),
+    ("response_format", {"response_format": "url", "stream": True}),
     ("output_format", {"output_format": "jpeg"}),
-    ("output_compression", {"output_compression": 50}),
-    ("quality", {"quality": "hd"}),
-    ("style", {"style": "vivid"}),
     ("background", {"background": "transparent"}),
     ("stream", {"stream": "yes"}),
     ("n", {"stream": True, "n": 2}),
@@ -247,7 +239,6 @@ WRONG = [
     ("seed", {"stream": True, "seed": -1}),
     ("partial_images", {"partial_images": 2}),
     ("partial_images", {"stream": True, "partial_images": 17}),
-    ("image", {"image": "x"}),
 ]
 
 
@@ -312,6 +303,39 @@ def test_a_text_model_draws_nothing(tmp_path):
     assert answer["error"]["message"] == f"{PATH}: this cluster serves no picture model"
 
 
+IGNORED = {
+    "quality": "hd", "style": "vivid", "moderation": "high", "output_compression": 50, "image": "x",
+    "user": "me",
+}  # fmt: skip
+
+
+def test_what_changes_no_pixel_is_named_among_the_warnings(painter):
+    status, answer = post(painter, {**TINY, **IGNORED})
+    assert status == 200, answer
+    assert {one.split(" ")[0] for one in answer["warnings"]} == IGNORED.keys()
+    status, events = post(painter, {**TINY, "stream": True, "quality": "high"})
+    (warning,) = events[-1]["warnings"]
+    assert warning == "quality is ignored: use steps"
+    assert "warnings" not in post(painter, TINY)[1]
+
+
+def test_a_url_is_a_data_url(painter):
+    status, answer = post(painter, {**TINY, "seed": 5, "response_format": "url"})
+    assert status == 200, answer
+    (one,) = answer["data"]
+    kind, _, content = one["url"].partition(",")
+    assert (kind, one.keys()) == ("data:image/png;base64", {"url", "seed"})
+    again = post(painter, {**TINY, "seed": 5, "response_format": "b64_json"})[1]["data"][0]
+    assert again["b64_json"] == content
+
+
+@pytest.mark.parametrize("size", [{}, {"size": "auto"}, {"size": None}], ids=str)
+def test_without_a_size_it_is_the_models_own(painter, size):
+    tiny = {name: value for name, value in TINY.items() if name != "size"}
+    status, answer = post(painter, {**tiny, **size})
+    assert (status, answer["size"]) == (200, "32x32"), answer
+
+
 def test_every_documented_parameter_is_known():
     assert set(ImagesBody.__struct_fields__) >= DOCUMENTED
 
@@ -330,7 +354,9 @@ def test_openapi_refuses_no_good_body(changed):
     whole = {**schemas["ImagesBody"], "components": {"schemas": schemas}}
     described = jsonschema.Draft202012Validator(whole).is_valid({**TINY, **changed})
     try:
-        BodyReader(ImagesBody, IMAGES_REFUSED).read(json.dumps({**TINY, **changed}).encode())
+        BodyReader(ImagesBody, IMAGES_REFUSED, IMAGES_IGNORED).read(
+            json.dumps({**TINY, **changed}).encode()
+        )
     except ParameterError:
         assert not described
     else:

@@ -4,11 +4,13 @@ import json
 
 import pytest
 
-from baton.gateway.bodies import REFUSED, BodyReader
+from baton.gateway.bodies import BodyReader
 from baton.gateway.errors import ParameterError
+from baton.gateway.field_rules import IGNORED, RECORDS, REFUSED
 from baton.gateway.grammars import Content
 from baton.gateway.parameters import content_of, options_of, sampling_of
 from baton.gateway.responses_bodies import (
+    RESPONSES_IGNORED,
     RESPONSES_REFUSED,
     ResponsesBody,
     messages_of_input,
@@ -20,13 +22,17 @@ DEFAULTS = SamplingParamsGenerationConfigDefaults()
 
 NOW = {"type": "function", "name": "now"}
 CALL = {"type": "function_call", "call_id": "1", "name": "now", "arguments": '{"a": 1}'}
-READER = BodyReader(ResponsesBody, RESPONSES_REFUSED)
+READER = BodyReader(ResponsesBody, RESPONSES_REFUSED, RESPONSES_IGNORED)
+
+
+def read(fields, *, strict=False):
+    content = json.dumps({"input": "hello", **fields}).encode()
+    found, warnings = READER.read(content, strict=strict)
+    return found, [*warnings, *found.check(strict=strict)]
 
 
 def body(**fields) -> ResponsesBody:
-    found = READER.read(json.dumps({"input": "hello", **fields}).encode())
-    found.check()
-    return found
+    return read(fields, strict=True)[0]
 
 
 def input_image(**fields):
@@ -81,9 +87,34 @@ def test_every_field_is_used_or_refused():
         "stop", "stop_token_ids", "ignore_eos", "seed", "cache_salt", "structured_outputs",
         "logit_bias", "input", "instructions",
         "max_output_tokens", "text", "include", "top_logprobs", "prompt_cache_key",
-        "safety_identifier", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls",
+        "safety_identifier", "reasoning", "chat_template_kwargs", "tools", "tool_choice",
+        "parallel_tool_calls",
     }  # fmt: skip
-    assert set(ResponsesBody.__struct_fields__) <= used | set(REFUSED) | set(RESPONSES_REFUSED)
+    rules = {*REFUSED, *RESPONSES_REFUSED, *IGNORED, *RESPONSES_IGNORED, *RECORDS}
+    assert set(ResponsesBody.__struct_fields__) <= used | rules
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"include": ["reasoning.encrypted_content"]}, "include 'reasoning.encrypted_content'"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"max_tool_calls": 3}, "max_tool_calls"),
+        ({"store": True}, "store"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"foo": 1}, "foo"),
+    ],
+    ids=str,
+)
+def test_what_changes_no_token_is_named_among_the_warnings(fields, named):
+    (warning,) = read(fields)[1]
+    assert warning.startswith(named)
+    with pytest.raises(ParameterError):
+        read(fields, strict=True)
 
 
 @pytest.mark.parametrize("name", sorted(RESPONSES_REFUSED))
