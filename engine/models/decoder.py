@@ -101,7 +101,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         base = self._prefix(checkpoint, head=head)
         self._tied = head and self._is_tied(loader, base)
         embedding = f"{base}embed_tokens.weight"
-        if self._tied and embedding not in checkpoint.tensors:
+        if self._tied and embedding not in checkpoint.tensors and _HEAD in checkpoint.tensors:
             embedding = _HEAD
         table = loader.take(embedding, (config.vocab_size, config.hidden_size))
         self._table = backend.parameters(table)
