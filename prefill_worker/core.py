@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import msgspec
 
@@ -61,6 +61,7 @@ from .events import (
     Packed,
     PeerDown,
     PeerUp,
+    Raised,
 )
 from .handoffs import Handoffs, Output
 from .job import Job, JobState, make_job, report
@@ -123,6 +124,16 @@ class PrefillCore(AssignCore[Job]):
             job = self._queue.named(event.sequence)
             return None if job is None else job.key
         return super()._key_of(event)
+
+    def _failed(self, event: Any, error: Exception, now: float) -> list[Action]:
+        actions: list[Action] = super()._failed(event, error, now)
+        if isinstance(event, FromPeer | PeerUp | PeerDown | DataUp | DataDown):
+            try:
+                if self._key_of(event) is None:
+                    self._handoffs.agree_again(event, now)
+            except Exception as again:
+                actions += self.errors.fatal(again, f"after {type(event).__name__}")
+        return actions
 
     # ------------------------------------------------------------------ messages of routers
 
@@ -213,7 +224,7 @@ class PrefillCore(AssignCore[Job]):
     # ------------------------------------------------------------------ handoffs
 
     def _on_handoff(self, event: HandoffEvent, now: float) -> list[Action]:
-        return self._advance(self._handoffs.handle(event, now), now)
+        return self._advance(self._handoffs.handle(event, now), now, about=event)
 
     def _on_not_sent(self, event: NotSent, now: float) -> list[Action]:
         """End a request whose Reserve or Commit is too large to send; a retry cannot help."""
@@ -225,8 +236,8 @@ class PrefillCore(AssignCore[Job]):
             return []
         return self._end(job, now, code=LimitExceeded.code, message=event.reason)
 
-    def _advance(self, outputs: Iterable[Output], now: float) -> list[Action]:
-        """Handle the outcomes of handoffs; pass on actions."""
+    def _advance(self, outputs: Iterable[Output], now: float, about: object = None) -> list[Action]:
+        """Handle the outcomes of handoffs; pass on actions. ``about``: the event, if it is one."""
 
         def handle(output: Output) -> list[Action]:
             match output:
@@ -238,10 +249,12 @@ class PrefillCore(AssignCore[Job]):
                     return self._done(output, now)
                 case handoff.Failed():
                     return self._handoff_failed(output, now)
+                case Raised(output=raised, error=error):
+                    return self._failed(raised, error, now)
                 case action:
                     return [action]
 
-        return self._outputs(outputs, handle, now)
+        return self._outputs(outputs, handle, now, about)
 
     def _granted(self, output: handoff.Granted, now: float) -> list[Action]:
         job = self._queue.get(output.key)
@@ -400,10 +413,10 @@ class PrefillCore(AssignCore[Job]):
             heartbeat=lambda: self._member.tick(now, state, self.load),
             hello=lambda: self._introduce_again(now),
             deserted=lambda: self._deserted(now),
-            handoffs=lambda: self._advance(self._handoffs.tick(now), now),
+            handoffs=lambda: self._advance(self._handoffs.tick(now), now, about=event),
             deadlines=lambda: self._each(self._queue.overdue(now), late, "deadline", now),
             ended=lambda: self._expire_ended(now),
-            links=lambda: self._advance(self._handoffs.drop_lost_links(now), now),
+            links=lambda: self._advance(self._handoffs.drop_lost_links(now), now, about=event),
             drain=self._maybe_drained,
         )
         return actions

@@ -199,6 +199,13 @@ class DecodeLinks:
         if link.no_data_since is not None:
             link.no_data_since = now  # perhaps another process: restart the timeout
 
+    def agree_again(self, endpoint: str, now: float) -> None:
+        """Send Open again soon: an event of the link was lost in an exception of our own code."""
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.state, link.repeat_at = LinkState.OPENING, now + OPEN_REPEAT_S
+            link.await_answer(now)
+
     def pong(self, endpoint: str, nonce: int) -> None:
         """Pass a Pong to its link."""
         link = self._links.get(endpoint)

@@ -159,6 +159,14 @@ class PackFrame:
     shared: bool = False
 
 
+@dataclass(slots=True, frozen=True)
+class Raised:
+    """An exception of our own code in the handling of an output of the sender."""
+
+    output: handoff.Output
+    error: Exception
+
+
 HandoffEvent = FromPeer | PeerUp | PeerDown | DataUp | DataDown | LayersDone | Packed | NotPacked
 Event = (
     FromRouter | RouterUp | RouterDown | HandoffEvent | NotSent | StepDone | GrammarDone

@@ -52,6 +52,7 @@ from .events import (
     PackFrame,
     PeerDown,
     PeerUp,
+    Raised,
     ToPeer,
 )
 from .job import Job
@@ -59,7 +60,7 @@ from .queue import Queue
 
 Outcome = handoff.Granted | handoff.Refusal | handoff.Done | handoff.Failed
 """What a handoff means for its job; the core decides what follows."""
-Output = Outcome | Action
+Output = Outcome | Action | Raised
 
 
 class Handoffs:
@@ -151,6 +152,19 @@ class Handoffs:
             case DataDown(endpoint=endpoint):
                 self._links.data(endpoint, stands=False, now=now)
         return iter(())
+
+    def agree_again(self, event: HandoffEvent, now: float) -> None:
+        """Send Open again after the handling of a link's event has raised.
+
+        What was lost with it is done when the peer answers: repeating messages, opening the data
+        connection. If that raises again and again, the link is lost after the timeout, and its
+        jobs are given back.
+        """
+        endpoint = getattr(event, "endpoint", "")
+        if isinstance(event, DataUp | DataDown):
+            self._links.data(endpoint, stands=isinstance(event, DataUp), now=now)
+        self._links.agree_again(endpoint, now)
+        self._queue.wake(endpoint)
 
     def step_begins(self, plan: StepPlan) -> None:
         """Note which part of each prompt the step computes; its layers are sent meanwhile."""
@@ -300,19 +314,26 @@ class Handoffs:
     # ------------------------------------------------------------------ outputs of the sender
 
     def _outputs(self, outputs: Iterable[handoff.Output]) -> Iterator[Output]:
+        """Yield what each output of the sender means. An error leaves the outputs after it."""
         for output in outputs:
-            match output:
-                case handoff.Send(endpoint=endpoint, message=message):
-                    yield ToPeer(endpoint, message)
-                case handoff.SendFrame():
-                    yield from self._pack(output)
-                case handoff.Gone(key=key):
-                    self._not_read(key)  # the job was removed when its handoff was released
-                case handoff.Done(key=key) | handoff.Failed(key=key):
-                    self._not_read(key)
-                    yield output
-                case _:
-                    yield output
+            try:
+                yield from self._output(output)
+            except Exception as error:
+                yield Raised(output, error)
+
+    def _output(self, output: handoff.Output) -> Iterator[Output]:
+        match output:
+            case handoff.Send(endpoint=endpoint, message=message):
+                yield ToPeer(endpoint, message)
+            case handoff.SendFrame():
+                yield from self._pack(output)
+            case handoff.Gone(key=key):
+                self._not_read(key)  # the job was removed when its handoff was released
+            case handoff.Done(key=key) | handoff.Failed(key=key):
+                yield output
+                self._not_read(key)
+            case _:
+                yield output
 
     def _pack(self, output: handoff.SendFrame) -> Iterator[Output]:
         job = self._queue.get(output.key)

@@ -33,6 +33,8 @@ TICKS = 0.3
 """Share of the planted exceptions that are raised in a tick."""
 LINES_LOG2 = 11.0
 """Logarithm of the most lines of a core's code until a planted exception is raised."""
+FEW_LINES_LOG2 = 7.0
+"""The same if the exceptions are raised in a few kinds of events only."""
 ISOLATE_S = 4.0
 """Longest time a router is cut off, seconds; longer than its clients wait for it."""
 
@@ -78,9 +80,11 @@ class Storm:
 
     def _raise(self, node: Node, when: float) -> None:
         """Plant an exception in the code of a router or worker; see :mod:`.own_errors`."""
-        random = self._random
-        ticks = random.random() < TICKS
-        plant = Plant(int(2 ** random.uniform(0.0, LINES_LOG2)), ticks=ticks)
+        random, names = self._random, self._scenario.raise_in
+        if not names and random.random() < TICKS:
+            names = frozenset({"Tick"})
+        most = FEW_LINES_LOG2 if self._scenario.raise_in else LINES_LOG2
+        plant = Plant(int(2 ** random.uniform(0.0, most)), names)
         self._cluster.network.at(when, lambda: node.plants.append(plant))
 
     def _stop(self, node: Node, when: float) -> None:

@@ -116,7 +116,7 @@ class Node:
     def think(self, core: Thinker, event: Any) -> list[Any]:
         """Pass an event to a core; an exception that was planted may be raised within it."""
         plant = self.plants[0] if self.plants else None
-        if plant is None or (plant.ticks and type(event).__name__ != "Tick"):
+        if plant is None or not plant.concerns(event):
             return core.handle(event, self.now)
         actions = plant.run(lambda: core.handle(event, self.now))
         if plant.where:

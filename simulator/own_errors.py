@@ -34,12 +34,20 @@ class Planted(Exception):
 
 
 class Plant:
-    """Raises one exception after ``lines`` lines of the cores' code. ``ticks``: only in ticks."""
+    """Raises one exception after ``lines`` lines of the cores' code.
 
-    def __init__(self, lines: int, *, ticks: bool) -> None:
-        self.ticks = ticks
+    ``names``: only in events, or messages, with these names; empty: in all.
+    """
+
+    def __init__(self, lines: int, names: frozenset[str] = frozenset()) -> None:
+        self._names = names
         self.where = ""
         self._left = lines
+
+    def concerns(self, event: object) -> bool:
+        """Return whether lines count that handle this event."""
+        said = getattr(event, "message", event)
+        return not self._names or type(said).__name__ in self._names
 
     def run(self, call: Callable[[], list[Any]]) -> list[Any]:
         """Return what ``call`` returns, and raise within it once the line is reached."""

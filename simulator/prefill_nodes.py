@@ -6,6 +6,8 @@ without copies could read it.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,6 +77,8 @@ class PrefillNode(EngineNode[PrefillCore]):
         self.moves = MoveDelays(self, sizes.move_s)
         self.decoder = sealed_decoder(DecodeToPrefill)
         self.connected: set[str] = set()
+        self.data_links: set[str] = set()  # endpoints to which frames can be sent
+        self.waiting: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
         self.buried: set[int] = set()
 
     def from_router(self, name: str, message: Message) -> None:
@@ -90,6 +94,8 @@ class PrefillNode(EngineNode[PrefillCore]):
                 self._to_peer(endpoint, message)
             case prefill.Connect(endpoint=endpoint):
                 self._connect(endpoint)
+            case prefill.OpenData(endpoint=endpoint):
+                self._open_data(endpoint)
             case prefill.Disconnect(endpoint=endpoint):
                 self._disconnect(endpoint)
             case prefill.PackFrame():
@@ -107,9 +113,17 @@ class PrefillNode(EngineNode[PrefillCore]):
 
     def _disconnect(self, endpoint: str) -> None:
         self.connected.discard(endpoint)
+        self.data_links.discard(endpoint)
+        self.waiting.pop(endpoint, None)
         node = self.cluster.decode_at(endpoint)
         if node is not None:
             self.cluster.peer_gone(node, self)
+
+    def _open_data(self, endpoint: str) -> None:
+        """Send the frames that have waited for the data connection."""
+        self.data_links.add(endpoint)
+        for send in self.waiting.pop(endpoint, []):
+            send()
 
     def believed_alive(self) -> list[DecodeNode]:
         """Return decode workers whose incarnation was never declared dead to this worker.
@@ -164,6 +178,9 @@ class PrefillNode(EngineNode[PrefillCore]):
         self.feed(prefill.Packed(send.key, frame.index, frame.checksum))
 
     def _send_frame(self, endpoint: str, frame: KVFrame, payload: Bytes) -> None:
+        if endpoint not in self.data_links:
+            self.waiting[endpoint].append(lambda: self._send_frame(endpoint, frame, payload))
+            return
         network, node = self.cluster.network, self.cluster.decode_at(endpoint)
         damaged = network.random.random() < network.faults.damage
         at = network.random.randrange(frame.nbytes)

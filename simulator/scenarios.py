@@ -46,7 +46,8 @@ class Scenario:
     direction or both; ``cut_kinds`` as in :mod:`.faults`), ``drains``, ``jumps`` (a clock jumps
     forward), ``slow`` (a client reads nothing for a while), ``misfits`` (a worker restarts with
     another model), ``forgeries`` (certificates of all workers' deaths without the secrets),
-    ``raises`` (a core's own code raises an exception). ``certificate_faults``: probability that a
+    ``raises`` (a core's own code raises an exception; ``raise_in``: only in events or messages with
+    these names). ``certificate_faults``: probability that a
     certificate is lost, late, repeated, or joined by forged ones. ``victims``: kinds of nodes that
     faults strike.
     Probabilities per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before),
@@ -82,6 +83,7 @@ class Scenario:
     forgeries: int = 0
     certificate_faults: float = 0.0
     raises: int = 0
+    raise_in: frozenset[str] = frozenset()
     poison: int = 0
     cancels: float = 0.0
     pins: float = 0.0
@@ -129,6 +131,8 @@ _RAISES = Scenario(
     allowed=_PINNED | {"internal"},
 )
 """Exceptions of our own code: each may end one request, and no other one suffers."""
+LINK_EVENTS = frozenset({"PeerUp", "PeerDown", "DataUp", "Opened", "Pong"})
+"""What happens to a prefill worker's link to a decode worker, and is not repeated by itself."""
 _MOVES = Scenario(prompt=120, shape=Shape(sizes=MOVES), cancels=0.6, crashes=1, allowed=UNLUCKY)
 _CUT = Scenario(requests=30, load_s=8.0, wait_s=CUT_WAIT_S, shape=CUT_ROOM, cuts=1, cancels=0.1)
 
@@ -408,6 +412,15 @@ SCENARIOS: dict[str, Scenario] = {
     "raises": replace(_RAISES, victims=("router", "prefill", "decode")),
     "raises-router": replace(_RAISES, victims=("router",), deadlines=0.2),
     "raises-prefill": replace(_RAISES, victims=("prefill",), prompt=120),
+    "raises-links": replace(
+        _RAISES,
+        victims=("prefill",),
+        raises=8,
+        raise_in=LINK_EVENTS,
+        flaps=4,
+        deadlines=0.0,
+        wait_s=CUT_WAIT_S,
+    ),
     "raises-decode": replace(_RAISES, victims=("decode",), structured=0.3),
     "raises-embed": replace(_RAISES, shape=EMBED, requests=60, load_s=0.4),
     "raises-pictures": replace(

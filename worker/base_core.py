@@ -214,21 +214,31 @@ class WorkerCore(ABC):
         return actions
 
     def _outputs(
-        self, outputs: Iterable[Any], handle: Callable[[Any], list[Any]], now: float
+        self,
+        outputs: Iterable[Any],
+        handle: Callable[[Any], list[Any]],
+        now: float,
+        about: object = None,
     ) -> list[Any]:
-        """Return the actions for every output of a handoff; an error harms its attempt alone."""
+        """Return the actions for every output of a handoff; an error harms its attempt alone.
+
+        ``about``: the event whose handling makes the outputs. If making one raises, the actions
+        for those before it are kept. Without an event the error is raised.
+        """
         actions: list[Any] = []
         remaining = iter(outputs)
-        output: Any = None
         while True:
             try:
                 output = next(remaining, None)
-                if output is None:
-                    return actions
+            except Exception as error:  # nothing follows
+                if about is None:
+                    raise
+                return actions + self._failed(about, error, now)
+            if output is None:
+                return actions
+            try:
                 actions += handle(output)
             except Exception as error:
-                if output is None:  # making it raised, and nothing follows
-                    raise
                 actions += self._failed(output, error, now)
 
     # ------------------------------------------------------------------ jobs

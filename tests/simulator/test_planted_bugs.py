@@ -22,6 +22,7 @@ from baton.kv_transfer.receiver_grants import ReceiverGrants, Reply
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.sender_handoff import Handoff, HandoffState
 from baton.prefill_worker.embed_core import BatchDone, EmbedCore, TextQueue
+from baton.prefill_worker.handoffs import Handoffs as PrefillHandoffs
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import Committed, Drain, TokenRun, Tokens
 from baton.router.client_messages import ClientMessages
@@ -486,6 +487,10 @@ def the_books_of_a_worker_are_not_compared_after_an_error(monkeypatch):
     monkeypatch.setattr(WorkerErrors, "compare", lambda self, check: [])
 
 
+def a_link_whose_event_raised_stays_half_open(monkeypatch):
+    monkeypatch.setattr(PrefillHandoffs, "agree_again", lambda *_: None)
+
+
 def an_exception_ends_a_turn_of_the_core(monkeypatch):
     def handle(self, event, now):
         actions = self.HANDLERS[type(event)](self, event, now)
@@ -504,6 +509,9 @@ LATE = Scenario(
 DEAF = replace(SCENARIOS["scarce-crash"], faults=Faults(loss=0.15))
 LONELY = replace(SCENARIOS["failover"], shape=replace(SCENARIOS["failover"].shape, restart_s=9.0))
 CROWDED = replace(SCENARIOS["embed"], load_s=0.1, cancels=0.7, requests=200)
+
+
+RAISES_OFTEN = replace(SCENARIOS["raises-decode"], raises=20)
 
 
 def cut_by(*kinds: str) -> Scenario:
@@ -558,8 +566,9 @@ PLANTS = [
     (a_harmed_request_gets_no_end, "raises-router", 10),
     (sums_are_not_made_again_after_an_error, "raises-router", 10),
     (a_harmed_job_gets_no_end, "raises-prefill", 20),
-    (the_books_of_a_worker_are_not_compared_after_an_error, "raises-decode", 20),
+    (the_books_of_a_worker_are_not_compared_after_an_error, RAISES_OFTEN, 20),
     (an_exception_ends_a_turn_of_the_core, "raises-prefill", 3),
+    (a_link_whose_event_raised_stays_half_open, "raises-links", 10),
 ]
 
 

@@ -56,6 +56,7 @@ FIGURES = {
     "raises-router": ["raised", "faults", "ended internal"],
     "raises-prefill": ["raised", "faults"],
     "raises-decode": ["raised", "faults"],
+    "raises-links": ["raised", "faults"],
     "structured": ["grammars", "grammars_dropped", "preemptions", "replays"],
 }
 """The events that a scenario must contain to deserve its name."""
