@@ -67,6 +67,8 @@ _GENERATING = frozenset(
      "/v1/audio/speech", "/v1/images/generations")
 )  # fmt: skip
 """Paths whose requests the router admits or refuses."""
+_PROBES = frozenset(("/live", "/ready", "/health"))
+"""Paths that load balancers and container managers ask without a key."""
 _SHED = "the cluster is full: it refused most of the latest requests"
 
 
@@ -92,6 +94,7 @@ def make_app(
     app.state.openapi = encoded(ROUTES)
     app.state.metrics = counts
     app.state.feed = routes.Feed()
+    app.state.readiness = routes.Readiness()
     return Door(Direct(app), ApiKeys(key_digests), counts, tracing)
 
 
@@ -138,8 +141,9 @@ class Direct:
 class Door:
     """Checks a request before any route, gives every response its request id, and counts it.
 
-    A request needs an API key. Without keys, it must name this machine as its host and origin: any
-    web page can send requests to loopback, and the name of its site may resolve to loopback.
+    A request needs an API key, except a probe, whose answer is then the status alone. Without
+    keys, it must name this machine as its host and origin: any web page can send requests to
+    loopback, and the name of its site may resolve to loopback.
     """
 
     def __init__(
@@ -205,6 +209,10 @@ class Door:
                     return
                 if tracing is not None:
                     span = tracing.begin(scope, headers, name.decode())
+                await self._app(scope, receive, send_named)
+            elif scope["path"] in _PROBES and scope["method"] in ("GET", "HEAD"):
+                # The exchange is not admitted: such a connection may be closed for another one.
+                scope[routes.STATUS_ONLY] = True
                 await self._app(scope, receive, send_named)
             else:
                 refused = response_of(KeyInvalid(_NO_KEY))

@@ -37,6 +37,8 @@ ROUTER_TIMEOUT_S = 2.0
 """Seconds to wait for the router's metrics; without an answer only the gateway's are shown."""
 STATUS_TIMEOUT_S = 5.0
 """Seconds to wait for the router's status."""
+STATUS_ONLY = "baton.status_only"
+"""In the scope of a probe without a key, whose answer must not show more than the status."""
 DASHBOARD_INTERVAL_S = 1.0
 MAX_VIEWERS = 32
 SHOWN_REQUESTS = 50
@@ -213,18 +215,40 @@ async def live(_: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """``GET /ready`` and ``GET /health``: 200 if a worker of each role is ready, else 503."""
-    try:
-        report = await Served.of(request).client.status(handoffs=0, timeout=STATUS_TIMEOUT_S)
-    except BatonError as error:
-        return _json({"status": "not ready", "reason": str(error)}, 503)
-    counts = {"prefill": 0, "decode": 0}
-    for worker in report["workers"]:
-        counts[worker["role"]] += worker["state"] == "ready"
-    missing = [role for role, count in counts.items() if not count]
-    if missing == ["decode"] and (await Served.of(request).model()).card.embedding_size:
-        missing = []  # prefill workers alone serve an embedding model
-    status = {"status": "not ready" if missing else "ready", "ready_workers": counts}
-    return _json(status, 503 if missing else 200)
+    readiness: Readiness = request.app.state.readiness
+    is_ready, details = await readiness.of(Served.of(request))
+    status = {"status": "ready" if is_ready else "not ready"}
+    shown = status if STATUS_ONLY in request.scope else status | details
+    return _json(shown, 200 if is_ready else 503)
+
+
+class Readiness:
+    """Whether the cluster is ready. Requests at the same time share one query to the router.
+
+    So probes without a key load the router no more than one client that asks again and again.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[tuple[bool, dict[str, Any]]] | None = None
+
+    async def of(self, served: Served) -> tuple[bool, dict[str, Any]]:
+        """Return it, and the ready workers by role or why the router was not reached."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._ask(served))
+        return await asyncio.shield(self._task)
+
+    async def _ask(self, served: Served) -> tuple[bool, dict[str, Any]]:
+        try:
+            report = await served.client.status(handoffs=0, timeout=STATUS_TIMEOUT_S)
+        except BatonError as error:
+            return False, {"reason": str(error)}
+        counts = {"prefill": 0, "decode": 0}
+        for worker in report["workers"]:
+            counts[worker["role"]] += worker["state"] == "ready"
+        missing = [role for role, count in counts.items() if not count]
+        if missing == ["decode"] and (await served.model()).card.embedding_size:
+            missing = []  # prefill workers alone serve an embedding model
+        return not missing, {"ready_workers": counts}
 
 
 # --------------------------------------------------------------------------- metrics

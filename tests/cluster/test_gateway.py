@@ -294,12 +294,13 @@ def test_no_route_is_reachable_without_the_key(pools, tmp_path):
     keyed = Gateway(pools, tmp_path, f"--api-key-file={keys}", BATON_API_KEY="third-key")
     keyed.wait_ready()
     try:
-        paths = [("GET", p) for p in ("/live", "/ready", "/health", "/version", "/v1/models", "/x")]
+        paths = [("GET", p) for p in ("/metrics", "/version", "/v1/models", "/x")]
         paths += [("POST", p) for p in (CHAT, "/v1/completions", "/v1/embeddings", "/tokenize")]
         for wrong in ({}, {"Authorization": "Bearer no"}, {"Authorization": "Basic one-key"}):
             for method, path in paths:
                 status, content, _ = keyed.ask(method, path, b"{}", wrong)
                 assert (status, content["error"]["code"]) == (401, "invalid_api_key"), path
+            assert keyed.ask("GET", "/ready", headers=wrong)[:2] == (200, {"status": "ready"})
         for key in ("one-key", "other-key", "third-key"):
             headers = {"Authorization": f"Bearer {key}"}
             assert keyed.ask("GET", "/v1/models", headers=headers)[0] == 200

@@ -247,7 +247,7 @@ def test_a_rollout_replaces_the_gateways_without_a_refused_connection(two, tmp_p
 
     def ask() -> None:
         while not over.is_set():
-            status, _, _ = http.ask("GET", "/live", headers={"Authorization": "Bearer new-key"})
+            status, _, _ = http.ask("GET", "/version", headers={"Authorization": "Bearer new-key"})
             statuses.add(status)
 
     with ThreadPoolExecutor(1) as threads:
@@ -257,7 +257,7 @@ def test_a_rollout_replaces_the_gateways_without_a_refused_connection(two, tmp_p
         asking.result(60)
     assert done.returncode == 0, done.stderr
     assert statuses == {200}
-    assert http.ask("GET", "/live")[0] == 401
+    assert http.ask("GET", "/version")[0] == 401
 
 
 # --------------------------------------------------------------------------- the end, the port
@@ -272,9 +272,10 @@ def test_a_cluster_with_a_key_ends_after_its_requests_and_shows_the_key_nowhere(
     )  # fmt: skip
     (ready,) = (line for line in json_lines(running) if line["event"].startswith("ready: "))
     port = int(re.search(r":(\d+)/v1$", ready["http"])[1])
-    check_the_health_check(port, tmp_path)
+    check_the_health_check(port)
     http = Http(port, {"Authorization": "Bearer a-key-of-a-file"})
-    assert http.ask("GET", "/live", headers={"Authorization": "Bearer a-key-of-nobody"})[0] == 401
+    foreign = {"Authorization": "Bearer a-key-of-nobody"}
+    assert http.ask("GET", "/version", headers=foreign)[0] == 401
     check_that_the_port_is_taken(running, port)
     body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "seed": 1}
     wanted = http.post("/v1/completions", **body)["choices"][0]["text"]
@@ -313,12 +314,10 @@ def json_lines(cluster) -> list[dict]:
     return lines
 
 
-def check_the_health_check(port: int, folder: Path) -> None:
-    """The container's health check needs the key."""
-    file = folder / "one"
-    for key, code in (("a-key-of-a-file", 0), ("a-key-of-nobody", 1)):
-        file.write_text(key)
-        given = {"BATON_HTTP_PORT": str(port), "BATON_API_KEY_FILE": str(file)}
+def check_the_health_check(port: int) -> None:
+    """The container's health check needs no key."""
+    for asked, code in ((port, 0), (1, 1)):
+        given = {"BATON_HTTP_PORT": str(asked)}
         done = subprocess.run(
             [sys.executable, "-P", str(HEALTH_CHECK)], env=given, capture_output=True, check=False
         )

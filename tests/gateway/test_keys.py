@@ -1,4 +1,4 @@
-"""API keys: every route asks for one, in constant time, and keeps none.
+"""API keys: every route but the probes asks for one, in constant time, and keeps none.
 
 Without keys, every route refuses foreign hosts and origins.
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from baton.gateway.app import ROUTES, make_app
 from baton.gateway.config import GatewayConfig
+from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.served import Served
 from baton.proto.errors import ConfigError
 from baton.runtime.keys import api_keys
 from baton.runtime.keys.api_keys import api_key_digests, digest_of
 
 KEYS = ("a-first-key", "another-key")
+PROBES = ("/live", "/ready", "/health")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 WRONG = (
     None, b"", b"Bearer", b"Bearer ", b"Bearer a-first-ke", b"Bearer a-first-key2", b"a-first-key",
@@ -45,6 +47,13 @@ def status_of(
     app, method: str, path: str, authorization: bytes | None, *more: tuple[bytes, bytes]
 ) -> int:
     """The status of one request. ``more``: further headers."""
+    return answer_of(app, method, path, authorization, *more)[0]
+
+
+def answer_of(
+    app, method: str, path: str, authorization: bytes | None, *more: tuple[bytes, bytes]
+) -> tuple[int, bytes]:
+    """The status and the body of one request. ``more``: further headers."""
     headers = [] if authorization is None else [(b"authorization", authorization)]
     headers += more
     scope = {
@@ -61,7 +70,7 @@ def status_of(
         sent.append(message)
 
     asyncio.run(app(scope, receive, send))
-    return sent[0]["status"]
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 
 def test_no_route_answers_without_a_key():
@@ -70,18 +79,62 @@ def test_no_route_answers_without_a_key():
     paths += ["/", "/docs", "/nothing", "/v1", "//live", "/live/", "/LIVE", "/v1/models/a/b"]
     assert len(paths) > 20
     for path in paths:
-        assert status_of(app, "GET", path, None) == 401
         for method in METHODS:
-            assert status_of(app, method, path, b"Bearer wrong") == 401, (method, path)
+            if path not in PROBES or method not in ("GET", "HEAD"):
+                assert status_of(app, method, path, None) == 401
+                assert status_of(app, method, path, b"Bearer wrong") == 401, (method, path)
     for authorization in WRONG:
-        assert status_of(app, "GET", "/live", authorization) == 401, authorization
+        assert status_of(app, "GET", "/version", authorization) == 401, authorization
+
+
+def test_probes_need_no_key_and_get_only_the_status_without_one():
+    counts = GatewayMetrics()
+    app = make_app(Served(Cluster()), [digest_of(key) for key in KEYS], counts)
+    for wrong in WRONG:
+        assert answer_of(app, "GET", "/live", wrong) == (200, b'{"status":"live"}')
+        for path in ("/ready", "/health"):
+            assert answer_of(app, "GET", path, wrong) == (503, b'{"status":"not ready"}')
+            assert status_of(app, "HEAD", path, wrong) == 503
+    with_key = answer_of(app, "GET", "/ready", b"Bearer " + KEYS[0].encode())
+    assert (with_key[0], b"ready_workers" in with_key[1]) == (503, True)
+    assert b"ready_workers" in answer_of(make_app(Served(Cluster())), "GET", "/ready", None)[1]
+
+
+def test_probes_at_the_same_time_ask_the_router_once():
+    class Slow(Cluster):
+        asked = 0
+
+        async def status(self, **_: Any) -> Any:
+            self.asked += 1
+            await asyncio.sleep(0)
+            return {"workers": []}
+
+    async def send(_: Any) -> None:
+        pass
+
+    async def run() -> None:
+        def scope() -> dict[str, Any]:
+            return {
+                "type": "http", "http_version": "1.1", "method": "GET", "path": "/ready",
+                "raw_path": b"/ready", "query_string": b"", "headers": [], "scheme": "http",
+                "server": None, "client": None, "root_path": "",
+            }  # fmt: skip
+
+        await asyncio.gather(*(app(scope(), cast(Any, None), send) for _ in range(50)))
+
+    cluster = Slow()
+    app = make_app(Served(cluster), [digest_of(KEYS[0])])
+    asyncio.run(run())
+    assert cluster.asked == 1
+    asyncio.run(run())
+    assert cluster.asked == 2
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_each_key_opens_the_routes(key):
     app = make_app(Served(Cluster()), [digest_of(known) for known in KEYS])
     for scheme in (b"Bearer ", b"bearer ", b"BEARER  "):
-        assert status_of(app, "GET", "/live", scheme + key.encode()) == 200
+        assert status_of(app, "GET", "/version", scheme + key.encode()) == 200
     assert status_of(app, "GET", "/ready", b"Bearer " + key.encode()) == 503
 
 
