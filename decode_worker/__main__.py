@@ -30,7 +30,6 @@ from .config import DecodeWorkerConfig
 from .shell import DecodeShell
 
 _log = get_logger()
-_DATA_OPTIONS = ChannelOptions(max_frame_bytes=MAX_KV_FRAME_BYTES, max_frames=2, receive_hwm=64)
 
 
 def data_address(config: DecodeWorkerConfig) -> str:
@@ -74,7 +73,11 @@ def _shell(
         context,
         data_address(config),
         keys=door(doors, "data", PREFILL),
-        options=_DATA_OPTIONS,
+        options=ChannelOptions(
+            max_frame_bytes=MAX_KV_FRAME_BYTES,
+            max_frames=2,
+            backlog_bytes=2 * config.credit_budget,  # senders keep to their credit
+        ),
     )
     gpu = runner.backend.gpu
     nonce = new_nonce()

@@ -175,7 +175,7 @@ class AdminServer:
         keys: ServerKeys | None = None,
     ) -> None:
         options = ChannelOptions(
-            max_frame_bytes=MAX_BYTES, max_frames=1, send_hwm=256, receive_hwm=256,
+            max_frame_bytes=MAX_BYTES, max_frames=1, send_hwm=256,
             heartbeat_s=1.0, heartbeat_timeout_s=5.0,
         )  # fmt: skip
         self._on_request = on_request

@@ -46,6 +46,7 @@ class AdminClient:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, MAX_ANSWER_BYTES),
+            (zmq.RCVHWM, 0),  # at its limit, libzmq aborts if the controller ends (decision 45)
             (zmq.HEARTBEAT_IVL, 1000),
             (zmq.HEARTBEAT_TIMEOUT, 3000),
         ):

@@ -18,13 +18,21 @@ import zmq
 
 from ...proto.errors import InternalError
 from ...proto.limits import MAX_ARRAY_FRAMES, MAX_CONTROL_BYTES
+from ..keys.curve import is_tcp
 from ..liveness import CONNECTION_HEARTBEAT_S, DEFAULT_WORKER_TIMEOUT_S, connection_timeout
+from ..process.log import get_logger
+from .backlog import FRAME_BYTES, KEYED_FRAME_BYTES, Backlog
+from .descriptors import received_bytes, shut_down
+from .loop import Loop, Periodic
 
 COPY_LIMIT = 64 << 10
 """Frames up to this many bytes are copied; for larger ones, tracking a buffer is cheaper."""
 _HANDSHAKE_MS = 2000
 _BACKLOG = 4096
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
+_LOOK_S = 0.25
+"""Seconds between two looks at the backlogs of a socket's connections."""
+_log = get_logger()
 
 Frames = list[bytes | memoryview]
 Buffers = Sequence[Any]
@@ -43,12 +51,15 @@ class SendResult(enum.Enum):
 
 
 class ChannelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and timers of a socket; high-water marks count messages per peer."""
+    """Limits and timers of a socket. The send queue of a peer is limited by messages.
+
+    ``backlog_bytes``: maximum bytes that one TCP connection may be ahead of this process.
+    """
 
     max_frame_bytes: int = MAX_CONTROL_BYTES
     max_frames: int = MAX_ARRAY_FRAMES + 1
     send_hwm: int = 1000
-    receive_hwm: int = 1000
+    backlog_bytes: int = 64 << 20
     heartbeat_s: float = CONNECTION_HEARTBEAT_S
     heartbeat_timeout_s: float = connection_timeout(DEFAULT_WORKER_TIMEOUT_S)
 
@@ -64,10 +75,11 @@ class ChannelStats(msgspec.Struct):
     refused: int = 0  # connections whose handshake failed
     crowded: int = 0  # connections closed because too many handshakes were pending
     intruders: int = 0  # received messages dropped: the key does not own the identity
+    ahead: int = 0  # connections closed because too much of them was waiting
 
     def count_into(self, dropped: Counter[str], side: str) -> None:
         """Set the nonzero counts of refused input in ``dropped``, as ``SIDE_refused`` etc."""
-        for reason in ("refused", "crowded", "malformed", "intruders"):
+        for reason in ("refused", "crowded", "malformed", "intruders", "ahead"):
             count = getattr(self, reason)
             if count:
                 dropped[f"{side}_{reason}"] = count
@@ -77,9 +89,16 @@ class Channel:
     """Base of RouterChannel and DealerChannel."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, options: ChannelOptions
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        endpoint: str,
+        options: ChannelOptions,
+        *,
+        keyed: bool,
     ) -> None:
         self.stats = ChannelStats()
+        self.endpoint = endpoint
         self._max_frames = options.max_frames
         self._owner: int | None = None
         self._socket: zmq.Socket[bytes] = context.socket(kind)
@@ -90,7 +109,7 @@ class Channel:
             (zmq.BACKLOG, _BACKLOG),
             (zmq.MAXMSGSIZE, options.max_frame_bytes),
             (zmq.SNDHWM, options.send_hwm),
-            (zmq.RCVHWM, options.receive_hwm),
+            (zmq.RCVHWM, 0),  # not a limit but an abort of libzmq: see backlog.py
             (zmq.HEARTBEAT_IVL, int(options.heartbeat_s * 1000)),
             (zmq.HEARTBEAT_TIMEOUT, int(options.heartbeat_timeout_s * 1000)),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
@@ -98,6 +117,27 @@ class Channel:
             self._socket.setsockopt(option, value)
         # The socket's default threshold of 64 KiB decides which frames are copied.
         self._socket.copy_threshold = COPY_LIMIT
+        # Only this user can connect to an ipc file, and its kernel does not count bytes.
+        self._backlog = Backlog(options.backlog_bytes, received_bytes) if is_tcp(endpoint) else None
+        self._frame_bytes = KEYED_FRAME_BYTES if keyed else FRAME_BYTES
+        self._taken_bytes = 0  # of the last message, as on the wire
+        self._look: Periodic | None = None
+
+    def _limit_backlogs(self, loop: Loop) -> None:
+        """Begin to close connections that send faster than this process reads."""
+        if self._backlog is not None:
+            self._look = loop.every(_LOOK_S, self._close_those_ahead)
+
+    def _close_those_ahead(self) -> None:
+        for fd in () if self._backlog is None else self._backlog.excessive():
+            self.stats.ahead += 1
+            _log.warning("socket.ahead", endpoint=self.endpoint, closed=self.stats.ahead)
+            shut_down(fd)
+
+    def _forget_backlogs(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
 
     def _own(self) -> None:
         """Raise InternalError on a second thread, whose use of the socket would corrupt memory."""
@@ -113,14 +153,16 @@ class Channel:
         Raises zmq.Again only for the first frame: ZeroMQ delivers complete messages.
         """
         frames: Frames = []
-        count = 0
+        count = size = 0
         while True:
             frame = self._socket.recv(flags, copy=False)
             count += 1
+            size += len(frame)
             if count <= self._max_frames:
                 frames.append(frame.bytes if len(frame) <= COPY_LIMIT else frame.buffer)
             if not frame.more:
                 break
+        self._taken_bytes = size + count * self._frame_bytes
         if count > self._max_frames:
             self.stats.malformed += 1
             return None

@@ -61,14 +61,14 @@ class DealerChannel(Channel):
         check_address(endpoint)
         source = keys if is_tcp(endpoint) else None
         first = source() if callable(source) else source
-        super().__init__(context, zmq.DEALER, options)
+        super().__init__(context, zmq.DEALER, endpoint, options, keyed=first is not None)
+        self._fd = -1  # of the connection
         self._source, self._keys = source, first
         self._warns = warns
         self._server = 0  # index of the server key in use
         self._failed = 0  # consecutive failed handshakes
         self._asked = True  # libzmq connects or is connected; False between disconnect and connect
         self._on_refused: OnRefused | None = None
-        self.endpoint = endpoint
         self.identity = tagged(identity, b"" if first is None else first.public)
         self.connected = False
         self._loop: Loop | None = None
@@ -118,6 +118,7 @@ class DealerChannel(Channel):
         # Messages before the monitor: handle the last messages before their connection's end.
         loop.add_socket(self._socket, pump)
         loop.add_socket(self._monitor.socket, self._read_monitor, sends=False)
+        self._limit_backlogs(loop)
 
     def recv(self) -> Frames | None:
         """Return the next message, or None; never blocks."""
@@ -126,7 +127,11 @@ class DealerChannel(Channel):
             try:
                 frames = self._read_frames(zmq.NOBLOCK)
             except zmq.Again:
+                if self._backlog is not None:
+                    self._backlog.drained = True
                 return None
+            if self._backlog is not None:
+                self._backlog.taken(self._fd, self._taken_bytes)
             if frames is not None:
                 return frames
 
@@ -149,6 +154,7 @@ class DealerChannel(Channel):
 
     def close(self) -> None:
         """Close the connection and drop unsent messages."""
+        self._forget_backlogs()
         if self._loop is not None:
             self._loop.remove_socket(self._socket)
             self._loop.remove_socket(self._monitor.socket)
@@ -170,7 +176,11 @@ class DealerChannel(Channel):
         if report is None:
             return False
         event, value = report
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        if event == zmq.EVENT_CONNECTED:
+            self._fd = value
+            if self._backlog is not None:
+                self._backlog.opened(value)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._asked:  # else the event is of a connection we have closed since
                 self._lost()
                 self.connected = True
@@ -178,6 +188,8 @@ class DealerChannel(Channel):
                 if self._on_connected is not None:
                     self._on_connected()
         elif event == zmq.EVENT_DISCONNECTED:
+            if self._backlog is not None:
+                self._backlog.closed(value)
             self._lost()
         elif event & HANDSHAKE_FAILURES:
             self._lost()

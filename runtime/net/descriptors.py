@@ -52,6 +52,16 @@ def handshake_stage(fd: int) -> Stage:
     return Stage.SPOKEN if received else Stage.SILENT
 
 
+def received_bytes(fd: int) -> int | None:
+    """Return the bytes that the kernel received for a TCP connection; None if it is closed."""
+    try:
+        with _borrowed(fd) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        return int(_TCP_INFO_COUNTS.unpack_from(info, _TCP_INFO_COUNTS_AT)[1])
+    except (OSError, struct.error):
+        return None
+
+
 def shut_down(fd: int) -> None:
     """Shut down a connection; the owner of its descriptor then closes it."""
     with suppress(OSError), _borrowed(fd) as connection:
@@ -61,7 +71,8 @@ def shut_down(fd: int) -> None:
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
     """Wrap a descriptor as a socket without owning it; duplicating it could exceed the limit."""
-    connection = socket.socket(fileno=fd)
+    # With a family and a type, Python does not ask the kernel for them.
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
     try:
         yield connection
     finally:

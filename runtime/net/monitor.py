@@ -14,7 +14,11 @@ HANDSHAKE_FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _EVENTS = (
-    zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | HANDSHAKE_FAILURES
 )
 MAX_WAITING = 2000
 """Maximum unread events: the high-water marks of both ends, 1,000 each by default."""
@@ -36,7 +40,7 @@ def describe_refusal(event: int, value: int) -> str:
 
 
 class Monitor:
-    """Reads ``(event, value)`` pairs; for an accept or a disconnect, value is the descriptor."""
+    """Reads ``(event, value)``: the descriptor, for an accept, a connect or a disconnect."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._watched = socket

@@ -60,7 +60,7 @@ class RouterChannel(Channel):
     ) -> None:
         guard = keys if is_tcp(endpoint) else None  # only this user can connect to an ipc file
         check_bind(endpoint, keyed=guard is not None)
-        super().__init__(context, zmq.ROUTER, options)
+        super().__init__(context, zmq.ROUTER, endpoint, options, keyed=guard is not None)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if guard is not None:
             apply_server_keys(self._socket, guard.pair, guard.domain)
@@ -101,6 +101,7 @@ class RouterChannel(Channel):
 
         loop.add_socket(self._socket, pump)
         loop.add_socket(self._monitor.socket, self._read_monitor, sends=False)
+        self._limit_backlogs(loop)
 
     def recv(self) -> tuple[bytes, Frames] | None:
         """Return the next ``(identity, frames)``, or None; never blocks."""
@@ -109,6 +110,8 @@ class RouterChannel(Channel):
             try:
                 head = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                if self._backlog is not None:
+                    self._backlog.drained = True
                 return None
             fd = _descriptor(head)
             if fd is None:
@@ -116,12 +119,13 @@ class RouterChannel(Channel):
                 self.stats.malformed += 1
                 continue
             identity = head.bytes
-            if self.callers is not None and not self._admit(self.callers, identity, fd, head):
-                self._read_frames()
-                continue
-            self._heard(identity, fd)
+            admitted = self.callers is None or self._admit(self.callers, identity, fd, head)
+            if admitted:
+                self._heard(identity, fd)
             frames = self._read_frames()
-            if frames is not None:
+            if self._backlog is not None:
+                self._backlog.taken(fd, self._taken_bytes)
+            if admitted and frames is not None:
                 return identity, frames
 
     def send(self, identity: bytes, frames: Buffers) -> SendResult:
@@ -143,6 +147,7 @@ class RouterChannel(Channel):
 
     def close(self) -> None:
         """Stop listening; an ipc path is removed."""
+        self._forget_backlogs()
         if self._loop is not None:
             self._loop.remove_socket(self._socket)
             self._loop.remove_socket(self._monitor.socket)
@@ -181,6 +186,8 @@ class RouterChannel(Channel):
             self._admissions.settled(value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._admissions.settled(value)
+            if self._backlog is not None:
+                self._backlog.closed(value)
             for identity in self._peers.closed(value, Loop.now()):
                 if self.callers is None:
                     self._verify(identity)
@@ -200,6 +207,8 @@ class RouterChannel(Channel):
         """Track a connection until its handshake ends; close one if too many are pending."""
         if not is_tcp(self.endpoint):
             return  # only this user can connect to an ipc file
+        if self._backlog is not None:
+            self._backlog.opened(fd)
         crowded = self._admissions.accepted(fd, remote_address(fd), Loop.now())
         if crowded is not None:
             self.stats.crowded += 1

@@ -8,6 +8,8 @@ import os
 import signal
 import socket as posix
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -226,6 +228,96 @@ def test_a_stopped_peer_is_seen_by_heartbeat(loop, drive, context, tmp_path, sta
     drive.until(lambda: server.gone)  # usually 0.4 s; the connection stays open
     child.send_signal(signal.SIGCONT)
     assert server.gone == [b"frozen"]
+
+
+LISTENER = """
+import sys, time, zmq
+from baton.runtime.net.channel import ChannelOptions
+from baton.runtime.net.sockets import DealerChannel, RouterChannel
+options = ChannelOptions(heartbeat_s=0.1)
+"""
+LEAVES = """
+channel = RouterChannel(zmq.Context(), "tcp://127.0.0.1:0", options=options)
+with zmq.Context() as theirs:
+    peer = theirs.socket(zmq.DEALER)
+    peer.setsockopt(zmq.LINGER, 0)
+    peer.setsockopt(zmq.SNDHWM, 0)
+    peer.connect(channel.endpoint)
+    for _ in range(5000):
+        peer.send(bytes(1000))
+    time.sleep(0.4)
+    peer.close()
+    time.sleep(0.5)
+print("alive")
+"""
+PINGS = """
+import socket, struct
+channel = RouterChannel(zmq.Context(), "tcp://127.0.0.1:0", options=options)
+raw = socket.create_connection(("127.0.0.1", int(channel.endpoint.rpartition(":")[2])))
+raw.sendall(b"\\xff" + bytes(8) + b"\\x7f\\x03\\x01" + b"NULL".ljust(20, b"\\0") + bytes(32))
+time.sleep(0.2)
+ready = b"\\x05READY\\x0bSocket-Type\\0\\0\\0\\x06DEALER"
+raw.sendall(b"\\x04" + bytes([len(ready)]) + ready)
+ping = b"\\x04PING\\0\\0"
+try:
+    raw.sendall((b"\\0\\x05hello\\x04" + bytes([len(ping)]) + ping) * 5000)
+    time.sleep(0.1)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+finally:
+    raw.close()
+time.sleep(0.5)
+while channel.recv() is not None:
+    time.sleep(0.0001)
+print("alive")
+"""
+LISTENS = """
+with zmq.Context() as theirs:
+    listener = theirs.socket(zmq.ROUTER)
+    listener.setsockopt(zmq.LINGER, 0)
+    listener.setsockopt(zmq.SNDHWM, 0)
+    listener.bind("tcp://127.0.0.1:0")
+    address = listener.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\\0").decode()
+    channel = DealerChannel(zmq.Context(), address, b"us", options=options)
+    while not channel.send([b"hello"]):
+        time.sleep(0.01)
+    (who, _) = listener.recv_multipart()
+    for _ in range(5000):
+        listener.send_multipart([who, bytes(1000)])
+    time.sleep(0.4)
+    listener.close()
+    time.sleep(0.5)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize("peer", [LEAVES, PINGS, LISTENS], ids=["leaves", "pings", "listens"])
+def test_a_peer_that_leaves_a_full_queue_unread_does_not_end_this_process(peer):
+    """libzmq aborted at its next ping or pong, with ``Assertion failed: !_io_error``."""
+    done = subprocess.run([sys.executable, "-c", LISTENER + peer], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+def test_a_connection_that_is_far_ahead_is_closed(loop, drive, context):
+    """Whether its messages wait, or are never read because another peer has its identity."""
+    options = ChannelOptions(backlog_bytes=1 << 20)
+    server = Server(loop, context, "tcp://127.0.0.1:0", options=options)
+    honest = Peer(loop, context, server.channel.endpoint, b"honest")
+    drive.until(lambda: honest.channel.connected)
+    honest.channel.send([b"first"])
+    drive.until(lambda: honest.heard)
+    with contextlib.ExitStack() as opened:
+        namesake = opened.enter_context(context.socket(zmq.DEALER))
+        namesake.setsockopt(zmq.IDENTITY, b"honest")
+        namesake.setsockopt(zmq.LINGER, 0)
+        namesake.connect(server.channel.endpoint)
+        for _ in range(500):
+            namesake.send(bytes(10_000))
+        drive.until(lambda: server.channel.stats.ahead)
+        namesake.close()
+    for number in range(300):  # as much, but it is read
+        honest.channel.send([bytes(10_000)])
+        drive.until(lambda number=number: len(server.heard) == number + 2)
+    assert "down" not in honest.links
 
 
 def test_an_oversized_frame_costs_the_connection_only(loop, drive, context, tmp_path):
