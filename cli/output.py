@@ -67,7 +67,7 @@ def open_output(stream: TextIO) -> TextIO:
 
     The bytes of file names that are not text are written as they are.
     """
-    if not isinstance(stream, io.TextIOWrapper):
+    if not isinstance(stream, io.TextIOWrapper) or not _has_descriptor(stream):
         return stream  # a caller of main() captures the output
     stream.flush()
     raw = _WholeWrites(stream)
@@ -79,6 +79,14 @@ def open_output(stream: TextIO) -> TextIO:
         line_buffering=stream.line_buffering,
         write_through=unbuffered,
     )
+
+
+def _has_descriptor(stream: TextIO) -> bool:
+    try:
+        stream.fileno()
+    except OSError:
+        return False
+    return True
 
 
 def silence_output() -> None:
