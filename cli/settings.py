@@ -48,8 +48,8 @@ HELP = {
     f"port if {HTTP_PORT} is in use)",
     "served_model_name": "name of the model over HTTP, or several separated by commas (default: "
     "the name of its folder)",
-    "api_key_file": f"file with one API key per line, which requests over HTTP must have; "
-    f"the variable {API_KEY_VARIABLE} adds one",
+    "api_key_file": f"file with one API key per line (# begins a comment), which requests over "
+    f"HTTP must have; the variable {API_KEY_VARIABLE} adds one",
     "ssl_certfile": "certificate for HTTPS",
     "ssl_keyfile": "private key of the certificate",
     "tool_call_parser": "how answers write tool calls (auto: as the chat template says)",

@@ -18,6 +18,7 @@ from ...proto.errors import ConfigError
 KEY_VARIABLE = "BATON_API_KEY"
 """Environment variable with one API key."""
 
+_COMMENT = re.compile(r"(?:^|\s)\s*#.*")
 _HOST = rb"(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?"
 _LOCAL = {
     b"host": re.compile(_HOST, re.IGNORECASE),
@@ -36,18 +37,19 @@ def digest_of(key: str) -> str:
 def api_key_digests(file: str, keys: Iterable[str | None]) -> tuple[str, ...]:
     """Return the hexadecimal SHA-256 digests of the API keys of a file (one per line) and ``keys``.
 
-    Keys themselves are not kept. Raises ConfigError for an unreadable file or a wrong key.
+    A ``#`` at the start of a line or after a space begins a comment. Keys themselves are not kept.
+    Raises ConfigError for an unreadable file or a wrong key.
     """
     found = list(keys)
     if file:
         try:
-            found += Path(file).read_text().splitlines()
+            found += (_COMMENT.sub("", line) for line in Path(file).read_text().splitlines())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {file}: {error}") from None
     stripped = [key.strip() for key in found if key and key.strip()]
     for key in stripped:
-        if not key.isascii() or not key.isprintable():
-            raise ConfigError("API keys must be printable ASCII")
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError("API keys must be printable ASCII without spaces, one per line")
     if file and not stripped:
         raise ConfigError(f"--api-key-file {file} has no key")
     return tuple(dict.fromkeys(map(digest_of, stripped)))

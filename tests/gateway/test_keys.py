@@ -175,6 +175,20 @@ def test_a_config_holds_digests_alone_and_needs_one_off_loopback(tmp_path):
         api_key_digests("", ["schlüssel"])
 
 
+def test_a_comment_of_a_key_file_is_no_key(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(
+        "# keys of the team\na-first-key # alice\n  # old: gone-key\n an#other-key\t#\n"
+    )
+    assert api_key_digests(str(file), []) == tuple(map(digest_of, ("a-first-key", "an#other-key")))
+    file.write_text("# nothing but comments\n")
+    with pytest.raises(ConfigError, match="has no key"):
+        api_key_digests(str(file), [])
+    file.write_text("a-key and more\n")
+    with pytest.raises(ConfigError, match="without spaces, one per line"):
+        api_key_digests(str(file), [])
+
+
 OWN = (
     "localhost",
     "LOCALHOST:8000",
