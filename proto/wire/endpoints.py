@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from ..errors import InputError
 from ..limits import MAX_ENDPOINT_BYTES
 
 MAX_IPC_PATH_BYTES = 107
 """Longest path of a Unix socket."""
+_SHOWN_CHARS = 120
+_IPV4 = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 
 
 def check_endpoint(text: str) -> str:
@@ -19,7 +23,10 @@ def check_endpoint(text: str) -> str:
         raise InputError(f"an endpoint is text, not {type(text).__name__}")
     scheme, mark, rest = text.partition("://")
     if not mark or scheme not in ("tcp", "ipc", "inproc"):
-        raise InputError(f"endpoint {_shown(text)} must start with tcp://, ipc:// or inproc://")
+        hint = _meant(text)
+        raise InputError(
+            f"endpoint {_shown(text)} must start with tcp://, ipc:// or inproc://{hint}"
+        )
     if len(text.encode("utf-8", "replace")) > MAX_ENDPOINT_BYTES:
         raise InputError(f"endpoint {_shown(text)} is longer than {MAX_ENDPOINT_BYTES} bytes")
     if scheme == "tcp":
@@ -34,7 +41,8 @@ def check_endpoint(text: str) -> str:
 def check_target_endpoint(text: str) -> str:
     """Check like :func:`check_endpoint`, but allow only ``tcp`` and ``ipc``."""
     if not text.startswith(("tcp://", "ipc://")):
-        raise InputError(f"target_endpoint {_shown(text)} must start with tcp:// or ipc://")
+        hint = _meant(text)
+        raise InputError(f"target_endpoint {_shown(text)} must start with tcp:// or ipc://{hint}")
     return check_endpoint(text)
 
 
@@ -50,5 +58,19 @@ def _check_tcp(text: str, rest: str) -> None:
         raise InputError(f"endpoint {_shown(text)}: the port must be 1 to 65535")
 
 
+def _meant(text: str) -> str:
+    """Return a hint with the endpoint that was probably meant by one without its scheme."""
+    if "://" in text or len(text) > _SHOWN_CHARS:
+        return ""
+    try:
+        if text.startswith("/"):
+            return f"; did you mean {check_endpoint(f'ipc://{text}')}?"
+        if not _IPV4.fullmatch(text):
+            return f"; did you mean {check_endpoint(f'tcp://{text}')}?"
+        return f"; did you mean tcp://{text}:PORT?"
+    except InputError:
+        return ""
+
+
 def _shown(text: str) -> str:
-    return repr(text if len(text) <= 120 else text[:117] + "...")
+    return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "...")

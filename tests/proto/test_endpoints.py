@@ -65,7 +65,27 @@ def test_inproc_is_no_target():
         check_target_endpoint("inproc://router")
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("10.0.0.1:7000", "tcp://10.0.0.1:7000"), ("10.0.0.1", "tcp://10.0.0.1:PORT"),
+        ("localhost:7000", "tcp://localhost:7000"), ("[::1]:7000", "tcp://[::1]:7000"),
+        ("/run/baton/baton.sock", "ipc:///run/baton/baton.sock"),
+        ("nonsense", ""), ("http://host:1", ""), ("/" + "x" * 108, ""), ("10.0.0.1:x", ""),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("check", [check_endpoint, check_target_endpoint])
+def test_an_address_without_its_scheme_gets_a_hint(text, meant, check):
+    with pytest.raises(InputError) as caught:
+        check(text)
+    message = str(caught.value)
+    assert message.endswith(f"; did you mean {meant}?") if meant else "mean" not in message
+
+
 def test_a_long_address_is_shown_short():
     with pytest.raises(InputError) as caught:
         check_endpoint("x" * 100_000)
+    assert len(str(caught.value)) < 300
+    with pytest.raises(InputError) as caught:
+        check_endpoint("x" * 300 + ":80")
     assert len(str(caught.value)) < 300
