@@ -116,7 +116,8 @@ def _once(cluster: _Cluster, interval: float) -> int:
     top.update(cluster.snapshot())
     time.sleep(interval)  # rates need two snapshots
     top.update(cluster.snapshot())
-    lines = top.lines(width=200, height=4096)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
+    lines = top.lines(width, height=4096)
     print("\n".join(lines[:-1]))  # without the keys
     return 0
 

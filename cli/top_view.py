@@ -113,6 +113,11 @@ COLUMNS = (
     Column("DEVICE", -19, lambda line: line.worker.gpu, lambda line: line.worker.gpu),
 )  # fmt: skip
 """P50 and P99 are of the TTFT for prefill workers, and of the ITL for decode workers."""
+_HIDDEN_FIRST = (
+    "DEVICE", "ROLE", "RESTARTS", "GB/S", "P50 MS", "BATCH", "TOK/S", "P99 MS", "KV %", "QUEUE",
+)  # fmt: skip
+"""Columns that a narrow screen lacks, in this order. The column of the sort order stays."""
+_INDENT = " " * 12
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,8 @@ class Top:
             shown = [self.message or "no router answers", HELP]
             return [line[:width] for line in shown[:height]]
         head = [*self._summary(width), ""]
-        titles = " ".join(_fit(self._title(index), one.width) for index, one in enumerate(COLUMNS))
+        columns = self._columns(width)
+        titles = " ".join(_fit(self._title(one), one.width) for one in columns)
         head.append(self._paint(titles[:width].ljust(min(width, len(titles))), BOLD))
         foot = [(self.message or HELP)[:width]]
         rows = self.sorted_lines()
@@ -218,15 +224,24 @@ class Top:
         names = [line.worker.id for line in rows]
         selected = names.index(self._selected) if self._selected in names else 0
         first = max(0, min(selected - room + 1, len(rows) - room)) if selected >= room else 0
-        body = [self._row(line, width) for line in rows[first : first + room]]
+        body = [self._row(line, columns, width) for line in rows[first : first + room]]
         return [*head[: height - 1], *body, *foot][:height]
 
-    def _title(self, index: int) -> str:
-        mark = ("v" if self._reverse else "^") if index == self._column else ""
-        return COLUMNS[index].title + mark
+    def _columns(self, width: int) -> list[Column]:
+        """Return the columns that fit into the width."""
+        columns = list(COLUMNS)
+        for title in _HIDDEN_FIRST:
+            if sum(abs(one.width) + 1 for one in columns) - 1 <= width:
+                break
+            columns = [one for one in columns if one.title != title or one is COLUMNS[self._column]]
+        return columns
 
-    def _row(self, line: Line, width: int) -> str:
-        cells = (_fit(column.text(line), column.width) for column in COLUMNS)
+    def _title(self, column: Column) -> str:
+        mark = ("v" if self._reverse else "^") if column is COLUMNS[self._column] else ""
+        return column.title + mark
+
+    def _row(self, line: Line, columns: Sequence[Column], width: int) -> str:
+        cells = (_fit(column.text(line), column.width) for column in columns)
         text = " ".join(cells)[:width]
         if line.worker.id == self._selected:
             return self._paint(text, REVERSE)
@@ -269,7 +284,7 @@ class Top:
                 f"ITL p50 {_ms(itl.p50)} p99 {_ms(itl.p99)} ms",
             ],
         ]
-        return ["   ".join(line)[:width] for line in parts]
+        return [text[:width] for line in parts for text in _wrapped(line, width)]
 
     def _paint(self, text: str, style: str) -> str:
         return f"{style}{text}{PLAIN}" if self._color else text
@@ -278,6 +293,18 @@ class Top:
 def _tokens(worker: WorkerReport) -> int:
     """Tokens that the worker computed: of prompts, or of answers."""
     return worker.prompt_tokens if worker.role == "prefill" else worker.generated_tokens
+
+
+def _wrapped(parts: Sequence[str], width: int) -> list[str]:
+    """Join the parts of a line of the summary; what does not fit continues on the next line."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]}   {part}"
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(f"{_INDENT}{part}")
+    return lines
 
 
 def _fit(text: str, width: int) -> str:

@@ -7,7 +7,13 @@ import pytest
 from baton.cli.status import describe
 from baton.cli.top_view import COLUMNS, Drain, Quit, Snapshot, Top
 from baton.deploy.messages import duration
-from baton.deploy.report import ClusterReport, Percentiles, RouterReport, WorkerReport
+from baton.deploy.report import (
+    ClusterReport,
+    Percentiles,
+    RequestCounts,
+    RouterReport,
+    WorkerReport,
+)
 
 
 def worker(name: str, **fields) -> WorkerReport:
@@ -157,3 +163,28 @@ def test_several_routers_are_added_up(top):
 def test_durations_in_words():
     seconds = (0.4, 59.9, 61, 7260, 90_000)
     assert [duration(one) for one in seconds] == ["0 s", "59 s", "1 min", "2 h 1 min", "1 d 1 h"]
+
+
+def test_a_screen_of_80_columns_shows_whole_columns_and_lines(top):
+    counts = RequestCounts(finished=123_456, failed=12, cancelled=345, refused=67, replayed=8)
+    top.update(snapshot(1.0, worker("decode-0"), requests=counts, model="a-model", uptime_s=9e5))
+    wide, narrow = top.lines(120, 40), top.lines(80, 40)
+    assert max(map(len, narrow)) <= 80
+    titles = [column.title for column in COLUMNS]
+    shown = "".join(line for line in narrow if line.startswith("WORKER"))
+    assert [one for one in titles if one in shown] == [
+        one for one in titles if one not in ("DEVICE", "ROLE", "RESTARTS")
+    ]
+    words = " ".join(" ".join(wide[:4]).split())
+    assert words in " ".join(" ".join(narrow).split())  # the summary is wrapped, not cut
+
+
+def test_the_column_of_the_sort_order_is_never_hidden(top):
+    top.update(snapshot(1.0, worker("decode-0")))
+    for column in COLUMNS:
+        lines = top.lines(80, 40)
+        title = next(line for line in lines if line.startswith("WORKER"))
+        assert f"{column.title}"[:7] in title
+        assert ("^" in title or "v" in title) or column.title == "RESTARTS"
+        assert max(map(len, lines)) <= 80
+        top.key("s")
