@@ -83,6 +83,7 @@ class ControllerCore:
         self._requested: dict[str, int] = {}
         self._exit_code = 0
         self._drain_until = 0.0
+        self._drain_shown = False
 
     @classmethod
     def of(cls, settings: ServeSettings, *, replace: bool = False) -> Self:
@@ -120,7 +121,9 @@ class ControllerCore:
                 reporter = self.pools.members.get(router)
                 if reporter is not None:
                     reporter.heard_at = now
-                    self.pools.members.views[router] = View.of(report)
+                    self.pools.members.views[router] = view = View.of(report)
+                    if view.in_flight and self.phase is Phase.DRAINING:
+                        return [*self._show_drain(now), *self.pools.observe(now)]
                 return self.pools.observe(now)
             case MemberStarted():
                 return self._started(event, now)
@@ -405,7 +408,6 @@ class ControllerCore:
             return [*actions, *self._stop_all(now, 0)]
         self.phase = Phase.DRAINING
         self._drain_until = now + self.limits.grace
-        actions.append(Log("draining", seconds=self.limits.grace))
         for router in self.pools.members.of_role(ROUTER):
             # This core enforces the grace, to report its end. The process manager's limit is later.
             grace = self.limits.grace + self.limits.stop_timeout
@@ -413,6 +415,16 @@ class ControllerCore:
         for gateway in self.pools.members.of_role(GATEWAY):
             actions.append(self.pools.stop(gateway, self.limits.grace, now))
         return actions
+
+    def _show_drain(self, now: float) -> list[Action]:
+        """Report once that requests still run.
+
+        Reports from before the shutdown do not count: their requests may have ended since.
+        """
+        if self._drain_shown:
+            return []
+        self._drain_shown = True
+        return [Log("draining", seconds=max(0.0, self._drain_until - now))]
 
     def _look_draining(self, now: float) -> list[Action]:
         if not self.pools.members.of_role(ROUTER):

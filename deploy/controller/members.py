@@ -78,14 +78,16 @@ class Member:
 
 @dataclass(slots=True)
 class View:
-    """The last report of one router: ``(pid, state, reason)`` of each worker."""
+    """The last report of one router: ``(pid, state, reason)`` of each worker, and its requests."""
 
     workers: dict[str, tuple[int, str, str]] = field(default_factory=dict)
+    in_flight: int = 0
 
     @classmethod
     def of(cls, report: ClusterReport) -> View:
         """Extract the view from a report."""
-        return cls({w.id: (w.pid, w.state, w.reason) for w in report.workers})
+        workers = {w.id: (w.pid, w.state, w.reason) for w in report.workers}
+        return cls(workers, report.router.requests.in_flight)
 
     def state(self, member: Member) -> str:
         """State of the member's present process; empty if the router has not seen the process."""

@@ -12,7 +12,7 @@ from baton.deploy.controller.events import (
 )
 from baton.deploy.controller.health import problems
 from baton.deploy.controller.members import Stage
-from baton.deploy.report import ClusterReport, WorkerReport
+from baton.deploy.report import ClusterReport, RequestCounts, RouterReport, WorkerReport
 from baton.deploy.supervise.core import Phase, Reported, Tick
 
 from .world import GRACE, World
@@ -432,6 +432,20 @@ def test_the_end_comes_even_when_the_routers_hang():
     world.feed(Tick())
     assert "grace_over" in world.said
     assert all(p.stopping for p in world.processes.values())
+
+
+@pytest.mark.parametrize("reports", [[0, 0], [0, 3, 2], [1]])
+def test_a_shutdown_speaks_of_running_requests_only_if_there_are_any(reports):
+    world = serving()
+    before = RouterReport(requests=RequestCounts(in_flight=2))  # they end before the shutdown
+    world.feed(Reported("router", ClusterReport(router=before)))
+    world.feed(Down())
+    world.now += GRACE / 4
+    for in_flight in reports:
+        requests = RouterReport(requests=RequestCounts(in_flight=in_flight))
+        world.feed(Reported("router", ClusterReport(router=requests)))
+    logs = [log for log in world.logs if log.event == "draining"]
+    assert [log.seconds for log in logs] == [GRACE * 3 / 4] * any(reports)
 
 
 def test_a_second_signal_kills():

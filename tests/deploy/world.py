@@ -39,7 +39,7 @@ from baton.deploy.controller.pools import ControllerLimits
 from baton.deploy.plan.bounds import Bounds
 from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
 from baton.deploy.report import ClusterReport, WorkerReport
-from baton.deploy.supervise.core import Phase, Reported, Tick
+from baton.deploy.supervise.core import Log, Phase, Reported, Tick
 
 GRACE = 10.0
 SETTINGS = ServeSettings(grace=GRACE)
@@ -82,7 +82,7 @@ class World:
         self.seen: dict[str, dict[str, int]] = {}  # router: pid of each worker reported as ready
         self.requested: dict[str, int] = {}
         self.ended: int | None = None
-        self.said: list[str] = []
+        self.logs: list[Log] = []
         self.feed(Begin())
 
     def new_core(self) -> ControllerCore:
@@ -114,6 +114,10 @@ class World:
             self.feed(Down())
 
     # ------------------------------------------------------------- in
+
+    @property
+    def said(self) -> list[str]:
+        return [log.event for log in self.logs]
 
     def ticket(self) -> int:
         self.tickets += 1
@@ -166,7 +170,7 @@ class World:
                 assert not self.processes
                 self.ended = code
             case log:
-                self.said.append(log.event)
+                self.logs.append(log)
 
     def answer(self, ticket, outcome) -> None:
         if ticket is None:
