@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 import msgspec
 
+from ..runtime.process.log import timestamp
 from .supervise.core import Log
 
 SUPERVISOR = "supervisor"
@@ -46,14 +46,9 @@ def sentence(log: Log) -> str:
 
 
 def json_line(process: str, event: str, **fields: Any) -> str:
-    """Return a log line as JSON: time with zone, severity, process, event and ``fields``."""
-    line = {"timestamp": stamp("milliseconds"), "level": "info", "process": process, "event": event}
+    """Return a log line as JSON: time in UTC, severity, process, event and ``fields``."""
+    line = {"timestamp": timestamp(), "level": "info", "process": process, "event": event}
     return msgspec.json.encode(line | fields, enc_hook=str).decode()
-
-
-def stamp(precision: str = "seconds") -> str:
-    """Return the local time with its zone, in ISO 8601."""
-    return datetime.now().astimezone().isoformat(timespec=precision)
 
 
 def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:

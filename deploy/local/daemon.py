@@ -19,9 +19,10 @@ from typing import BinaryIO
 import msgspec
 
 from ...proto.errors import BatonError, ConfigError, RequestFailed
+from ...runtime.process.log import timestamp
 from ...runtime.process.os_settings import die_with_parent, outlive_parent
 from ..config import ServeSettings
-from ..messages import SUPERVISOR, json_line, stamp
+from ..messages import SUPERVISOR, json_line
 from .cluster import LocalCluster
 from .terminal import terminal
 
@@ -87,7 +88,7 @@ def _open_log(log: Path) -> BinaryIO:
 
 
 def _stamped(line: str) -> None:
-    terminal(f"{stamp()} {line}")
+    terminal(f"{timestamp()} {line}")
 
 
 def _json(line: str) -> None:

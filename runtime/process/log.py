@@ -122,7 +122,8 @@ def _human_line(keys: dict[str, Any]) -> str:
     return render(None, str(keys["level"]), keys)
 
 
-def _now() -> str:
+def timestamp() -> str:
+    """Return the time as every log line has it: UTC, ISO 8601, microseconds."""
     now = datetime.now(UTC).replace(tzinfo=None)
     return now.isoformat(timespec="microseconds") + "Z"
 
@@ -146,7 +147,7 @@ class Logger:
         return _LEVELS.index(level) >= _LEVELS.index(self._level)
 
     def _log(self, level: Level, event: str, keys: Mapping[str, object]) -> None:
-        end = {"event": event, "level": level, "timestamp": _now()}
+        end = {"event": event, "level": level, "timestamp": timestamp()}
         line = _human_line if self._human else _json_line
         _writer.msg(line({**self._bound, **keys, **end}))
 
@@ -177,7 +178,7 @@ class Logger:
                 self._log("info", event, msgspec.to_builtins(record, enc_hook=repr))
             return
         begin = b"{" + _encode_json(self._bound)[1:-1] + b"," if self._bound else b"{"
-        end = {"event": event, "level": "info", "timestamp": _now()}
+        end = {"event": event, "level": "info", "timestamp": timestamp()}
         rest = b"," + _encode_json(end)[1:] + b"\n"
         for some in (
             records[i : i + LINES_PER_WRITE] for i in range(0, len(records), LINES_PER_WRITE)
