@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,16 @@ from ..client import Client
 from ..proto.errors import BatonError
 from ..proto.sampling import SamplingParamsInput
 from .cluster import add_address, connect
+from .parser import did_you_mean
 from .sampling import add_sampling, sampling_of
 
-HELP = "/reset: start a new conversation; /quit: exit; Ctrl-C: cancel the answer"
+HELP = (
+    "/help: list these commands; /reset: start a new conversation; /quit: exit; "
+    "Ctrl-C: cancel the answer"
+)
+COMMANDS = ("/help", "/reset", "/quit")
+_COMMAND = re.compile(r"/[a-z]+")
+"""A line that is one word like a command: probably a mistake, so it is not sent to the model."""
 
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,8 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
     failures = 0
     with connect(arguments) as client:
         for line in read_lines(prompt="you> " if interactive else ""):
-            if line == "/reset":
-                messages = list(first)
+            if _COMMAND.fullmatch(line):
+                if line == "/reset":
+                    messages = list(first)
+                elif line == "/help":
+                    print(HELP, flush=True)
+                else:
+                    hint = did_you_mean(line, COMMANDS, "/") or "; /help lists the commands"
+                    print(f"baton: no chat command {line}{hint}", file=sys.stderr, flush=True)
+                    failures += 1
                 continue
             messages.append({"role": "user", "content": _content(line, messages, arguments.image)})
             try:

@@ -48,7 +48,7 @@ def build_parser(names: Sequence[str] = VERBS) -> Parser:
         prog="baton",
         usage="%(prog)s [--debug] COMMAND ...",
         description="Serve language models with separate prefill and decode workers.",
-        epilog="baton COMMAND --help shows the options of a command.",
+        epilog="baton help COMMAND, or baton COMMAND --help, shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"baton {__version__}")
     parser.add_argument("--debug", action="store_true", help="show a traceback on failure")
@@ -63,6 +63,7 @@ def build_parser(names: Sequence[str] = VERBS) -> Parser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Exits with code 2 and one line if it is wrong."""
+    argv = _with_help(argv)
     parser = build_parser(asked_verbs(argv))
     words = argv[1:] if argv[:1] == ["--debug"] else argv
     if not words:
@@ -76,6 +77,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unexpected:
         arguments.parser.unexpected(unexpected)
     return arguments
+
+
+def _with_help(argv: Sequence[str]) -> Sequence[str]:
+    """Return ``help`` as ``--help``, and ``help COMMAND`` as ``COMMAND --help``."""
+    at = int(argv[:1] == ["--debug"])
+    if argv[at : at + 1] != ["help"]:
+        return argv
+    return [*argv[:at], *argv[at + 1 : at + 2], "--help", *argv[at + 2 :]]
 
 
 def warn_of_variables(environment: Mapping[str, str]) -> None:

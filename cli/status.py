@@ -31,6 +31,11 @@ HANDOFFS = 16
 WATCH_S = 2.0
 LEAST_WATCH_S = 0.1
 _CLEAR = "\x1b[H\x1b[2J"
+EXPECTED_DROPS = frozenset({"repeated_tokens", "late_attempt", "unknown_request", "stale_kv_frame"})
+"""Drops of a healthy cluster, which ``--json`` and the metrics have, and ``-v`` does not show.
+
+Both workers of a handoff send the first token. After a cancel, messages and KV frames of the
+request are still on their way."""
 READY = "ready"
 """State of a worker that receives requests, in reports of routers and controller."""
 
@@ -262,14 +267,14 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _dropped(report: ClusterReport) -> list[str]:
-    """Lines with dropped messages by process and reason."""
+    """Lines with dropped messages by process and reason, without those of a healthy cluster."""
     counts = [("router", report.router.dropped)]
     counts += [(worker.id, worker.dropped) for worker in report.workers]
-    lines = [
-        f"  {name}: " + ", ".join(f"{reason} {count}" for reason, count in sorted(found.items()))
+    shown = [
+        (name, [f"{r} {count}" for r, count in sorted(found.items()) if r not in EXPECTED_DROPS])
         for name, found in counts
-        if found
     ]
+    lines = [f"  {name}: {', '.join(found)}" for name, found in shown if found]
     return ["", "messages dropped or refused:", *lines] if lines else []
 
 

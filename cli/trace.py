@@ -45,7 +45,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--last",
         type=at_least_one,
         metavar="N",
-        help=f"list the last N requests of each router [{LISTED}]",
+        help=f"list the last N requests [{LISTED}]",
     )
     parser.add_argument("--json", action="store_true", help="print the stories as JSON")
     parser.add_argument(
@@ -86,7 +86,11 @@ def _printable(line: str) -> str:
 
 
 def _ask_all(arguments: argparse.Namespace) -> list[Story]:
-    """Return the stories of all routers that answer, oldest request first."""
+    """Return the stories of all routers that answer, oldest request first.
+
+    A list has the last requests of all routers together. Each router is asked for as many, and adds
+    its unfinished requests.
+    """
     found: list[Story] = []
     problems: list[BatonError] = []
     addresses = addresses_of(arguments)
@@ -104,7 +108,8 @@ def _ask_all(arguments: argparse.Namespace) -> list[Story]:
         found += [{"router": name, **story} for story in report.get("requests", ())]
     if len(problems) == len(addresses):
         raise problems[0]
-    return sorted(found, key=lambda story: -float(story["age_s"]))
+    found.sort(key=lambda story: -float(story["age_s"]))
+    return found[-last:] if last else found
 
 
 # --------------------------------------------------------------------------- lists

@@ -166,6 +166,31 @@ def test_no_command_at_all_shows_the_commands(words, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("help", "--help"), ("help drain", "drain --help"), ("--debug help drain", "drain --help"),
+        ("help stats", "stats"), ("help --verion", "--verion"),
+    ],
+)  # fmt: skip
+def test_help_is_a_command(words, same, capsys):
+    ends = []
+    for line in (words, same):
+        with pytest.raises(SystemExit) as end:
+            main(line.split())
+        ends.append((end.value.code, *capsys.readouterr()))
+    assert ends[0] == ends[1]
+
+
+def test_the_package_runs_as_a_module():
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "baton", "help", "drain"],
+        capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert ended.stdout.startswith("usage: baton drain")
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
         (["serve", "--decode", "0"], 2, "--decode must be at least 1"),
@@ -396,14 +421,16 @@ def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():
             WorkerReport(id="decode-1", role="decode", between_tokens_s=Percentiles()),
             WorkerReport(id="prefill-0", role="prefill", dropped={"data_frames": 2}),
         ],
-        router=RouterReport(latency=LatencyReport(first_token_s=waited)),
+        router=RouterReport(
+            latency=LatencyReport(first_token_s=waited), dropped={"repeated_tokens": 7}
+        ),
     )
     lines = status.describe(report, verbose=True)
     assert [line.split() for line in lines if "10.20" in line] == [
         ["TTFT", "all", "10.20", "20.00", "-", "7"],
         ["ITL", "decode-0", "10.20", "20.00", "-", "7"],
     ]
-    assert lines[-1] == "  prefill-0: data_frames 2"
+    assert lines[-2:] == ["messages dropped or refused:", "  prefill-0: data_frames 2"]
     assert "data_frames" not in "\n".join(status.describe(report))
     quiet = "\n".join(status.describe(ClusterReport(), verbose=True))
     assert "latency" not in quiet

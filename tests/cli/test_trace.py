@@ -124,6 +124,10 @@ def check_stack(slices: list[tuple[float, float]]) -> None:
         open_ends.append(end)
 
 
+def without_router(one: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in one.items() if key != "router"}
+
+
 class Router:
     """A client of one router with a story; the router named ``dead`` does not answer."""
 
@@ -139,10 +143,12 @@ class Router:
         pass
 
     def status(self, *, handoffs: int, requests: int, request: str) -> dict[str, Any]:
-        assert (handoffs, requests, request) == (0, 20, "")
-        one = story(request_id=f"of-{self.name}", age_s={"a": 1.0, "b": 2.0}[self.name])
-        del one["router"]
-        return {"router": {"name": self.name}, "requests": [one]}
+        assert (handoffs, request) == (0, "")
+        age = {"a": 1.0, "b": 2.0}[self.name]
+        ended = [story(request_id=f"of-{self.name}", age_s=age)]
+        running = [story(request_id=f"runs-{self.name}", age_s=age - 0.5, state="decoding")]
+        stories = ended if requests == 20 else ended + running
+        return {"router": {"name": self.name}, "requests": [without_router(s) for s in stories]}
 
 
 def test_the_stories_of_all_routers_that_answer_are_one_list(monkeypatch, capsys):
@@ -152,6 +158,18 @@ def test_the_stories_of_all_routers_that_answer_are_one_list(monkeypatch, capsys
     assert [(one["router"], one["request_id"]) for one in found] == [("b", "of-b"), ("a", "of-a")]
     assert main(["trace", "--address", "ipc:///dead"]) == 1
     assert "no answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_list_has_as_many_requests_as_asked_for(count, monkeypatch, capsys):
+    """Each router adds its unfinished requests to as many that have ended."""
+    monkeypatch.setattr("baton.cli.trace.Client", Router)
+    words = ["trace", f"--last={count}", "--address", "ipc:///a,ipc:///b"]
+    assert main([*words, "--json"]) == 0
+    found = [one["request_id"] for one in json.loads(capsys.readouterr().out)]
+    assert found == ["of-b", "runs-b", "of-a", "runs-a"][-count:]
+    assert main(words) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + count
 
 
 def test_ids_of_clients_cannot_control_the_terminal(capsys, monkeypatch):

@@ -14,6 +14,7 @@ import threading
 
 import pytest
 
+from baton.cli import chat
 from baton.client import Client
 from baton.deploy.config import demo_model_folder
 from baton.proto.errors import ConnectionLost
@@ -204,6 +205,12 @@ def test_the_verbs_find_a_cluster_by_the_users_default_address(start_cluster, tm
         talk = baton(folder, "chat", "--temperature=0", text="Who are you?\n\nThank you!\n/quit\n")
         assert talk.stdout.splitlines()[0].startswith("I am the demo model of Baton")
         assert len(talk.stdout.splitlines()) == 2
+        talk = baton(folder, "chat", text="/help\n/rest\n/no\n/reset\n/quit\n")
+        assert (talk.returncode, talk.stdout) == (1, f"{chat.HELP}\n")
+        assert talk.stderr.splitlines() == [
+            "baton: no chat command /rest; did you mean /reset?",
+            "baton: no chat command /no; /help lists the commands",
+        ]
         lines = f"Who are you?\n{'too long ' * 3000}\nThank you!\n"
         talk = baton(folder, "chat", "--temperature=0", text=lines)
         assert (talk.returncode, len(talk.stdout.splitlines())) == (1, 2)
