@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
+def _wait_writable(descriptor: int) -> None:
+    poll = select.poll()  # select() fails for descriptors above 1023
+    poll.register(descriptor, select.POLLOUT)
+    poll.poll()
+
+
 class _WholeWrites(io.RawIOBase):
     """A stream's descriptor: each write is complete, also if interrupted or non-blocking."""
 
@@ -34,7 +40,7 @@ class _WholeWrites(io.RawIOBase):
                 try:
                     at += os.write(self._descriptor, left[at:])
                 except BlockingIOError:
-                    select.select([], [self._descriptor], [])
+                    _wait_writable(self._descriptor)
         return count
 
     def writable(self) -> bool:
@@ -69,6 +75,10 @@ def open_output(stream: TextIO) -> TextIO:
     """
     if not isinstance(stream, io.TextIOWrapper) or not _has_descriptor(stream):
         return stream  # a caller of main() captures the output
+    try:
+        stream.fileno()
+    except io.UnsupportedOperation:
+        return stream  # so does pytest, by a text stream over memory
     stream.flush()
     raw = _WholeWrites(stream)
     unbuffered = stream.write_through
