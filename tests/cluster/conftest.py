@@ -23,7 +23,8 @@ def command_environment(folder: Path) -> dict[str, str]:
     Clusters start without gateways, unless a flag asks for them.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "XDG_RUNTIME"))}
-    path = os.pathsep.join(p for p in sys.path if p)
+    root = str(Path(__file__).parents[2])  # some tests start modules of this package
+    path = os.pathsep.join([p for p in sys.path if p] + [root])
     return {**kept, "TMPDIR": str(folder), "PYTHONPATH": path, "BATON_GATEWAYS": "0"}
 
 

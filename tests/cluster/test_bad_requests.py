@@ -121,7 +121,7 @@ def test_the_router_refuses_a_wrong_submit(running, fields, code, message):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "prompt is empty"),
+        (np.empty(0, np.int32), "prompt is empty"),
         ([5, VOCABULARY], "outside the vocabulary"),
         ([-1], "outside the vocabulary"),
         ([1 << 40], "does not fit 32 bits"),

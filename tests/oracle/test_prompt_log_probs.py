@@ -15,10 +15,11 @@ from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.prompt_log_probs import record_type
 from baton.proto.sampling import SamplingParams
 
-from .test_fresh_checkpoints import CASES, SEED, backends, maker, open_runner, save
-
 pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch", reason="torch is not installed; run make test-oracle")
+pytest.importorskip("transformers", reason="transformers is not installed; run make test-oracle")
+
+from .test_fresh_checkpoints import CASES, SEED, backends, maker, open_runner, save  # noqa: E402
 
 TOP = 4
 
