@@ -337,13 +337,17 @@ class StatusOptions(TypedDict, total=False):
 
     ``handoffs``: describe that many of the last handoffs (default: 16). ``requests``: also
     describe that many of the last requests, and unfinished ones. ``request``: describe all requests
-    with this id instead. ``metrics``: also the router's metrics, as families of
+    with this id instead. ``failed``: describe that many of the last failed requests, and of the last
+    refused ones. ``history``: also that many samples of the last 15 minutes, one per 5 seconds, a
+    list per number. ``metrics``: also the router's metrics, as families of
     ``baton.runtime.metrics``.
     """
 
     handoffs: int
     requests: int
     request: str
+    failed: int
+    history: int
     metrics: bool
 
 
@@ -351,7 +355,12 @@ _handoffs = whole(0, _MAX_HANDOFFS - 1, f"a whole number, 0 to {_MAX_HANDOFFS - 
 
 
 def status_query(
-    handoffs: object = 16, requests: object = 0, request: str = "", metrics: object = False
+    handoffs: object = 16,
+    requests: object = 0,
+    request: str = "",
+    failed: object = 0,
+    history: object = 0,
+    metrics: object = False,
 ) -> Status:
     """Make a query for the cluster's status, last handoffs and requests. Raises InputError."""
     if not isinstance(request, str) or len(request) > MAX_NAME_CHARS:
@@ -360,6 +369,8 @@ def status_query(
         handoffs=_handoffs("handoffs", handoffs),
         requests=_handoffs("requests", requests),
         request=request,
+        failed=_handoffs("failed", failed),
+        history=_handoffs("history", history),
         metrics=flag("metrics", metrics),
     )
 

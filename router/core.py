@@ -41,6 +41,7 @@ from .events import (
     WorkerInputRejected,
     WorkersGone,
 )
+from .history import History
 from .lifecycle import Lifecycle
 from .metrics import Metrics
 from .own_errors import OwnErrors
@@ -92,6 +93,7 @@ class RouterCore:
         clients = self.clients = Clients()
         metrics = self.metrics = Metrics()
         handoffs = self.handoffs = Handoffs(lambda name: registry.find(name) is not None)
+        history = History(table, registry, admission, metrics, handoffs.metrics, now)
         placement = self.placement = Placement(registry, config)
         stories = self.stories = Stories(config.trace_requests, fresh=fresh_stories)
         errors = self.errors = OwnErrors(out, table, registry, admission, clients, metrics)
@@ -102,8 +104,9 @@ class RouterCore:
         takeover = Takeover(config, out, table, registry, lifecycle, recovery, metrics, errors, now)
         pairs = placement.failed_pairs
         reporter = self._reporter = Reporter(
-            config, table, registry, pairs, admission, clients, metrics, handoffs, stories, now
-        )
+            config, table, registry, pairs, admission, clients, metrics, handoffs, stories,
+            history, now,
+        )  # fmt: skip
         queries = Queries(config, out, registry, clients, metrics, reporter, files or {}, caller_of)
         client_messages = ClientMessages(
             config, out, table, registry, placement, admission, clients,
@@ -122,7 +125,7 @@ class RouterCore:
         )  # fmt: skip
         self._timers = Timers(
             config, out, table, registry, admission, lifecycle, recovery, takeover, losses,
-            EarlyMoves(registry, losses, errors), errors, now,
+            EarlyMoves(registry, losses, errors), history, errors, now,
         )  # fmt: skip
         self._handlers: dict[type[Event], Callable[..., None]] = {
             FromClient: client_messages.handle,

@@ -160,6 +160,8 @@ def merge_queries(messages: Sequence[Message]) -> Sequence[Message]:
                 handoffs=max(message.handoffs for message in statuses),
                 requests=max(message.requests for message in statuses),
                 request=asked.request,
+                failed=max(message.failed for message in statuses),
+                history=max(message.history for message in statuses),
                 metrics=any(message.metrics for message in statuses),
                 nonce=asked.nonce,
             )

@@ -6,7 +6,7 @@ The router keeps the handoff reports, so they survive the workers that sent them
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 import msgspec
@@ -18,6 +18,7 @@ from .authorization import ANYBODY, Caller
 from .clients import Clients
 from .config import RouterConfig
 from .families import Sources, families_of
+from .history import History
 from .metrics import CANCELLED, FAILED, OK, HandoffMetrics, Metrics, Transferred
 from .pairs import FailedPair, FailedPairs
 from .registry import Registry
@@ -113,6 +114,7 @@ class Reporter:
         metrics: Metrics,
         handoffs: Handoffs,
         stories: Stories,
+        history: History,
         started_at: float,
     ) -> None:
         self._config = config
@@ -124,6 +126,7 @@ class Reporter:
         self._metrics = metrics
         self._handoffs = handoffs
         self._stories = stories
+        self._history = history
         self._started_at = started_at
 
     def report(self, asked: Status, now: float, caller: Caller = ANYBODY) -> bytes:
@@ -145,6 +148,10 @@ class Reporter:
             "router": self._router(now),
             "requests": self._requests(asked, now, caller),
         }
+        if asked.failed:
+            report["failed"] = self._records(self._stories.failed(asked.failed, caller), now)
+        if asked.history:
+            report["history"] = self._history.columns(asked.history, now)
         if asked.metrics:
             report["metrics"] = self.families(now)
         return msgspec.json.encode(report)
@@ -183,6 +190,9 @@ class Reporter:
             most = min(asked.requests, MAX_REPORTED_REQUESTS)
             found = self._stories.last(most, caller)
             found += [story_of(one, now) for one in islice(running, most)]
+        return self._records(found, now)
+
+    def _records(self, found: Iterable[Story], now: float) -> list[Record]:
         policy = self._config.policy.name
         return [story_record(story, policy, now) for story in found]
 

@@ -9,8 +9,8 @@ made while its objects are in the cache.
 Workers report durations, because the clocks of processes differ. The times of this router are
 monotonic seconds.
 
-Invariant: at most ``keep`` ended and ``keep`` refused requests are kept, with at most
-:data:`STORY_BYTES` bytes each. Pure.
+Invariant: at most ``keep`` ended, ``keep`` failed and ``keep`` refused requests are kept, with at
+most :data:`STORY_BYTES` bytes each. Pure.
 """
 
 from __future__ import annotations
@@ -177,6 +177,7 @@ class Stories:
         self._recorded: dict[bytes, Request] = {}  # ended earlier, and still have a record
         self._dropped: list[Request] = []  # not encoded yet, without a record
         self._kept: deque[bytes] = deque(maxlen=keep)
+        self._failed: deque[bytes] = deque(maxlen=keep)  # apart: successes do not push them out
         self._refused: deque[Story] = deque(maxlen=keep)
         self._complete: deque[Story] = deque(maxlen=MAX_FRESH)
         self._waiting: deque[Story] = deque(maxlen=MAX_FRESH)  # a report may still join them
@@ -233,7 +234,7 @@ class Stories:
 
     def _keep(self, story: Story) -> None:
         if self._kept.maxlen:
-            self._kept.append(_encode(story))
+            (self._failed if story.state == _FAILED else self._kept).append(_encode(story))
 
     def refused(
         self, key: bytes, asked: Submit | Resume, identity: bytes, owner: bytes,
@@ -270,11 +271,12 @@ class Stories:
             if story.key == report.request:
                 _add_report(story, report, worker, now)
                 break
-        for index, encoded in enumerate(islice(reversed(self._kept), MAX_LATE)):
-            if report.request in encoded and (story := _decode(encoded)).key == report.request:
-                _add_report(story, report, worker, now)
-                self._kept[-1 - index] = _encode(story)
-                break
+        for kept in (self._kept, self._failed):
+            for index, encoded in enumerate(islice(reversed(kept), MAX_LATE)):
+                if report.request in encoded and (story := _decode(encoded)).key == report.request:
+                    _add_report(story, report, worker, now)
+                    kept[-1 - index] = _encode(story)
+                    return
 
     # ------------------------------------------------------------------ look up
 
@@ -312,6 +314,23 @@ class Stories:
         """
         return self._latest(most, caller, (b"",), lambda _: True)
 
+    def failed(self, most: int, caller: Caller = ANYBODY) -> list[Story]:
+        """Return up to ``most`` failed and ``most`` refused stories that the caller may see.
+
+        They are the latest ones of each kind, latest last.
+        """
+        self._encode_dropped()
+
+        def seen(story: Story) -> bool:
+            return caller.operator or story.owner == caller.key
+
+        with_record = map(story_of, filter(_has_error, self._with_record()))
+        kept = _decoded(self._failed, caller, (b"",))
+        failed = (one for one in chain(with_record, kept) if one.state == _FAILED and seen(one))
+        found = [*islice(failed, most), *islice(filter(seen, reversed(self._refused)), most)]
+        found.sort(key=_ended_at)
+        return found
+
     def find(self, name: str, most: int, caller: Caller = ANYBODY) -> list[Story]:
         """Return the latest ``most`` stories that ``name`` names (:func:`names`), latest last."""
         parts = [name.encode("utf-8", "surrogatepass")]
@@ -334,23 +353,38 @@ class Stories:
 
         most = max(0, most)
         self._encode_dropped()
-        # Only the chosen stories are decoded, and stories whose bytes look as if they were chosen.
-        kept = (
-            _decode(story)
-            for story in reversed(self._kept)
-            if (caller.operator or caller.key in story) and any(part in story for part in parts)
-        )
-        found = [*islice(chosen(kept), most), *islice(chosen(reversed(self._refused)), most)]
-        if self._kept.maxlen:
-            latest_first = chain(reversed(self._ended.values()), reversed(self._recorded.values()))
-            found += map(story_of, islice(chosen(latest_first), most))
+        found = [*islice(chosen(reversed(self._refused)), most)]
+        for kept in (self._kept, self._failed):
+            found += islice(chosen(_decoded(kept, caller, parts)), most)
+        found += map(story_of, islice(chosen(self._with_record()), most))
         found.sort(key=_ended_at)
         return found[len(found) - most :] if len(found) > most else found
+
+    def _with_record(self) -> Iterator[Request]:
+        """Yield the ended requests that have a record, the latest first."""
+        if not self._kept.maxlen:
+            return iter(())
+        return chain(reversed(self._ended.values()), reversed(self._recorded.values()))
 
     def __len__(self) -> int:
         self._encode_dropped()
         records = len(self._ended) + len(self._recorded)
-        return len(self._kept) + records + len(self._refused)
+        return len(self._kept) + len(self._failed) + records + len(self._refused)
+
+
+def _decoded(kept: deque[bytes], caller: Caller, parts: Iterable[bytes]) -> Iterator[Story]:
+    """Yield the stories, latest first, whose bytes have the caller's key and one of the parts.
+
+    So few of the others are decoded.
+    """
+    for story in reversed(kept):
+        mine = caller.operator or caller.key in story
+        if mine and any(part in story for part in parts):
+            yield _decode(story)
+
+
+def _has_error(request: Request) -> bool:
+    return request.terminal is not None and request.terminal.code is not None
 
 
 def _add_report(story: Story, report: HandoffReport, worker: Worker, now: float) -> None:
@@ -387,7 +421,7 @@ def story_of(request: Request, now: float = NEVER) -> Story:
         if status == "cancelled" or code == "cancelled":
             state = "cancelled"
         else:
-            state = "failed" if code else "finished"
+            state = _FAILED if code else "finished"
     ended = request.ended_at
     attempts = [_attempt(request.attempt)]
     if past is not None:
@@ -401,6 +435,7 @@ def story_of(request: Request, now: float = NEVER) -> Story:
     )  # fmt: skip
 
 
+_FAILED = "failed"
 _GENERATE, _OTHER_TASKS = "generate", ("embed", "draw")
 
 

@@ -12,6 +12,7 @@ from .admission import Admission
 from .config import RouterConfig
 from .early_moves import EarlyMoves
 from .events import Action, Tick, ToWorker
+from .history import History
 from .lifecycle import Lifecycle
 from .own_errors import OwnErrors
 from .recovery import Recovery, WorkerLosses
@@ -40,6 +41,7 @@ class Timers:
         takeover: Takeover,
         losses: WorkerLosses,
         early_moves: EarlyMoves,
+        history: History,
         errors: OwnErrors,
         now: float,
     ) -> None:
@@ -53,6 +55,7 @@ class Timers:
         self._takeover = takeover
         self._losses = losses
         self._early_moves = early_moves
+        self._history = history
         self._errors = errors
         self._workers_next = now
         self._rates_next = now
@@ -72,6 +75,7 @@ class Timers:
             apart("early moves", lambda: self._early_moves.tick(now))
             apart("unclaimed requests", lambda: self._takeover.unclaimed.tick(now))
             apart("notices of dead workers", lambda: self._losses.tick(now))
+            apart("history", lambda: self._history.tick(now))
         if now >= self._rates_next:
             self._rates_next = now + 1.0
             apart("rates", lambda: self._admission.roll(now))

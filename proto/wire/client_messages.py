@@ -149,6 +149,8 @@ class Status(Message, frozen=True, kw_only=True):
     handoffs: Count = 16  # number of recent handoffs to list
     requests: Count = 0  # number of ended requests to describe, the latest ones
     request: Name = ""  # describe all requests with this id, key, or part of the id
+    failed: Count = 0  # number of failed requests, and of refused ones, to describe
+    history: Count = 0  # number of samples of the last 15 minutes, the latest ones
     metrics: bool = False  # report also the families of metrics
     nonce: Word = 0  # repeated in the answer; 0: none
 
