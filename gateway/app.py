@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..proto.errors import BatonError, CapacityError, InputError, InternalError
 from ..runtime.keys.api_keys import FOREIGN, ApiKeys, is_local_request
 from ..runtime.process.log import get_logger
-from . import routes, text_routes
+from . import dashboard, routes, text_routes
 from .errors import (
     ForeignHost,
     KeyInvalid,
@@ -57,8 +57,8 @@ ROUTES = [
     Route("/openapi.json", openapi, methods=["GET"]),
     Route("/version", routes.build, methods=["GET"]),
     Route("/metrics", routes.metrics, methods=["GET"]),
-    Route("/dashboard", routes.dashboard, methods=["GET"]),
-    Route("/dashboard/events", routes.dashboard_events, methods=["GET"]),
+    Route("/dashboard", dashboard.page, methods=["GET"]),
+    Route("/dashboard/events", dashboard.events, methods=["GET"]),
 ]
 
 _PATHS = frozenset(route.path for route in ROUTES)
@@ -93,7 +93,7 @@ def make_app(
     app.served = served
     app.state.openapi = encoded(ROUTES)
     app.state.metrics = counts
-    app.state.feed = routes.Feed()
+    app.state.feed = dashboard.Feed()
     app.state.readiness = routes.Readiness()
     return Door(Direct(app), ApiKeys(key_digests), counts, tracing)
 

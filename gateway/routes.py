@@ -1,17 +1,11 @@
-"""The routes beside text: models, embeddings, tokens, health, metrics, the dashboard.
-
-The dashboard is one self-contained page: it loads nothing but its events, so it works without a
-network. All its viewers share one query to each router per second, sent only while it is open.
-"""
+"""The routes beside text: models, embeddings, tokens, health and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..client.model import encode, encode_chat
-from ..proto.errors import BatonError, CapacityError
+from ..proto.errors import BatonError
 from ..runtime.metrics.exposition import CONTENT_TYPE, exposition
 from ..runtime.metrics.families import Family
 from ..runtime.metrics.vllm import vllm_families
@@ -30,7 +24,7 @@ from .messages import messages_of
 from .metrics import GatewayMetrics
 from .parameters import list_of
 from .served import Served, name_of, origin_of, read_body, target_of
-from .streams import EventStream, unless_gone
+from .streams import unless_gone
 from .tools import tools_of
 
 ROUTER_TIMEOUT_S = 2.0
@@ -39,18 +33,6 @@ STATUS_TIMEOUT_S = 5.0
 """Seconds to wait for the router's status."""
 STATUS_ONLY = "baton.status_only"
 """In the scope of a probe without a key, whose answer must not show more than the status."""
-DASHBOARD_INTERVAL_S = 1.0
-MAX_VIEWERS = 32
-SHOWN_REQUESTS = 50
-_PAGE = (Path(__file__).parent / "dashboard.html").read_bytes()
-_PAGE_HEADERS = {
-    # The page has no other resources, and no other site may frame it.
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
 _STARTED = int(time.time())
 _embedding_reader = BodyReader(EmbeddingBody)
 _tokenize_reader = BodyReader(TokenizeBody)
@@ -273,124 +255,6 @@ async def _of_router(served: Served) -> list[Family]:
         return msgspec.convert(report.get("metrics", []), list[Family])
     except (BatonError, msgspec.ValidationError):  # JSON has no infinity: a worker's becomes null
         return []
-
-
-# --------------------------------------------------------------------------- dashboard
-
-
-class Feed:
-    """The routers' latest reports as one event, for any number of viewers."""
-
-    def __init__(self) -> None:
-        self._viewers = 0
-        self._event = b""
-        self._number = 0
-        self._changed = asyncio.Condition()
-        self._task: asyncio.Task[None] | None = None
-
-    async def events(self, served: Served) -> AsyncGenerator[bytes, None]:
-        """Yield an event per second. Raises CapacityError if there are too many viewers."""
-        if self._viewers >= MAX_VIEWERS:
-            raise CapacityError(f"{MAX_VIEWERS} viewers of the dashboard, no more", retry_after=10)
-        self._viewers += 1
-        try:
-            if self._task is None or self._task.done():
-                self._task = asyncio.ensure_future(self._ask(served))
-            seen = 0
-            while True:
-                async with self._changed:
-                    while self._number == seen:
-                        await self._changed.wait()
-                    seen, event = self._number, self._event
-                yield event
-        finally:
-            self._viewers -= 1
-            if not self._viewers and self._task is not None:
-                self._task.cancel()
-                self._task = None
-
-    async def _ask(self, served: Served) -> None:
-        while True:
-            try:
-                reports = await self._reports(served)
-                shown = {"at": time.monotonic(), **joint_report(reports)}
-            except BatonError as error:
-                shown = {"error": str(error)}
-            async with self._changed:
-                self._event = b"data: " + msgspec.json.encode(shown) + b"\n\n"
-                self._number += 1
-                self._changed.notify_all()
-            await asyncio.sleep(DASHBOARD_INTERVAL_S)
-
-    async def _reports(self, served: Served) -> list[dict[str, Any]]:
-        """Ask all routers. Raises BatonError if none answers."""
-        clients = served.router_clients or (served.client,)
-        asked = [
-            client.status(handoffs=0, requests=SHOWN_REQUESTS, timeout=STATUS_TIMEOUT_S)
-            for client in clients
-        ]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        reports = [one for one in found if not isinstance(one, BaseException)]
-        for problem in found:
-            if isinstance(problem, BaseException) and not isinstance(problem, BatonError):
-                raise problem
-            if isinstance(problem, BatonError) and not reports:
-                raise problem
-        return reports
-
-
-def joint_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the reports of all routers as one: the dashboard shows the cluster.
-
-    Counts and rates are sums, as are the bytes of a worker's handoffs; percentiles are the highest.
-    The rest of a worker comes from the router with its latest heartbeat.
-    """
-    if len(reports) == 1:
-        return reports[0]
-    routers = [report["router"] for report in reports]
-    workers: dict[str, dict[str, Any]] = {}
-    handed_over: dict[str, int] = {}
-    for worker in (worker for report in reports for worker in report["workers"]):
-        name = worker["id"]
-        handed_over[name] = handed_over.get(name, 0) + worker["handoff_bytes"]
-        if name not in workers or worker["heard_s_ago"] < workers[name]["heard_s_ago"]:
-            workers[name] = worker
-    joint = {
-        **routers[0],
-        "name": ", ".join(router["name"] for router in routers),
-        "uptime_s": max(router["uptime_s"] for router in routers),
-        "restarts": max(router["restarts"] for router in routers),
-        **{name: _joint([r[name] for r in routers], sum) for name in ("requests", "rates")},
-        "latency": _joint([router["latency"] for router in routers], _highest),
-    }
-    return {
-        **reports[0],
-        "router": joint,
-        "workers": [{**one, "handoff_bytes": handed_over[name]} for name, one in workers.items()],
-        "requests": [request for report in reports for request in report["requests"]],
-    }
-
-
-def _joint(values: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """Join numbers, or maps of the same shape number by number."""
-    if isinstance(values[0], dict):
-        return {name: _joint([value.get(name) for value in values], join) for name in values[0]}
-    return join(list(values))
-
-
-def _highest(values: list[Any]) -> Any:
-    return max((value for value in values if value is not None), default=None)
-
-
-async def dashboard(_: Request) -> Response:
-    """``GET /dashboard``: the page."""
-    return Response(_PAGE, headers=_PAGE_HEADERS, media_type="text/html")
-
-
-async def dashboard_events(request: Request) -> EventStream:
-    """``GET /dashboard/events``: what the page shows, as server-sent events."""
-    feed: Feed = request.app.state.feed
-    return await EventStream.begin(request.receive, feed.events(Served.of(request)))
 
 
 # --------------------------------------------------------------------------- rest

@@ -104,16 +104,16 @@ class History:
             self._next += INTERVAL_S
         self._samples.append(self._sample(now))
 
-    def columns(self, most: int, now: float) -> dict[str, list[float | None]]:
+    def report(self, most: int, now: float) -> dict[str, object]:
         """Return up to ``most`` samples, latest last: a list per field; ``age_s`` for ``at``."""
         skipped = max(0, len(self._samples) - most)
         samples = list(islice(self._samples, skipped, None))
-        found: dict[str, list[float | None]] = {
+        columns: dict[str, list[float | None]] = {
             "age_s": [round(max(0.0, now - one.at), 3) for one in samples]
         }
         for name in Sample.__struct_fields__[1:]:
-            found[name] = [getattr(one, name) for one in samples]
-        return found
+            columns[name] = [getattr(one, name) for one in samples]
+        return {"interval_s": INTERVAL_S, "columns": columns}
 
     def _sample(self, now: float) -> Sample:
         self._admission.roll(now)

@@ -151,7 +151,7 @@ class Reporter:
         if asked.failed:
             report["failed"] = self._records(self._stories.failed(asked.failed, caller), now)
         if asked.history:
-            report["history"] = self._history.columns(asked.history, now)
+            report["history"] = self._history.report(asked.history, now)
         if asked.metrics:
             report["metrics"] = self.families(now)
         return msgspec.json.encode(report)

@@ -93,6 +93,16 @@ class Chromium:
         wanted = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[wanted])
 
+    def resize(self, width: int, height: int) -> None:
+        """Give the page the size of a phone's screen."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": True}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def mouse(self, kind: str, x: float, y: float) -> None:
+        """Send ``mouseMoved``, ``mousePressed`` or ``mouseReleased`` at a point of the window."""
+        button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+
     def screenshot(self, path: Path) -> None:
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))

@@ -5,12 +5,15 @@ import http.client
 import json
 import os
 import tempfile
-from contextlib import closing
+import threading
+import time
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from baton.client import Client
+from baton.proto.errors import DeadlineExceeded
 from baton.proto.sampling import SamplingParams
 
 from .chromium import Chromium
@@ -67,6 +70,10 @@ def test_the_events_have_workers_and_the_last_requests(gateway):
     assert {worker["role"] for worker in event["workers"]} == {"prefill", "decode"}
     assert event["router"]["requests"]["finished"] >= 1
     assert event["requests"][-1]["attempts"]
+    sampled = wait_until(
+        lambda: first_event(gateway)["history"]["columns"]["requests_per_s"], what="a sample"
+    )
+    assert len(first_event(gateway)["history"]["columns"]["ttft_p50_s"]) >= len(sampled)
 
 
 def test_several_viewers_share_the_events_and_may_leave(gateway):
@@ -114,40 +121,162 @@ def test_with_keys_the_page_and_its_events_need_one(keyed):
         assert "www-authenticate" not in response.headers
 
 
+@contextmanager
+def traffic(gateway: Gateway, per_second: float):
+    """Short requests at a rate, while the block runs."""
+    over, workers = threading.Event(), 4
+
+    def send() -> None:
+        due = time.monotonic()
+        while not over.wait(max(0.0, due - time.monotonic())):
+            gateway.post("/v1/completions", prompt="Once", max_tokens=2, ignore_eos=True)
+            due = max(due + workers / per_second, time.monotonic())
+
+    threads = [threading.Thread(target=send) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture
+def browser(tmp_path, gateway):
+    found = Chromium(tmp_path)
+    try:
+        yield found
+        assert [one for one in found.problems if "favicon" not in one] == []
+    finally:
+        found.end()
+
+
+def show(browser: Chromium, gateway: Gateway) -> None:
+    """Open the page and wait for its first rows."""
+    browser.open(f"http://127.0.0.1:{gateway.port}/dashboard")
+    wait_until(lambda: browser.run(ROWS) >= 2, what="requests on the page")
+
+
+def keep_screenshot(browser: Chromium, name: str) -> None:
+    """Write a screenshot into the folder BATON_SCREENSHOTS, if it is set."""
+    if folder := os.environ.get("BATON_SCREENSHOTS"):
+        browser.screenshot(Path(folder) / name)
+
+
+ROWS = "document.querySelectorAll('#requests tr.request').length"
+OPENED = "[...document.querySelectorAll('tr[aria-expanded=true]')].map(x => x.dataset.request)"
+NEW = "document.getElementById('new').hidden ? '' : document.getElementById('new').textContent"
+
+
 @pytest.mark.long
-def test_a_browser_shows_live_numbers_and_opens_a_request(gateway, tmp_path):
+def test_a_browser_shows_live_numbers_and_opens_a_request(gateway, browser):
     """BATON_SCREENSHOTS=FOLDER keeps the screenshots."""
-    folder = Path(os.environ.get("BATON_SCREENSHOTS", tmp_path))
     gateway.post("/v1/completions", **COMPLETION)
     hostile = "<img src=x onerror=document.title='x'>"
     gateway.ask("POST", "/v1/completions", COMPLETION, {"X-Request-Id": hostile})
-    browser = Chromium(tmp_path)
-    rows = "document.querySelectorAll('#requests tr.request').length"
     newest = "document.querySelector('#requests tr.request').dataset.request"
-    points = "document.querySelector('#tokens polyline').getAttribute('points')"
+    curve = "document.querySelector('#tokens .curve').getAttribute('d')"
     names = (
         "[...document.querySelectorAll('.story div > span:first-child')].map(x => x.textContent)"
     )
+    boxes = "[...document.querySelectorAll('[data-worker]')].map(x => x.dataset.worker)"
     body = "getComputedStyle(document.body).backgroundColor"
-    try:
-        for scheme, color in (("light", "rgb(246, 247, 249)"), ("dark", "rgb(17, 19, 21)")):
-            browser.prefer(scheme)
-            browser.open(f"http://127.0.0.1:{gateway.port}/dashboard")
-            wait_until(lambda: browser.run(rows) >= 2, what="requests on the page")
-            before = browser.run(newest)  # the page may have all the rows that it shows already
-            gateway.stream("/v1/completions", **COMPLETION)
-            wait_until(lambda old=before: browser.run(newest) != old, what="the next request")
-            assert browser.run("document.querySelectorAll('#workers tr').length") == 3
-            assert browser.run("document.getElementById('state').textContent") == "live"
-            browser.run("document.querySelector('#requests tr.request').click()")
-            steps = ["queue", "prefill", "transfer", "decode"]  # the handoff's report may be late
-            wait_until(lambda wanted=steps: browser.run(names) == wanted, what="the timeline")
-            wait_until(lambda: len(browser.run(points).split()) >= 3, what="a curve")
-            browser.screenshot(folder / f"dashboard-{scheme}.png")
-            assert browser.run(body) == color
-        assert browser.run("document.title") == "Baton"
-        assert browser.run("document.querySelectorAll('main img').length") == 0
-        assert "<img src=x" in browser.run("document.getElementById('requests').textContent")
-        assert [one for one in browser.problems if "favicon" not in one] == []
-    finally:
-        browser.end()
+    for scheme, color in (("light", "rgb(246, 247, 249)"), ("dark", "rgb(17, 19, 21)")):
+        browser.prefer(scheme)
+        show(browser, gateway)
+        before = browser.run(newest)  # the page may have all the rows that it shows already
+        gateway.stream("/v1/completions", **COMPLETION)
+        wait_until(lambda old=before: browser.run(newest) != old, what="the next request")
+        assert browser.run("document.querySelectorAll('#workers tr').length") == 3
+        assert browser.run(boxes) == ["prefill-0", "decode-0", "decode-1"]
+        assert browser.run("document.getElementById('state').textContent") == "live"
+        browser.run("document.querySelector('#requests tr.request').click()")
+        steps = ["queue", "prefill", "transfer", "decode"]  # the handoff's report may be late
+        wait_until(lambda wanted=steps: browser.run(names) == wanted, what="the timeline")
+        wait_until(lambda: browser.run(curve), what="a curve")
+        keep_screenshot(browser, f"dashboard-{scheme}.png")
+        assert browser.run(body) == color
+    assert browser.run("document.title") == "Baton"
+    assert browser.run("document.querySelectorAll('main img').length") == 0
+    assert "<img src=x" in browser.run("document.getElementById('requests').textContent")
+
+
+@pytest.mark.long
+def test_no_click_is_lost_and_an_opened_request_stays(gateway, browser):
+    """Under 20 requests per second, which replace all rows within three seconds."""
+    gateway.post("/v1/completions", **COMPLETION)
+    gateway.post("/v1/completions", **COMPLETION)
+    show(browser, gateway)
+    with traffic(gateway, 20):
+        wait_until(lambda: browser.run(ROWS) == 50, what="a full list")
+        clicked = []
+        for number in range(20):
+            row = f"document.querySelectorAll('#requests tr.request')[{number % 7}]"
+            browser.run(f"{row}.scrollIntoView({{block: 'center'}})")
+            x, y = browser.run(
+                f"(b => [b.x + 20, b.y + b.height / 2])({row}.getBoundingClientRect())"
+            )
+            browser.mouse("mouseMoved", x, y)
+            under = f"document.elementFromPoint({x}, {y}).closest('tr.request').dataset.request"
+            key = browser.run(under)
+            browser.mouse("mousePressed", x, y)
+            time.sleep(0.1)  # as long as a finger takes; rows must not move meanwhile
+            browser.mouse("mouseReleased", x, y)
+            wait_until(lambda key=key: key in browser.run(OPENED), what=f"click {number}")
+            clicked.append(key)
+            if number < 19:
+                browser.mouse("mousePressed", x, y)
+                browser.mouse("mouseReleased", x, y)
+                wait_until(lambda key=key: key not in browser.run(OPENED), what="it to close")
+                browser.mouse("mouseMoved", 5, 5)
+        browser.mouse("mouseMoved", 5, 5)
+        wait_until(lambda: int((browser.run(NEW) or "0").split()[0]) >= 60, what="60 new requests")
+        assert browser.run(OPENED) == clicked[-1:]
+        keep_screenshot(browser, "dashboard-open.png")
+    first = "document.querySelector('#requests tr.request').dataset.request"
+    before = browser.run(first)
+    browser.run("document.getElementById('new').click()")
+    wait_until(lambda: browser.run(first) != before, what="the newer requests")
+    assert browser.run(OPENED) == clicked[-1:]
+
+
+@pytest.mark.long
+def test_the_failed_tile_leads_to_the_failed_requests(pools, gateway, browser):
+    with Client(pools.address, connect_timeout=20) as client:
+        slow = SamplingParams(max_new_tokens=400, ignore_eos=True)
+        with pytest.raises(DeadlineExceeded):
+            list(client.generate([5, 6, 7], slow, deadline=0.01, request_id="too-slow"))
+    for _ in range(55):
+        gateway.post("/v1/completions", prompt="Once", max_tokens=1)
+    show(browser, gateway)
+    text = "document.getElementById('requests').textContent"
+    wait_until(lambda: "finished" in browser.run(text), what="the requests")
+    assert "too-slow" not in browser.run(text)
+    browser.run("document.querySelector('[data-filter=failed]').click()")
+    wait_until(lambda: "too-slow" in browser.run(text), what="the failed request")
+    assert "finished" not in browser.run(text)
+    keep_screenshot(browser, "dashboard-failed.png")
+    browser.run("document.getElementById('all').click()")
+    wait_until(lambda: "finished" in browser.run(text), what="all requests again")
+
+
+@pytest.mark.long
+def test_on_a_phone_the_list_is_short_and_fits(gateway, browser):
+    gateway.post("/v1/completions", **COMPLETION)
+    gateway.post("/v1/completions", **COMPLETION)
+    browser.resize(390, 844)
+    show(browser, gateway)
+    cells = (
+        "[...document.querySelector('#requests tr.request').cells]"
+        ".filter(x => x.offsetWidth).map(x => x.textContent)"
+    )
+    when, task, state, tokens, duration = browser.run(cells)
+    assert (len(when), task, state) == (8, "generate", "finished")
+    assert tokens.endswith("→ 40")
+    assert float(duration.replace(",", "")) > 0
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+    table = "document.getElementById('list')"
+    assert browser.run(f"{table}.scrollWidth <= {table}.clientWidth")
+    keep_screenshot(browser, "dashboard-phone.png")

@@ -1,6 +1,6 @@
-"""The report of the dashboard: all routers as one."""
+"""The report and the history of the dashboard: all routers as one."""
 
-from baton.gateway.routes import joint_report
+from baton.gateway.dashboard import SHOWN_SAMPLES, joint_history, joint_report
 
 
 def report(name: str, *, finished: int, p50: float | None, heard: float, state: str) -> dict:
@@ -11,7 +11,7 @@ def report(name: str, *, finished: int, p50: float | None, heard: float, state: 
         "requests": {"finished": finished}, "rates": {"requests_per_s": 0.5 * finished},
         "latency": {"first_token_s": latency},
     }  # fmt: skip
-    return {"router": router, "workers": [worker], "requests": [{"request": name}]}
+    return {"router": router, "workers": [worker], "requests": [{"request": name}], "failed": []}
 
 
 def test_one_router_is_shown_as_it_is():
@@ -33,3 +33,35 @@ def test_several_routers_are_shown_as_one_cluster():
     assert (worker["state"], worker["handoff_bytes"]) == ("ready", 7)
     assert [one["request"] for one in joint["requests"]] == ["a", "b", "c"]
     assert first["workers"][0]["handoff_bytes"] == 3
+
+
+def history(ages: list[float], rates: list[float], p99s: list[float | None]) -> dict:
+    columns = {"age_s": ages, "requests_per_s": rates, "ttft_p99_s": p99s}
+    return {"interval_s": 5.0, "columns": columns}
+
+
+def test_samples_of_several_routers_are_joined_by_their_age():
+    first = history([13.1, 8.0, 3.1], [1.0, 2.0, 3.0], [None, 0.5, None])
+    second = history([5.2, 0.2], [10.0, 20.0], [0.25, None])
+    joint = joint_history([first, second])
+    assert joint["columns"] == {
+        "requests_per_s": [1.0, 12.0, 23.0], "ttft_p99_s": [None, 0.5, None]
+    }  # fmt: skip
+    assert (joint["interval_s"], joint["age_s"]) == (5.0, 0.2)
+
+
+def test_a_gap_of_a_stopped_router_stays_a_gap():
+    stopped = history([42.0, 27.0, 22.0], [1.0, 2.0, 3.0], [None] * 3)
+    assert joint_history([stopped])["columns"]["requests_per_s"] == [
+        1.0, None, None, 2.0, 3.0, None, None, None, None
+    ]  # fmt: skip
+    running = history([6.0, 1.0], [10.0, 10.0], [None] * 2)
+    both = joint_history([stopped, running])["columns"]["requests_per_s"]
+    assert both[-5:] == [3.0, None, None, 10.0, 10.0]
+
+
+def test_histories_may_be_empty_and_are_bounded():
+    empty = history([], [], [])
+    assert joint_history([empty])["columns"]["requests_per_s"] == []
+    long = history([5.0 * n for n in reversed(range(999))], [1.0] * 999, [None] * 999)
+    assert len(joint_history([empty, long])["columns"]["requests_per_s"]) == SHOWN_SAMPLES

@@ -62,7 +62,7 @@ def test_a_sample_has_the_numbers_of_its_interval_alone(bench):
     decode.beat(load=load)
     bench.advance(INTERVAL_S, beats=False)
     bench.advance(INTERVAL_S)
-    found = report(bench, history=9)["history"]
+    found = report(bench, history=9)["history"]["columns"]
     assert {len(column) for column in found.values()} == {3}
     assert found["age_s"] == pytest.approx([11.1, 6.1, 1.1], abs=0.1)
     for name, wanted in (
@@ -83,10 +83,10 @@ def test_a_sample_has_the_numbers_of_its_interval_alone(bench):
 def test_at_most_15_minutes_are_kept_and_sent(bench):
     bench.pair()
     bench.advance(INTERVAL_S * (SAMPLES + 3))
-    found = report(bench, history=10 * SAMPLES)["history"]
+    found = report(bench, history=10 * SAMPLES)["history"]["columns"]
     assert len(found["age_s"]) == SAMPLES
     assert found["age_s"][0] == pytest.approx(15 * 60, abs=2 * INTERVAL_S)
-    newest = report(bench, history=2)["history"]
+    newest = report(bench, history=2)["history"]["columns"]
     assert newest["age_s"] == found["age_s"][-2:]
     assert "history" not in report(bench)
 
@@ -96,7 +96,7 @@ def test_samples_after_a_pause_stay_on_the_grid(bench):
     bench.advance(INTERVAL_S * 2 + 0.1)
     bench.now += 4 * INTERVAL_S  # the process was stopped
     bench.advance(INTERVAL_S + 1)
-    ages = report(bench, history=9)["history"]["age_s"]
+    ages = report(bench, history=9)["history"]["columns"]["age_s"]
     gaps = [old - new for old, new in pairwise(ages)]
     assert gaps == pytest.approx([INTERVAL_S, 4 * INTERVAL_S, INTERVAL_S], abs=0.2)
 
