@@ -337,9 +337,9 @@ class StatusOptions(TypedDict, total=False):
 
     ``handoffs``: describe that many of the last handoffs (default: 16). ``requests``: also
     describe that many of the last requests, and unfinished ones. ``request``: describe all requests
-    with this id instead. ``failed``: describe that many of the last failed requests, and of the last
-    refused ones. ``history``: also that many samples of the last 15 minutes, one per 5 seconds, a
-    list per number. ``metrics``: also the router's metrics, as families of
+    with this id instead. ``failed``: describe that many of the last failed requests, and of the
+    last refused ones. ``history``: also that many samples of the last 15 minutes, one per 5
+    seconds, a list per number. ``metrics``: also the router's metrics, as families of
     ``baton.runtime.metrics``.
     """
 

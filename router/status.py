@@ -272,6 +272,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "pid": worker.pid,
         "state": worker.state.value,
         "reason": worker.reason,
+        "finished": worker.finished,
         "endpoint": worker.endpoint,
         "device": worker.device,
         "pool": worker.pool,

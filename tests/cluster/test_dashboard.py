@@ -262,6 +262,44 @@ def test_the_failed_tile_leads_to_the_failed_requests(pools, gateway, browser):
     wait_until(lambda: "finished" in browser.run(text), what="all requests again")
 
 
+MANY_WORKERS = """(() => {
+  source.close();
+  const [prefill, decode] = ["prefill", "decode"].map(
+    role => latest.workers.find(one => one.role === role));
+  const states = ["ready", "suspect", "draining", "dead"];
+  const pool = Array.from({length: COUNT}, (_, i) =>
+    ({...decode, id: `decode-${i}`, incarnation: i, state: states[i % 4], kv_blocks_used: 99}));
+  show({...latest, workers: [prefill, ...pool]});
+})()"""
+BOXES = """[...document.querySelectorAll("[data-worker]")].map(node => {
+  const box = node.getBoundingClientRect(), all = byId("flow").getBoundingClientRect();
+  const inside = (one, other) => one.left >= other.left && one.right <= other.right &&
+    one.top >= other.top && one.bottom <= other.bottom;
+  const texts = [...document.querySelectorAll("#flow text")].map(x => x.getBoundingClientRect());
+  const starts = texts.filter(one => one.left > box.left && one.left < box.right &&
+    one.top > box.top - 9 && one.top < box.bottom);
+  const fits = inside(box, all) && starts.every(one => one.right <= box.right);
+  return [node.dataset.state, fits, box.left, box.top];
+})"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1, 4, 16, 32, 64])
+def test_the_picture_has_a_box_with_a_state_for_each_worker(gateway, browser, count):
+    gateway.post("/v1/completions", **COMPLETION)
+    gateway.post("/v1/completions", **COMPLETION)
+    for width in (1400, 390):
+        browser.resize(width, 900)
+        show(browser, gateway)
+        browser.run(MANY_WORKERS.replace("COUNT", str(count)))
+        boxes = browser.run(BOXES)
+        states = ["ready", "suspect", "draining", "restarting"] * 16
+        assert [state for state, *_ in boxes] == ["ready", *states[:count]]
+        assert all(fits for _, fits, *_ in boxes)
+        assert len({tuple(place) for _, _, *place in boxes}) == count + 1
+        keep_screenshot(browser, f"dashboard-{count}-{width}.png")
+
+
 @pytest.mark.long
 def test_on_a_phone_the_list_is_short_and_fits(gateway, browser):
     gateway.post("/v1/completions", **COMPLETION)
@@ -277,6 +315,6 @@ def test_on_a_phone_the_list_is_short_and_fits(gateway, browser):
     assert tokens.endswith("→ 40")
     assert float(duration.replace(",", "")) > 0
     assert browser.run("document.documentElement.scrollWidth") <= 390
-    table = "document.getElementById('list')"
-    assert browser.run(f"{table}.scrollWidth <= {table}.clientWidth")
+    too_wide = "[...document.querySelectorAll('.card')].filter(x => x.scrollWidth > x.clientWidth)"
+    assert browser.run(f"{too_wide}.map(x => x.textContent)") == []
     keep_screenshot(browser, "dashboard-phone.png")
