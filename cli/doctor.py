@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import shutil
@@ -23,12 +24,16 @@ from baton import DISTRIBUTION
 from ..deploy.config import ServeSettings, demo_model_folder
 from ..deploy.local.banner import kernels_warning
 from ..deploy.local.run_folder import socket_in_use
+from ..deploy.messages import mebibytes
 from ..deploy.plan.addresses import free_ports, ipc_path
+from ..deploy.plan.memory import PROCESS_BYTES, folder_memory, free_memory, model_memory
 from ..deploy.plan.prepare import visible_gpus_of_children
 from ..deploy.ray.connect import INSTALL_RAY
 from ..engine.kernels import kernels_title, load_backend
 from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY
 from ..engine.loading.checkpoint import load_checkpoint, require_tokenizer
+from ..engine.loading.embedding_config import DRAW
+from ..engine.loading.loader import folder_task
 from ..proto.errors import BatonError, ConfigError
 from ..proto.wire.endpoints import MAX_IPC_PATH_BYTES
 from ..runtime.net.user_address import default_address
@@ -58,13 +63,16 @@ class Finding:
 
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = verbs.add_parser("doctor", help="check this machine and installation")
+    parser = verbs.add_parser("doctor", help="check this machine, installation and a model")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="model folder to open as well")
     parser.set_defaults(run=run)
 
 
-def run(_arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print every finding. Return 1 if any finding is a failure, else 0."""
     findings = [finding for check in CHECKS for finding in check()]
+    if arguments.model:
+        findings += check_folder(arguments.model)
     for finding in findings:
         print(finding.line())
     return int(any(finding.level == "fail" for finding in findings))
@@ -186,6 +194,37 @@ def check_model() -> Iterable[Finding]:
         yield Finding("ok", "model", f"embedded {checkpoint.config.architecture}")
     except BatonError as problem:
         yield Finding("fail", "model", str(problem), "install baton again")
+
+
+def check_folder(folder: str) -> Iterable[Finding]:
+    """A model folder: family, size, KV memory per token, and what fits into the free memory."""
+    try:
+        if folder_task(folder) == DRAW:
+            memory = folder_memory(folder, 0, ServeSettings().block_size)
+            need, context = memory.weights + memory.drawing, "one picture"
+            detail = f"{folder}: picture model, {mebibytes(need)} of weights"
+            per = f"{mebibytes(memory.context)} of KV memory per picture"
+        else:
+            checkpoint = load_checkpoint(folder)
+            require_tokenizer(folder)
+            memory, tensors = model_memory(checkpoint, 0), checkpoint.tensors
+            need, length = memory.weights, checkpoint.config.rope.default_length()
+            count = sum(math.prod(tensors.entry(name).shape) for name in tensors)
+            detail = f"{folder}: {checkpoint.architecture}, {count:,} parameters"
+            detail += f", {mebibytes(need)} of weights"
+            per = f"{mebibytes(memory.context // length)} of KV memory per token in float32"
+            context = f"{length} tokens"
+    except BatonError as problem:
+        yield Finding("fail", "model", str(problem), "give a folder in the Hugging Face layout")
+        return
+    yield Finding("ok", "model", f"{detail}, {per}")
+    free = free_memory()
+    if free is None:
+        return
+    workers = free // max(1, memory.weights + memory.drawing + memory.context + PROCESS_BYTES)
+    text = f"{workers} workers with {context} each fit into {mebibytes(free)} of free memory"
+    advice = "" if workers > 1 else "prefill and decode need a worker each; see --max-model-len"
+    yield Finding("ok" if workers > 1 else "warn", "fits", text, advice)
 
 
 def check_optional() -> Iterable[Finding]:

@@ -2,10 +2,13 @@
 
 import importlib.metadata
 import importlib.util
+import math
 from types import SimpleNamespace
 
 from baton.cli import doctor
 from baton.cli.command import main
+from baton.deploy.config import demo_flux_folder, demo_model_folder
+from baton.engine.loading.checkpoint import load_checkpoint
 from baton.proto.errors import CheckpointError
 
 
@@ -115,3 +118,18 @@ def test_a_running_cluster(monkeypatch, tmp_path):
 def test_optional_packages_are_no_fault(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert {finding.level for finding in doctor.check_optional()} == {"ok"}
+
+
+def test_a_model_folder_is_opened_and_measured(tmp_path, capsys):
+    folder = demo_model_folder()
+    assert main(["doctor", str(folder)]) == 0
+    found = capsys.readouterr().out
+    tensors = load_checkpoint(folder).tensors
+    count = sum(math.prod(tensors.entry(name).shape) for name in tensors)
+    assert f"{folder}: {load_checkpoint(folder).architecture}, {count:,} parameters" in found
+    assert "of KV memory per token" in found
+    assert "2048 tokens each fit into" in found
+    assert main(["doctor", str(demo_flux_folder())]) == 0
+    assert "picture model" in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path / "none")]) == 1
+    assert "FAIL  model" in capsys.readouterr().out
