@@ -14,7 +14,8 @@
     │   ├── RouterClosing            the router is about to end; use another router
     │   ├── EndpointDraining         target_endpoint names a worker that takes no new work
     │   ├── EndpointDead             target_endpoint names a worker that stopped answering
-    │   └── NameTaken                another healthy worker has this name
+    │   ├── NameTaken                another healthy worker has this name
+    │   └── ModelContested           as many keys state another model
     ├── RequestCancelled             the client cancelled the request
     ├── DeadlineExceeded             the request's deadline has passed
     ├── RequestFailed                the cluster could not finish an admitted request
@@ -120,6 +121,12 @@ class NameTaken(CapacityError):
     """Another healthy worker has this name or endpoint."""
 
     code = "name_taken"
+
+
+class ModelContested(CapacityError):
+    """As many keys of the cluster state another model; the worker retries."""
+
+    code = "model_contested"
 
 
 class RequestCancelled(BatonError):

@@ -81,7 +81,8 @@ class Placement:
         parameter that no worker of a role reads.
         """
         special = request.deaths or request.doubts or request.avoid or request.past
-        if request.pin is None and not special and not needed_features(request.context):
+        plain = request.pin is None and not self._registry.uneven
+        if plain and not special and not needed_features(request.context):
             ready, pool = self._registry.ready, request.pool  # as _candidates would find
             decodes = None if request.embeds else ready("decode", pool)
             prefills = ready("prefill", pool)
@@ -176,6 +177,9 @@ class Placement:
         avoid = request.avoid
         if avoid:
             workers = [worker for worker in workers if worker.incarnation not in avoid]
+        if self._registry.uneven:
+            length = request.context.end_length
+            workers = [worker for worker in workers if worker.card.max_length >= length]
         needs = needed_features(request.context)
         if needs:
             workers = self._able(request, role, workers, needs)

@@ -12,15 +12,14 @@ Pure: derives the states from messages and the time. :mod:`.recovery` acts on th
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
-
-import msgspec
+from collections.abc import Mapping
 
 from ..proto.errors import (
     EndpointDead,
     EndpointDraining,
     EndpointUnknown,
     InputError,
+    ModelContested,
     ModelMismatch,
     NameTaken,
     ProtocolError,
@@ -31,6 +30,7 @@ from ..proto.wire.messages import Heartbeat, Hello
 from ..proto.wire.versions import check_version
 from ..runtime.liveness import closed_by_peer, suspect_after
 from .config import RouterConfig
+from .majority import Claims, joint_card, keys_of, votes
 from .worker_totals import WorkerTotals
 from .workers import (
     CONNECTION_CLOSED,
@@ -66,10 +66,13 @@ class Registry:
         self._ready: dict[tuple[str, str | None], list[Worker]] = {}
         self.totals = WorkerTotals()
         self.card: ModelCard | None = None
-        """Card of the served model, with the shortest context length of all live workers.
+        """Card of the served model, as the keys of the live workers vote (:mod:`.majority`).
 
         It has the features that any of them has: a request that needs one is placed there.
         """
+        self._claims = Claims()
+        self.uneven = False
+        """Whether a live worker has a shorter context length than the card."""
         self.ever_ready = False
         self.slots = 0
         """Batch slots of all live decode workers that are not draining."""
@@ -166,14 +169,17 @@ class Registry:
 
     # ------------------------------------------------------------------ change
 
-    def check_join(self, hello: Hello, now: float, *, idle: bool, key: bytes = b"") -> list[Worker]:
+    def check_join(
+        self, hello: Hello, now: float, *, idle: bool, caller: WorkerCaller = NO_KEY
+    ) -> list[Worker]:
         """Check the Hello of an unknown incarnation, without changing any live worker.
 
         Returns the workers that it replaces. ``idle``: the router has no unfinished request, so
-        the model may change once no worker is connected. ``key``: of its connection. Raises
-        EndpointDead, NameTaken (the worker retries), ModelMismatch, VersionMismatch, ProtocolError
-        or InputError.
+        the model may change once no worker is connected. ``caller``: what its connection proves.
+        Raises EndpointDead, NameTaken or ModelContested (the worker retries), ModelMismatch,
+        VersionMismatch, ProtocolError or InputError.
         """
+        key = caller.key
         self._check(hello, key)
         replaced = self._replaced_by(hello, key)
         for holder in replaced:
@@ -192,11 +198,26 @@ class Registry:
         if mismatch:
             field, ours, theirs = mismatch
             reason = f"{field} is {theirs}, the cluster has {ours}"
-            refused = Worker(b"", hello, now, WorkerCaller(key))
-            refused.enter(WorkerState.REFUSED, reason)
-            self._list_gone(refused)
-            raise ModelMismatch(reason)
+            return self._outvote(hello, now, caller, reason)
         return replaced
+
+    def _outvote(self, hello: Hello, now: float, caller: WorkerCaller, reason: str) -> list[Worker]:
+        """Return the live workers, of another model, if more keys want the model of ``hello``.
+
+        Raises ModelContested if as many want it, ModelMismatch if fewer do or the key of ``hello``
+        serves the present model too.
+        """
+        self._claims.add(hello.model, caller, now)
+        holders = keys_of(self._live.values())
+        ours, theirs = votes(holders), votes(self._claims.voters(hello.model))
+        if theirs > ours:
+            return list(self._live.values())
+        refused = Worker(b"", hello, now, caller)
+        refused.enter(WorkerState.REFUSED, reason)
+        self._list_gone(refused)
+        if theirs == ours and caller.key not in holders:
+            raise ModelContested(f"{reason}; no more keys state one than the other")
+        raise ModelMismatch(reason)
 
     def join(
         self, identity: bytes, hello: Hello, now: float, caller: WorkerCaller = NO_KEY
@@ -372,7 +393,9 @@ class Registry:
     def _changed(self) -> None:
         self._ready.clear()
         self._others = None
-        self.card = joint_card([worker.card for worker in self._live.values()], self.card)
+        self.card = joint_card(tuple(self._live.values()), self.card)
+        longest = 0 if self.card is None else self.card.max_length
+        self.uneven = any(worker.card.max_length < longest for worker in self._live.values())
         staffed = [worker for worker in self._live.values() if not worker.draining]
         self.slots = sum(worker.max_batch for worker in staffed if worker.role == "decode")
         self.prefills = sum(worker.role == "prefill" for worker in staffed)
@@ -393,18 +416,3 @@ def _preferred(workers: Mapping[int, Worker] | None) -> Worker | None:
         workers.values(),
         key=lambda worker: (worker.state is not WorkerState.SUSPECT, worker.vouched),
     )
-
-
-def joint_card(cards: Sequence[ModelCard], default: ModelCard | None = None) -> ModelCard | None:
-    """Return the card with the shortest context length, which every worker can serve.
-
-    It has the features of all cards, and the smallest limit of a picture's size.
-    """
-    shortest = min(cards, key=lambda card: card.max_length, default=default)
-    if shortest is None or not cards:
-        return shortest
-    pixels = min((card.max_pixels for card in cards if card.max_pixels), default=0)
-    if pixels == shortest.max_pixels and all(c.features == shortest.features for c in cards):
-        return shortest
-    features = dict.fromkeys(feature for card in cards for feature in card.features)
-    return msgspec.structs.replace(shortest, features=list(features), max_pixels=pixels)

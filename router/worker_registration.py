@@ -77,7 +77,7 @@ class WorkerRegistration:
                 self._rejoin(known, identity, hello, now)
                 return
             idle = not self._admission.requests
-            replaced = registry.check_join(hello, now, idle=idle, key=caller.key)
+            replaced = registry.check_join(hello, now, idle=idle, caller=caller)
         except BatonError as error:
             if self._refused.get(identity) != error.code:  # it retries
                 self._refused.put(identity, error.code)

@@ -50,10 +50,10 @@ DESERTED_S = 60.0
 resume at another router, which adopts their requests."""
 DRAIN_ABSENT_S = 5.0
 """The same for ended requests while this worker drains; a supervised restart is faster."""
-NAME_TAKEN = "name_taken"
+WAITING = frozenset({"name_taken", "model_contested"})
+"""Rejection codes after which a worker retries: another worker may leave, or more keys may come."""
 NAME_PATIENCE_S = 30.0
-"""Seconds to retry while a healthy worker has this worker's name, before it exits to start a new
-incarnation."""
+"""Seconds to retry after such a code, before the worker exits to start a new incarnation."""
 REFUSED_PATIENCE_S = 3.0
 """Seconds to wait for another router's Welcome after the first refusal."""
 
@@ -146,7 +146,8 @@ class Membership:
         self._up: dict[str, None] = {}  # ordered, so that simulated runs are reproducible
         self._welcome: set[str] = set()  # routers that sent Welcome
         self._refused: dict[str, tuple[float, str]] = {}  # routers that refused us: since, reason
-        self._taken: dict[str, float] = {}  # routers where another worker has our name: since
+        self._taken: dict[str, float] = {}  # routers where another worker is in the way: since
+        self._taken_why = ""
         self._away: dict[str, float] = {}  # unreachable routers: since
         self._pending: Attempts[_Pending] = Attempts()
         self._notices: Attempts[_Notice] = Attempts()
@@ -243,18 +244,20 @@ class Membership:
     ) -> list[ToRouter | Log | Exit]:
         """Handle a router's refusal; some refusals end this incarnation.
 
-        If another worker has our name, retry with every heartbeat. A draining worker that was
-        declared dead needs no new incarnation: it finishes its requests of other routers.
+        If another worker has our name, or the model is contested, retry with every heartbeat. A
+        draining worker that was declared dead needs no new incarnation: it finishes its requests of
+        other routers.
 
         During a rolling update, another router may accept a worker that this one refuses. So the
         incarnation ends only after all routers refused it, or if none has accepted it
         :data:`REFUSED_PATIENCE_S` after the first refusal.
         """
         reason = message.message or message.code
-        if message.code == NAME_TAKEN or (message.code == DECLARED_DEAD and self.draining):
+        if message.code in WAITING or (message.code == DECLARED_DEAD and self.draining):
             if router in self._taken:
                 return []
             self._taken[router] = now
+            self._taken_why = reason
         elif message.code in HOPELESS:
             self._refused.setdefault(router, (now, reason))
             if len(self._refused) >= len(self.routers):
@@ -267,8 +270,7 @@ class Membership:
         if self._welcome:
             return []
         if self._taken and now >= min(self._taken.values()) + NAME_PATIENCE_S:
-            reason = f"another healthy worker has the name {self.identity.worker}"
-            return [Exit(reason, restart=True)]
+            return [Exit(self._taken_why, restart=True)]
         if not self._refused:
             return []
         since, reason = next(iter(self._refused.values()))

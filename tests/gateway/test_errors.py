@@ -23,6 +23,7 @@ STATUS = {
     "task_mismatch": 400, "feature_missing": 400,
     "endpoint_unknown": 404, "duplicate_request": 409, "overloaded": 429, "router_closing": 503,
     "endpoint_draining": 503, "endpoint_dead": 503, "name_taken": 429, "cancelled": 499,
+    "model_contested": 429,
     "deadline_exceeded": 504, "worker_lost": 503, "poisoned": 500, "handoff_failed": 500,
     "failed": 500, "connection_lost": 503, "access_denied": 503, "limit_exceeded": 400,
 }  # fmt: skip
