@@ -35,6 +35,8 @@ Context = zmq.Context[zmq.Socket[bytes]]
 OnRefused = Callable[[AccessDenied, bool], object]
 KeySource = CurveKeys | Callable[[], CurveKeys | None] | None
 """Keys, or a function that returns the current keys: a restarted peer may have a new key."""
+DROPPED: Frames = []
+"""Stands for a message that was taken and refused; compare by identity."""
 _log = get_logger()
 _DEFAULTS = ChannelOptions()
 
@@ -109,11 +111,12 @@ class DealerChannel(Channel):
         self._on_disconnected = on_disconnected
 
         def pump() -> bool:
-            frames = self.recv()
+            frames = self._take()
             if frames is None:
                 return False
-            on_message(frames)
-            return True
+            if frames is not DROPPED:
+                on_message(frames)
+            return True  # also for a dropped message, so a flood of them ends the loop's visit
 
         # Messages before the monitor: handle the last messages before their connection's end.
         loop.add_socket(self._socket, pump)
@@ -122,18 +125,23 @@ class DealerChannel(Channel):
 
     def recv(self) -> Frames | None:
         """Return the next message, or None; never blocks."""
-        self._own()
         while True:
-            try:
-                frames = self._read_frames(zmq.NOBLOCK)
-            except zmq.Again:
-                if self._backlog is not None:
-                    self._backlog.drained = True
-                return None
-            if self._backlog is not None:
-                self._backlog.taken(self._fd, self._taken_bytes)
-            if frames is not None:
+            frames = self._take()
+            if frames is not DROPPED:
                 return frames
+
+    def _take(self) -> Frames | None:
+        """Take one message from the socket; :data:`DROPPED` if it is refused."""
+        self._own()
+        try:
+            frames = self._read_frames(zmq.NOBLOCK)
+        except zmq.Again:
+            if self._backlog is not None:
+                self._backlog.drained = True
+            return None
+        if self._backlog is not None:
+            self._backlog.taken(self._fd, self._taken_bytes)
+        return DROPPED if frames is None else frames
 
     def send(self, frames: Buffers) -> SendResult:
         """Send a message; never blocks."""

@@ -39,6 +39,8 @@ COMPLAINT_S = 1.0
 __all__ = ["Context", "DealerChannel", "RouterChannel"]
 
 _PROBE = b"BT" + bytes([PROTOCOL_VERSION]) + msgspec.msgpack.encode([Ping()])
+DROPPED: tuple[bytes, Frames] = (b"", [])
+"""Stands for a message that was taken and refused; compare by identity."""
 _log = get_logger()
 _DEFAULTS = ChannelOptions()
 
@@ -93,11 +95,12 @@ class RouterChannel(Channel):
         self._on_disconnect = on_disconnect
 
         def pump() -> bool:
-            message = self.recv()
+            message = self._take()
             if message is None:
                 return False
-            on_message(*message)
-            return True
+            if message is not DROPPED:
+                on_message(*message)
+            return True  # also for a dropped message, so a flood of them ends the loop's visit
 
         loop.add_socket(self._socket, pump)
         loop.add_socket(self._monitor.socket, self._read_monitor, sends=False)
@@ -105,28 +108,33 @@ class RouterChannel(Channel):
 
     def recv(self) -> tuple[bytes, Frames] | None:
         """Return the next ``(identity, frames)``, or None; never blocks."""
-        self._own()
         while True:
-            try:
-                head = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                if self._backlog is not None:
-                    self._backlog.drained = True
-                return None
-            fd = _descriptor(head)
-            if fd is None:
-                self._read_frames()
-                self.stats.malformed += 1
-                continue
-            identity = head.bytes
-            admitted = self.callers is None or self._admit(self.callers, identity, fd, head)
-            if admitted:
-                self._heard(identity, fd)
-            frames = self._read_frames()
+            message = self._take()
+            if message is not DROPPED:
+                return message
+
+    def _take(self) -> tuple[bytes, Frames] | None:
+        """Take one message from the socket; :data:`DROPPED` if it is refused."""
+        self._own()
+        try:
+            head = self._socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
             if self._backlog is not None:
-                self._backlog.taken(fd, self._taken_bytes)
-            if admitted and frames is not None:
-                return identity, frames
+                self._backlog.drained = True
+            return None
+        fd = _descriptor(head)
+        if fd is None:
+            self._read_frames()
+            self.stats.malformed += 1
+            return DROPPED
+        identity = head.bytes
+        admitted = self.callers is None or self._admit(self.callers, identity, fd, head)
+        if admitted:
+            self._heard(identity, fd)
+        frames = self._read_frames()
+        if self._backlog is not None:
+            self._backlog.taken(fd, self._taken_bytes)
+        return (identity, frames) if admitted and frames is not None else DROPPED
 
     def send(self, identity: bytes, frames: Buffers) -> SendResult:
         """Send a message to a peer; never blocks."""

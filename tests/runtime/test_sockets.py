@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import os
 import signal
 import socket as posix
@@ -22,6 +23,7 @@ from baton.proto.errors import ConfigError, InternalError
 from baton.runtime.keys.curve import is_local
 from baton.runtime.net import sockets
 from baton.runtime.net.channel import ChannelOptions, SendResult
+from baton.runtime.net.loop import MESSAGES_PER_VISIT, PASSES_PER_TURN
 from baton.runtime.net.sockets import DealerChannel, RouterChannel, bind
 
 pytestmark = pytest.mark.integration
@@ -295,6 +297,47 @@ def test_a_peer_that_leaves_a_full_queue_unread_does_not_end_this_process(peer):
     """libzmq aborted at its next ping or pong, with ``Assertion failed: !_io_error``."""
     done = subprocess.run([sys.executable, "-c", LISTENER + peer], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+def test_a_flood_of_refused_messages_does_not_stop_the_loop(loop, drive, context, endpoint):
+    """Each one was dropped within one visit, so timers waited until the flood was over."""
+    options = ChannelOptions(max_frames=1)
+    server = Server(loop, context, endpoint, options=options)
+    stats = server.channel.stats
+    ends = [0]
+    loop.on_turn_end(lambda: ends.append(stats.malformed))
+    flood = context.socket(zmq.DEALER)
+    flood.setsockopt(zmq.LINGER, 0)
+    flood.setsockopt(zmq.SNDHWM, 0)
+    flood.connect(server.channel.endpoint)
+    for _ in range(3000):
+        flood.send_multipart([b"one", b"too many"])
+    time.sleep(0.3)  # most of them wait now
+    drive.until(lambda: stats.malformed == 3000)
+    flood.close()
+    most = MESSAGES_PER_VISIT * PASSES_PER_TURN
+    assert max(b - a for a, b in itertools.pairwise(ends)) <= most
+
+
+def test_a_listener_that_floods_with_refused_messages_does_not_stop_the_loop(loop, drive, context):
+    with context.socket(zmq.ROUTER) as listener:
+        listener.setsockopt(zmq.LINGER, 0)
+        listener.setsockopt(zmq.SNDHWM, 0)
+        listener.bind("tcp://127.0.0.1:0")
+        address = listener.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        peer = Peer(loop, context, address, options=ChannelOptions(max_frames=1))
+        stats = peer.channel.stats
+        ends = [0]
+        loop.on_turn_end(lambda: ends.append(stats.malformed))
+        drive.until(lambda: peer.channel.connected)
+        peer.channel.send([b"hello"])
+        who, _ = listener.recv_multipart()
+        for _ in range(3000):
+            listener.send_multipart([who, b"one", b"too many"])
+        time.sleep(0.3)
+        drive.until(lambda: stats.malformed == 3000)
+    most = MESSAGES_PER_VISIT * PASSES_PER_TURN
+    assert max(b - a for a, b in itertools.pairwise(ends)) <= most
 
 
 def test_a_connection_that_is_far_ahead_is_closed(loop, drive, context):
