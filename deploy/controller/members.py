@@ -78,22 +78,25 @@ class Member:
 
 @dataclass(slots=True)
 class View:
-    """The last report of one router: ``(pid, state, reason)`` of each worker, and its requests."""
+    """The last report of one router: state and reason of each worker, and the router's requests.
 
-    workers: dict[str, tuple[int, str, str]] = field(default_factory=dict)
+    By name and pid: workers with different keys may state one name.
+    """
+
+    workers: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
     in_flight: int = 0
 
     @classmethod
     def of(cls, report: ClusterReport) -> View:
         """Extract the view from a report."""
-        workers = {w.id: (w.pid, w.state, w.reason) for w in report.workers}
+        workers = {(w.id, w.pid): (w.state, w.reason) for w in reversed(report.workers)}
         return cls(workers, report.router.requests.in_flight)
 
     def state(self, member: Member) -> str:
         """State of the member's present process; empty if the router has not seen the process."""
-        pid, state, reason = self.workers.get(member.name, (0, "", ""))
-        if not member.pid or pid != member.pid:
+        if not member.pid:
             return ""
+        state, reason = self.workers.get((member.name, member.pid), ("", ""))
         return "left" if state == "dead" and reason == DRAINED else state
 
 

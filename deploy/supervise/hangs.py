@@ -117,24 +117,26 @@ class Hangs:
 
         Returns ``(name, reason)`` of each running process that the router has newly declared dead.
         """
-        alive = {worker.id: worker.pid for worker in report.workers if worker.alive}
-        dead = {worker.id: worker for worker in report.workers if _declared_dead(worker)}
+        # By name and pid: workers with different keys may state one name.
+        alive = {(worker.id, worker.pid) for worker in report.workers if worker.alive}
+        dead = {(one.id, one.pid): one for one in report.workers if _declared_dead(one)}
         news = []
         said = self._reports.get(router)
         if said is None or now - said.last > _AWAY:
             said = self._reports[router] = _Reports(now, now)
         said.last = now
         for name, process in self._processes.items():
-            if name == router or (process.role != ROUTER and alive.get(name) == process.pid):
+            who = name, process.pid
+            if name == router or (process.role != ROUTER and who in alive):
                 process.seen_at, process.joined, process.declared = now, True, None
                 process.dead_at.discard(router)
                 if process.served_since is None:
                     process.served_since = now
-            elif name in dead and dead[name].pid == process.pid:
-                process.declared = dead[name]
+            elif who in dead:
+                process.declared = dead[who]
                 if router not in process.dead_at:
                     process.dead_at.add(router)
-                    news.append((name, dead[name].reason))
+                    news.append((name, dead[who].reason))
         return news
 
     def forgive_pause(self, now: float) -> None:

@@ -1,6 +1,7 @@
 """Distinguishing hanging processes from disconnected ones."""
 
-from baton.deploy.report import ClusterReport, WorkerReport
+from baton.deploy.controller.members import Member, View
+from baton.deploy.report import DRAINED, ClusterReport, WorkerReport
 from baton.deploy.supervise.hangs import Hangs
 
 
@@ -144,3 +145,23 @@ def test_what_has_ended_does_not_hang():
     watch(hangs, 0, 2, SEEN)
     hangs.ended("decode-0")
     assert watch(hangs, 2.2, 20, LOST) == []
+
+
+def test_a_namesake_with_another_key_hides_no_process():
+    """Before or after it in the report, alive or dead."""
+    for state in ("ready", "dead"):
+        rogue = decode_0(state, "no heartbeat for 5.0 s", pid=99).workers
+        for real in (SEEN, DEAD):
+            for workers in ([*rogue, *real.workers], [*real.workers, *rogue]):
+                hangs = begun()
+                watch(hangs, 0.0, 5.0, ClusterReport(workers=workers), signs=("decode-0",))
+                assert hangs.declared("decode-0") == (
+                    DEAD.workers[0].reason if real is DEAD else ""
+                )
+
+
+def test_the_controller_finds_its_process_among_namesakes():
+    member = Member("decode-0", "decode", 1, 0.0, pid=10)
+    rogue = decode_0("dead", DRAINED, pid=99).workers
+    for workers in ([*rogue, *SEEN.workers], [*SEEN.workers, *rogue]):
+        assert View.of(ClusterReport(workers=workers)).state(member) == "ready"
