@@ -243,6 +243,25 @@ def test_no_click_is_lost_and_an_opened_request_stays(gateway, browser):
 
 
 @pytest.mark.long
+def test_the_list_stands_still_under_the_pointer_alone(gateway, browser):
+    gateway.post("/v1/completions", **COMPLETION)
+    gateway.post("/v1/completions", **COMPLETION)
+    show(browser, gateway)
+    row = "document.querySelector('#requests tr.request')"
+    browser.run(f"{row}.scrollIntoView({{block: 'center'}})")
+    x, y = browser.run(f"(b => [b.x + 20, b.y + b.height / 2])({row}.getBoundingClientRect())")
+    browser.mouse("mouseMoved", x, y)
+    before = browser.run(f"{row}.dataset.request")
+    with traffic(gateway, 20):
+        wait_until(lambda: browser.run(NEW) != "", what="new requests")
+        assert browser.run(f"{row}.dataset.request") == before
+        browser.mouse("mouseMoved", 5, 5)
+        wait_until(
+            lambda: browser.run(f"{row}.dataset.request") != before, what="the list to go on"
+        )
+
+
+@pytest.mark.long
 def test_the_failed_tile_leads_to_the_failed_requests(pools, gateway, browser):
     with Client(pools.address, connect_timeout=20) as client:
         slow = SamplingParams(max_new_tokens=400, ignore_eos=True)
