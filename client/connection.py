@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from ..proto.errors import BatonError, ConnectionLost, ProtocolError
+from ..proto.errors import BatonError, ConnectionLost, InternalError, ProtocolError
 from ..proto.limits import MAX_DESCRIBED_BYTES
 from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from ..proto.wire.messages import Message, Ping, RouterToClient, StatusReport
@@ -23,6 +23,7 @@ from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
 from ..runtime.net.loop import Loop, Timer
 from ..runtime.net.outbox import Outbox
 from ..runtime.net.sockets import Context, DealerChannel
+from ..runtime.process.log import get_logger
 from .core import TICK_S, ClientCore
 from .events import (
     Action,
@@ -35,6 +36,7 @@ from .events import (
     Look,
     Malformed,
     NewTokens,
+    Raised,
     Reached,
     Received,
     Reconnect,
@@ -47,6 +49,7 @@ from .events import (
 )
 from .model import new_identity
 from .options import status_query
+from .requests import TEXT
 from .routers import router_addresses
 from .window import Sink, Window, overdue_end, size_for
 
@@ -59,6 +62,7 @@ _PATIENT = ChannelOptions(
     max_frame_bytes=MAX_DESCRIBED_BYTES, heartbeat_s=1.0, heartbeat_timeout_s=5.0
 )
 
+_log = get_logger()
 AnswerSink = Callable[[Message | BatonError], object]
 
 
@@ -294,12 +298,15 @@ class Connection:
         core, sinks, now = self._core, self._sinks, self._loop.now()
         for message in messages:
             for action in core.handle(Received(message), now):
-                if type(action) is NewTokens:  # nearly all actions
-                    sink = sinks.get(action.request_id)
-                    if sink is not None:
-                        sink(action)
-                else:
-                    self._perform(action)
+                try:
+                    if type(action) is NewTokens:  # nearly all actions
+                        sink = sinks.get(action.request_id)
+                        if sink is not None:
+                            sink(action)
+                    else:
+                        self._perform(action)
+                except Exception as error:
+                    self._not_performed(action, error)
         self._arm()
         self._loop.turn_soon()
 
@@ -308,7 +315,10 @@ class Connection:
 
     def _handle(self, event: Event) -> None:
         for action in self._core.handle(event, self._loop.now()):
-            self._perform(action)
+            try:
+                self._perform(action)
+            except Exception as error:
+                self._not_performed(action, error)
         self._arm()
         self._loop.turn_soon()
 
@@ -331,6 +341,20 @@ class Connection:
         if not self._closed:
             self._handle(Tick())
 
+    def _not_performed(self, action: Action, error: Exception) -> None:
+        """Log an action that raised. Tokens that were lost end their request alone."""
+        name = type(action).__name__
+        _log.error("client.action_failed", exc_info=error, action=name, error=repr(error))
+        if isinstance(action, NewTokens):
+            own = InternalError(TEXT)
+            own.__cause__ = error
+            request_id = action.request_id
+            sink = self._sinks.pop(request_id, None)
+            self._leave_window(request_id)
+            self._handle(Stop(request_id, report=False))
+            if sink is not None:
+                sink(Ended(request_id=request_id, position=action.position, error=own))
+
     def _perform(self, action: Action) -> None:
         match action:
             case NewTokens():
@@ -341,13 +365,17 @@ class Connection:
                 self._outbox.put(None, action.message)
             case Ended():
                 sink = self._sinks.pop(action.request_id, None)
-                self._leave_window(action.request_id)
-                if sink is not None:
-                    sink(action)
+                try:
+                    self._leave_window(action.request_id)
+                finally:
+                    if sink is not None:
+                        sink(action)
             case Answered():
                 self._asked.pop(action.ticket)(action.answer)
             case Reconnect():
                 self._renew(action.address)
+            case Raised(error=error):
+                _log.error("client.internal_error", exc_info=error, error=repr(error))
             case Look():
                 self._look_for(action.address)
 

@@ -47,6 +47,7 @@ from .events import (
     Ended,
     Event,
     Malformed,
+    Raised,
     Reached,
     Received,
     Refused,
@@ -104,8 +105,27 @@ class ClientCore:
         return len(self._requests)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Handle one event. Returns actions for the caller to perform in order."""
-        return self._handlers[type(event)](self, event, now)
+        """Handle one event. Returns actions for the caller to perform in order.
+
+        Never raises. An exception of our own code ends the request alone that the event is about.
+        """
+        try:
+            return self._handlers[type(event)](self, event, now)
+        except Exception as error:
+            return self._harm(event, error)
+
+    def _harm(self, event: Event, error: Exception) -> list[Action]:
+        match event:
+            case Start(spec=spec):
+                harmed = self._requests.harm_named(spec.request_id, b"", error)
+            case Stop(request_id=name):
+                harmed = self._requests.harm_named(name, b"", error)
+            case Received(message=Submitted() | Terminal() | Moved() | Rejected() as said):
+                key = getattr(said, "request", b"")
+                harmed = self._requests.harm_named(getattr(said, "request_id", ""), key, error)
+            case _:
+                harmed = []
+        return harmed or [Raised(error)]
 
     # ------------------------------------------------------------------ the user
 

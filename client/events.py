@@ -162,4 +162,10 @@ class Look(msgspec.Struct, frozen=True):
     address: str
 
 
-Action = Send | NewTokens | Ended | Answered | Reconnect | Look
+class Raised(msgspec.Struct, frozen=True):
+    """An exception of our own code, for the log."""
+
+    error: Exception
+
+
+Action = Raised | Send | NewTokens | Ended | Answered | Reconnect | Look

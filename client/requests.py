@@ -24,6 +24,7 @@ from ..proto.errors import (
     CapacityError,
     ConnectionLost,
     DeadlineExceeded,
+    InternalError,
     RequestFailed,
     RouterClosing,
     error_from_code,
@@ -43,7 +44,7 @@ from ..proto.wire.messages import (
     Tokens,
 )
 from ..runtime.tables import KeyedHeap
-from .events import Action, Ended, NewTokens, RequestSpec, Send
+from .events import Action, Ended, NewTokens, Raised, RequestSpec, Send
 from .link import Link
 
 FIRST_RETRY_S = 1.0
@@ -291,6 +292,10 @@ class Request:
         )
 
 
+TEXT = "the client failed to handle this request; its cause is an exception of the client itself"
+"""The message of such an error, whose ``__cause__`` is the exception."""
+
+
 class Requests:
     """All requests of a client that have not ended.
 
@@ -337,10 +342,13 @@ class Requests:
         """Continue all requests on a new connection."""
         actions: list[Action] = []
         for request in list(self._by_id.values()):
-            if request.state is State.STOPPING:
-                actions += self._stopped(request, report=request.report)
-            else:
-                actions += self._send(request, request.reconnected(now))
+            try:
+                if request.state is State.STOPPING:
+                    actions += self._stopped(request, report=request.report)
+                else:
+                    actions += self._send(request, request.reconnected(now))
+            except Exception as error:
+                actions += self._harm(request, error)
         return actions
 
     def on_pong(self, since: float | None, now: float, *, lost: bool) -> list[Action]:
@@ -352,10 +360,13 @@ class Requests:
         """
         actions: list[Action] = []
         for request in list(self._by_id.values()):
-            if since is not None:
-                actions += self._send(request, request.unheard(since, now))
-            if lost and request.state is State.OPEN:
-                actions += self._send(request, request.resume(now))
+            try:
+                if since is not None:
+                    actions += self._send(request, request.unheard(since, now))
+                if lost and request.state is State.OPEN:
+                    actions += self._send(request, request.resume(now))
+            except Exception as error:
+                actions += self._harm(request, error)
         return actions
 
     # ------------------------------------------------------------------ the router
@@ -378,13 +389,16 @@ class Requests:
             request = find(run.request)
             if request is None or request.state is _STOPPING:
                 continue
-            fresh = request.take(run, now)
-            if fresh is not None:
-                actions.append(fresh)
-                if request.terminal is not None:
-                    actions += self._end_if_complete(request)
-            elif request.misses(run):
-                actions += self._send(request, request.resume(now))
+            try:
+                fresh = request.take(run, now)
+                if fresh is not None:
+                    actions.append(fresh)
+                    if request.terminal is not None:
+                        actions += self._end_if_complete(request)
+                elif request.misses(run):
+                    actions += self._send(request, request.resume(now))
+            except Exception as error:
+                actions += self._harm(request, error)
         return actions
 
     def on_terminal(self, message: Terminal, now: float) -> list[Action]:
@@ -512,8 +526,29 @@ class Requests:
         """Repeat unanswered messages, and end requests whose time is over."""
         actions: list[Action] = []
         for request in list(self._by_id.values()):
-            actions += self._check(request, now)
+            try:
+                actions += self._check(request, now)
+            except Exception as error:
+                actions += self._harm(request, error)
         return actions
+
+    # ------------------------------------------------------------------ our own errors
+
+    def harm_named(self, request_id: str, key: bytes, error: Exception) -> list[Action]:
+        """End the request whose event raised an exception of our own code, if there is one."""
+        request = self._by_key.get(key) or self._by_id.get(request_id)
+        return [] if request is None else self._harm(request, error)
+
+    def _harm(self, request: Request, error: Exception) -> list[Action]:
+        """End one request, whatever its state is."""
+        own = InternalError(TEXT)
+        own.__cause__ = error
+        name = request.spec.request_id
+        self._by_id.pop(name, None)
+        self._by_key.pop(request.key, None)
+        self._waiting.drop(name)
+        ended = Ended(request_id=name, position=request.next, error=own)
+        return [Raised(error), Send(request.cancel()), ended]
 
     def _check(self, request: Request, now: float) -> list[Action]:
         if request.state is State.STOPPING and now >= request.stop_until:

@@ -47,6 +47,7 @@ from .events import (
     Action,
     ChunkDecoded,
     DecodeChunk,
+    FrameFailed,
     FrameStored,
     FromPeer,
     HandoffEvent,
@@ -98,7 +99,7 @@ class DecodeCore(WorkerCore):
         return self._end(job, now, code=InternalError.code, message=message)
 
     def _failed(self, event: object, error: Exception, now: float) -> list[Action]:
-        if isinstance(event, FrameStored):
+        if isinstance(event, FrameStored | FrameFailed):
             self.receiver.data.not_recorded(event.frame)
         return super()._failed(event, error, now)
 
@@ -106,7 +107,7 @@ class DecodeCore(WorkerCore):
         return self._received(self.receiver.abort(*key, now, TOMBSTONE_S), now)
 
     def _key_of(self, event: object) -> Key | None:
-        if isinstance(event, FrameStored):
+        if isinstance(event, FrameStored | FrameFailed):
             return self.receiver.attempt_of(event.frame.grant)
         return super()._key_of(event)
 
@@ -132,6 +133,9 @@ class DecodeCore(WorkerCore):
 
     def _on_handoff(self, event: HandoffEvent, now: float) -> list[Action]:
         return self._received(self._handoffs.handle(event, now), now)
+
+    def _on_frame_failed(self, event: FrameFailed, now: float) -> list[Action]:
+        return self._failed(event, event.error, now)
 
     def _received(self, outputs: Iterable[Output], now: float) -> list[Action]:
         """Perform the receiver's outputs; pass on actions."""
@@ -431,6 +435,7 @@ class DecodeCore(WorkerCore):
         FromPeer: _on_handoff,
         PeerGone: _on_handoff,
         FrameStored: _on_handoff,
+        FrameFailed: _on_frame_failed,
         PoolMapped: _on_handoff,
         StepDone: _on_step,
         GrammarDone: _on_grammar,

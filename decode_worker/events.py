@@ -52,6 +52,14 @@ class FrameStored:
 
 
 @dataclass(slots=True, frozen=True)
+class FrameFailed:
+    """Our own code raised while it located a KV frame or wrote it into the pool."""
+
+    frame: KVFrame
+    error: Exception
+
+
+@dataclass(slots=True, frozen=True)
 class ToPeer:
     """Send a message to a prefill worker."""
 
@@ -105,6 +113,7 @@ Event = (
     | RouterUp
     | RouterDown
     | HandoffEvent
+    | FrameFailed
     | StepDone
     | GrammarDone
     | ChunkDecoded

@@ -18,7 +18,7 @@ from ..engine.cache.paged_cache import Allocation
 from ..engine.loading.loader import StepRunner
 from ..kv_transfer.checksums import envelope_digest
 from ..kv_transfer.device_frames import DeviceFrameWriter
-from ..kv_transfer.frames import FrameWriter
+from ..kv_transfer.frames import FrameWriter, Int32
 from ..kv_transfer.receiver import Receiver
 from ..kv_transfer.shared_pool import MappedPools, Mapping, unmap
 from ..proto.errors import AccessDenied, EnvelopeDamaged, ProtocolError
@@ -137,6 +137,10 @@ Stored = Callable[[KVFrame, bool], object]
 """Receives a frame's header after its last write, and whether the frame arrived intact."""
 
 
+Unstored = Callable[[KVFrame, Exception], object]
+"""Receives the header of a frame whose handling raised an exception of our own code."""
+
+
 class DataSocket:
     """The bound socket for KV frames, and the pools of senders that this process has mapped.
 
@@ -161,17 +165,19 @@ class DataSocket:
         self._device = device
         self.pools = MappedPools(runner.card.layout, _unmap_aside, runner.backend.open_pool)
 
-    def attach(self, on_stored: Stored) -> None:
+    def attach(self, on_stored: Stored, on_failed: Unstored) -> None:
         """Start listening."""
         self._channel.attach(
-            self._loop, lambda peer, frames: self._on_frames(peer, frames, on_stored)
+            self._loop, lambda peer, frames: self._on_frames(peer, frames, on_stored, on_failed)
         )
 
     def count_drops(self) -> None:
         """Count what the channel dropped since the last call."""
         self._channel.stats.count_into(self._dropped, "data")
 
-    def _on_frames(self, peer: bytes, frames: Frames, on_stored: Stored) -> None:
+    def _on_frames(
+        self, peer: bytes, frames: Frames, on_stored: Stored, on_failed: Unstored
+    ) -> None:
         """Check a KV frame and write its payload, or the blocks it names, into the pool."""
         if len(frames) != 2:
             self._dropped["data_frames"] += 1
@@ -179,20 +185,37 @@ class DataSocket:
             return
         try:
             header = decode_kv_header(frames[0])
+        except ProtocolError as error:
+            self._malformed(error)
+            return
+        try:
             if self._channel.callers is not None:
                 self._check_sender(self._channel.callers, peer, header)
             blocks = self._receiver.data.locate(header)
+            if blocks is None:
+                self._dropped["stale_kv_frame"] += 1
+                return
+            self._write(header, blocks, frames[1], partial(self._stored, on_stored, header))
         except (ProtocolError, AccessDenied) as error:
-            self._dropped[f"data_{error.code}"] += 1
-            self._log.warning("data.malformed", error=str(error))
-            return
-        if blocks is None:
-            self._dropped["stale_kv_frame"] += 1
-            return
-        payload = np.frombuffer(frames[1], np.uint8)
+            self._malformed(error)
+        except Exception as error:
+            on_failed(header, error)
+
+    def _malformed(self, error: ProtocolError | AccessDenied) -> None:
+        self._dropped[f"data_{error.code}"] += 1
+        self._log.warning("data.malformed", error=str(error))
+
+    def _write(
+        self,
+        header: KVFrame,
+        blocks: Int32,
+        content: bytes | memoryview,
+        stored: Callable[[bool], object],
+    ) -> None:
+        """Write the payload of a located frame, or the blocks it names, into the pool."""
+        payload = np.frombuffer(content, np.uint8)
         holder = self._receiver.owner(header.grant)
         owner = 0 if holder is None else holder.incarnation
-        stored = partial(self._stored, on_stored, header)
         if self._device is not None and header.shared:
             self._device.fetch(header, blocks, lambda: self.pools.get(owner), payload, stored)
         elif self._device is not None:

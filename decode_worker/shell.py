@@ -77,7 +77,10 @@ class DecodeShell(TextHost):
         self._peers.attach(
             lambda peer, message, key: self.feed(events.FromPeer(peer, message, key)), self._on_gone
         )
-        self._data.attach(lambda frame, intact: self.feed(events.FrameStored(frame, intact)))
+        self._data.attach(
+            lambda frame, intact: self.feed(events.FrameStored(frame, intact)),
+            lambda frame, error: self.feed(events.FrameFailed(frame, error)),
+        )
         super().start()
 
     def close(self) -> bool:

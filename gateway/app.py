@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..proto.errors import BatonError, CapacityError, InputError, InternalError
 from ..runtime.keys.api_keys import FOREIGN, ApiKeys, is_local_request
-from ..runtime.process.log import get_logger
 from . import dashboard, routes, text_routes
 from .errors import (
     ForeignHost,
@@ -36,7 +35,6 @@ from .speech_route import speech
 from .streams import EVENTS
 from .tracing import Tracing
 
-_log = get_logger()
 MAX_REQUEST_ID = 128
 _NO_KEY = "the API key is missing or unknown; send the header Authorization: Bearer KEY"
 
@@ -93,7 +91,7 @@ def make_app(
     app.served = served
     app.state.openapi = encoded(ROUTES)
     app.state.metrics = counts
-    app.state.feed = dashboard.Feed()
+    app.state.feed = dashboard.Feed(counts)
     app.state.readiness = routes.Readiness()
     return Door(Direct(app), ApiKeys(key_digests), counts, tracing)
 
@@ -128,9 +126,10 @@ class Direct:
         except Exception as error:
             response = await _failed(request, error)
             exchange = Exchange.find(scope)
-            if exchange is not None and exchange.status:
-                raise  # the response has begun, so uvicorn ends the connection
             _forget_frames(error)
+            if exchange is not None and exchange.status:  # the response has begun
+                exchange.failed(bytes(response.body))
+                return
         try:
             await response(scope, receive, send)
         except Exception as error:
@@ -304,5 +303,11 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    _log.error("http.failed", path=request.url.path, error=repr(error))
-    return response_of(InternalError("an internal error; the gateway's log has its cause"))
+    return response_of(_own_error(request, error))
+
+
+def _own_error(request: Request, error: Exception) -> InternalError:
+    """Log and count an exception of our own code; return the error that the client gets."""
+    metrics: GatewayMetrics = request.app.state.metrics
+    request_id = header_of(request, b"x-request-id")
+    return InternalError(metrics.own_error(error, request.url.path, request_id))

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..proto.errors import BatonError, CapacityError
+from .metrics import GatewayMetrics
 from .served import Served
 from .streams import EventStream
 
@@ -48,7 +49,8 @@ Json = dict[str, Any]
 class Feed:
     """The routers' latest reports as one event, for any number of viewers."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
         self._viewers = 0
         self._event = b""
         self._first_event = b""  # the same with the history
@@ -96,6 +98,9 @@ class Feed:
                     self._history_due = started + self._history["interval_s"]
             except BatonError as error:
                 shown, is_due = {"error": str(error)}, False
+            except Exception as error:  # of one report: the feed goes on
+                shown = {"error": self._metrics.own_error(error, "/dashboard/events")}
+                is_due = False
             first = shown if "error" in shown else {**shown, "history": self._history}
             async with self._changed:
                 self._event = _event(first if is_due else shown)

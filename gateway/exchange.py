@@ -196,6 +196,15 @@ class Exchange:
         self._write(chunk if self.status else self._opening() + chunk)
         self._complete()
 
+    def failed(self, error: bytes) -> None:
+        """End an answer that has begun with an event of this error, or end the connection."""
+        if self.is_complete:
+            return
+        try:
+            self.last_event(b"data: " + error + b"\n\n")
+        except Exception:
+            self._transport.abort()
+
     def _opening(self) -> bytes:
         self._begin()
         return _EVENTS % self._lines()

@@ -21,11 +21,13 @@ from ..runtime.metrics.families import (
     gauge,
     histogram,
 )
+from ..runtime.process.log import get_logger
 from .connections import Connections
 from .shedding import Shedding
 
 CLIENT_GONE = 499
 """Status in the metrics of a request whose client closed the connection before the answer's end."""
+_log = get_logger()
 _now = time.perf_counter
 
 
@@ -121,7 +123,7 @@ class GatewayMetrics:
         self.first_tokens = Histogram(LATENCY_S)
         self.gaps = Histogram(GAP_S)
         self.time = self.gap_began = self.gap_ended = 0.0
-        self.same_gaps = 0
+        self.same_gaps = self.own_errors = 0
         self.per_token = Histogram(GAP_S)
         self.durations = Histogram(LATENCY_S)
         self.prompts = Histogram(TOKENS)
@@ -133,6 +135,15 @@ class GatewayMetrics:
         clock = Clock(self)
         current_clock.set(clock)
         return clock
+
+    def own_error(self, error: Exception, where: str, request_id: str = "") -> str:
+        """Log and count an exception of our own code; return all that a client learns about it."""
+        self.own_errors += 1
+        _log.error(
+            "http.failed", exc_info=error, error=repr(error), where=where, request_id=request_id
+        )
+        of = f" (request {request_id})" if request_id else ""
+        return f"an internal error{of}; the gateway's log has its cause"
 
     def next_gap(self, began: float, ended: float) -> None:
         """Note a gap that differs from the last one, and count those."""
@@ -184,6 +195,11 @@ class GatewayMetrics:
             histogram("baton_gateway_request_prompt_tokens", "Length of prompts.", self.prompts),
             histogram(
                 "baton_gateway_request_generated_tokens", "Length of answers.", self.generated
+            ),
+            counter(
+                "baton_gateway_internal_errors_total",
+                "Exceptions of the gateway's own code; its log has each with its traceback.",
+                self.own_errors,
             ),
             counter(
                 "baton_gateway_requests_shed_total",

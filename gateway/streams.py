@@ -11,9 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from ..client.async_generation import AsyncGeneration
 from ..client.output import Output
-from ..proto.errors import BatonError, RequestCancelled
+from ..proto.errors import BatonError, InternalError, RequestCancelled
 from .errors import error_json
-from .metrics import current_clock
+from .metrics import GatewayMetrics, current_clock
 
 T = TypeVar("T")
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -142,22 +142,26 @@ class EventStream:
         async with aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
-                await unless_gone(receive, self._send(send))
+                await unless_gone(receive, self._send(scope, send))
             except RequestCancelled:
                 return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send) -> None:
-        async for event in self._all():
+    async def _send(self, scope: Scope, send: Send) -> None:
+        async for event in self._all(scope):
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
-    async def _all(self) -> AsyncIterator[bytes]:
+    async def _all(self, scope: Scope) -> AsyncIterator[bytes]:
         yield self._first
         try:
             async for event in self._events:
                 yield event
         except BatonError as error:
             yield b"data: " + error_json(error) + b"\n\n"
+        except Exception as error:
+            metrics: GatewayMetrics = scope["app"].state.metrics
+            text = metrics.own_error(error, scope["path"])
+            yield b"data: " + error_json(InternalError(text)) + b"\n\n"
 
 
 async def _next(events: Events) -> bytes:

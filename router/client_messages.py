@@ -214,6 +214,8 @@ class ClientMessages:
                 self._placement.pin(request, target, fallback=message.fallback)
             registry = self._registry
             self._admission.admit(request, registry.slots, registry.prefills, now, registry.others)
+        except InternalError:
+            raise  # its text is for the log
         except BatonError as error:
             self._refuse(identity, key, request_id, error)
             self._stories.refused(key, message, identity, self._owner(identity), error, now)
@@ -254,6 +256,8 @@ class ClientMessages:
             self._take_emitted(request, message)
             self._placement.repin(request, message.context.target_endpoint)
             self._admission.admit_resumed(request, self._registry.prefills, now)
+        except InternalError:
+            raise
         except BatonError as error:
             self._refuse(identity, key, message.request_id, error)
             self._stories.refused(key, message, identity, self._owner(identity), error, now)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ..proto.errors import BatonError, CapacityError, LimitExceeded
+from ..proto.errors import BatonError, CapacityError, InternalError, LimitExceeded
 from ..proto.requests import check_emitted, check_wire_context
 from ..proto.wire.messages import Abort, Assign, Terminal
 from ..proto.wire.proofs import assignment
@@ -92,6 +92,8 @@ class Lifecycle:
                 check_emitted(request.context, request.emitted, card)
                 request.unchecked = False
             pair = self._placement.choose(request, now)
+        except InternalError:
+            raise  # its text is for the log
         except BatonError as error:
             self.fail(request, error, now)
             return

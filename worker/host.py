@@ -276,7 +276,8 @@ class TextHost(WorkerHost):
             self._leave_device()
             return
         if isinstance(result, Exception):
-            _log.error("engine.step_failed", error=repr(result))
+            requests = [chunk.request.hex() for chunk in plan.chunks]
+            _log.error("engine.step_failed", exc_info=result, error=repr(result), requests=requests)
             result = failed_step(plan, result)
         try:
             self.feed(StepDone(result))
@@ -298,7 +299,11 @@ class TextHost(WorkerHost):
         self._grammars.drop(lambda wanted: wanted.key == key)
 
     def _on_grammar(self, wanted: CompileGrammar, answer: object) -> None:
-        self.feed(GrammarDone(wanted.key, as_result(answer)))
+        result = as_result(answer)
+        if isinstance(result, InternalError):
+            name, cause = wanted.key[0].hex(), result.__cause__
+            self._fault("grammar.failed", result, {"request": name, "cause": repr(cause)})
+        self.feed(GrammarDone(wanted.key, result))
 
     def close(self) -> bool:
         """Stop all threads, then close the sockets.

@@ -22,7 +22,7 @@ from ...proto.wire.messages import (
 from ...runtime.keys.allowed import ROUTER
 from ...runtime.keys.keyring import Keys, keys_for, load_keys
 from ...runtime.net.channel import Frames
-from ...runtime.net.loop import Loop
+from ...runtime.net.loop import Loop, Periodic
 from ...runtime.net.sockets import Context, DealerChannel
 from ...runtime.process.log import get_logger
 from .certificates import REPEAT_S, Certificates
@@ -56,7 +56,7 @@ class Certifier:
         self._dials: dict[str, tuple[str, Keys | None]] = {}  # router name and own keys, by address
         self._encoder = EnvelopeEncoder()
         self._decoder = EnvelopeDecoder[Message](RouterToSupervisor)
-        self._repeating = False
+        self._repeats: Periodic | None = None
 
     def died(self, spec: ProcessSpec, secret: bytes, status: int) -> None:
         """Certify that the process of a worker ended with this exit code (negative: a signal)."""
@@ -72,9 +72,8 @@ class Certifier:
         certificate = DeathCertificate(worker=spec.name, secret=secret, status=status)
         self._core.died(config.routers.values(), certificate, self._loop.now())
         self._send()
-        if not self._repeating:
-            self._repeating = True
-            self._loop.call_later(REPEAT_S, self._repeat)
+        if self._repeats is None:
+            self._repeats = self._loop.every(REPEAT_S, self._repeat)
 
     def close(self) -> None:
         """Disconnect from all routers."""
@@ -139,6 +138,6 @@ class Certifier:
     def _repeat(self) -> None:
         self._send()
         self._disconnect_idle()
-        self._repeating = bool(self._core.routers)
-        if self._repeating:
-            self._loop.call_later(REPEAT_S, self._repeat)
+        if not self._core.routers and self._repeats is not None:
+            self._repeats.cancel()
+            self._repeats = None

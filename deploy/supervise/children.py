@@ -40,6 +40,7 @@ from .core import (
     Exited,
     Kill,
     Log,
+    Raised,
     Remove,
     Reported,
     Start,
@@ -174,6 +175,8 @@ class Children:
 
     def _carry_out(self, action: Action) -> None:
         match action:
+            case Raised(error=error):
+                raise error  # the loop logs it
             case Start(name):
                 self._try_start(name)
             case Terminate(name) if name in self._children:

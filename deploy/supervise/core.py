@@ -132,7 +132,15 @@ class Log:
     seconds: float = 0.0
 
 
-Action = Start | Terminate | Kill | Log | MemberServes | MemberDown | MemberEnded
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception of our own code in the timers of one child."""
+
+    name: str
+    error: Exception
+
+
+Action = Raised | Start | Terminate | Kill | Log | MemberServes | MemberDown | MemberEnded
 
 
 @dataclass(slots=True)
@@ -234,19 +242,29 @@ class SupervisorCore:
     # ------------------------------------------------------------- timers
 
     def _due(self, now: float) -> list[Action]:
+        """Return what each child's timers ask for. An error costs its child this turn alone."""
         due: list[Action] = []
-        for name, child in self._children.items():
-            if child.restart_at is not None and now >= child.restart_at:
-                due.append(self._start(name))
-            elif child.kill_at is not None and now >= child.kill_at and not child.killed:
-                child.killed = True
-                due.append(Kill(name))
-        for hang in self._hangs.hung(now):
-            child = self._children[hang.name]
-            if child.running and not child.killed:
-                child.killed, child.hang = True, hang.why
-                due += [Log("hung", hang.name, hang.why), Kill(hang.name)]
+        for name in list(self._children):
+            try:
+                due += self._due_of(name, now)
+            except Exception as error:
+                due.append(Raised(name, error))
         return due
+
+    def _due_of(self, name: str, now: float) -> list[Action]:
+        child = self._children[name]
+        if child.restart_at is not None and now >= child.restart_at:
+            return [self._start(name)]
+        if child.killed:
+            return []
+        if child.kill_at is not None and now >= child.kill_at:
+            child.killed = True
+            return [Kill(name)]
+        why = self._hangs.why(name, now) if child.running else ""
+        if not why:
+            return []
+        child.killed, child.hang = True, why
+        return [Log("hung", name, why), Kill(name)]
 
     def quiet(self, name: str, now: float) -> float | None:
         """Return the seconds since the child's last heartbeat; None before the first."""

@@ -178,14 +178,21 @@ class Hangs:
 
     def hung(self, now: float) -> list[Hang]:
         """Return newly detected hanging processes, each once."""
-        found = []
-        for name, process in self._processes.items():
-            seen_at = process.alive_at if process.role == GATEWAY else process.seen_at
-            why = "" if seen_at is None else self._why(process, seen_at, now)
-            if why:
-                process.seen_at = process.alive_at = None
-                found.append(Hang(name, process.pid, why))
-        return found
+        found = [
+            (name, process.pid, self.why(name, now)) for name, process in self._processes.items()
+        ]
+        return [Hang(name, pid, why) for name, pid, why in found if why]
+
+    def why(self, name: str, now: float) -> str:
+        """Return why this process hangs, once; empty if it does not."""
+        process = self._processes.get(name)
+        if process is None:
+            return ""
+        seen_at = process.alive_at if process.role == GATEWAY else process.seen_at
+        why = "" if seen_at is None else self._why(process, seen_at, now)
+        if why:
+            process.seen_at = process.alive_at = None
+        return why
 
     def _why(self, process: _Process, seen_at: float, now: float) -> str:
         quiet = now - (seen_at if process.alive_at is None else process.alive_at)

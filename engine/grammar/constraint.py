@@ -54,7 +54,6 @@ MAX_SCHEMAS_BYTES = 1 << 30
 _LEAST_SCHEMA_BYTES = 1 << 20  # lower bound, for memory that the measurement misses
 _SHARED_TOKENS = 16_384  # tokens that answers may sample from one compiled schema before a new one
 _AGAIN_S = 0.25  # longest compile time for compiling again between two tokens
-_MESSAGE_CHARS = 300
 
 
 @dataclass(slots=True, frozen=True)
@@ -440,6 +439,10 @@ class GrammarCompiler:
         return sum(start.nbytes for start in self._starts)
 
 
+NOT_COMPILED = "the grammar of this request could not be compiled; the worker's log has the cause"
+"""Everything that a client learns about an exception of the compiler."""
+
+
 def as_result(answer: object) -> Matcher | BatonError:
     """Convert a compile thread's answer to the result of :class:`GrammarDone`."""
     if isinstance(answer, GrammarMatcher | BatonError):
@@ -447,7 +450,9 @@ def as_result(answer: object) -> Matcher | BatonError:
     if isinstance(answer, TimeoutError):
         text = f"json_schema was not compiled within {COMPILE_LIMIT_S:g} s: the machine is too busy"
         return CapacityError(text, retry_after=1.0)
-    return InternalError(f"compiling json_schema: {answer!r}"[:_MESSAGE_CHARS])
+    error = InternalError(NOT_COMPILED)
+    error.__cause__ = answer if isinstance(answer, Exception) else None
+    return error
 
 
 def _ids(tokens: Iterable[int]) -> npt.NDArray[np.intp]:

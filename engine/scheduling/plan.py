@@ -227,7 +227,12 @@ def abandoned_step(plan: StepPlan, seconds: float) -> StepResult:
     return StepResult(plan.step, (), seconds, plan.num_tokens, failed, abandoned=True)
 
 
+STEP_FAILED = "a step of this request failed; the worker's log has the cause"
+"""Everything that a client learns about an exception of the engine."""
+
+
 def failed_step(plan: StepPlan, error: Exception) -> StepResult:
     """Return the result of a step that raised: all its requests fail, the engine continues."""
-    why = InternalError(f"{type(error).__name__}: {error}")
+    why = InternalError(STEP_FAILED)
+    why.__cause__ = error
     return StepResult(plan.step, (), 0.0, plan.num_tokens, {c.request: why for c in plan.chunks})

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
-from ..net.loop import Loop, Timer
+from ..net.loop import Loop, Periodic
 from ..process.log import get_logger
 from .curve import CurveKeys
 from .identity_owners import Callers
@@ -79,7 +79,7 @@ class Doorkeeper:
         self._domains: dict[bytes, Callers] = {}
         self._watchers: list[Callable[[], object]] = []
         self._loop: Loop | None = None
-        self._timer: Timer | None = None
+        self._timer: Periodic | None = None
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ADDRESS)
@@ -96,6 +96,7 @@ class Doorkeeper:
         self._loop = loop
         loop.add_socket(self._socket, self._pump)
         self._look()
+        self._timer = loop.every(REREAD_S, self._look)
 
     def close(self) -> None:
         """Stop answering; new connections are refused."""
@@ -118,8 +119,6 @@ class Doorkeeper:
 
     def _look(self) -> None:
         """Reload a changed list and notify the sockets, since peers may have lost access."""
-        if self.ring.refresh():
+        if self._loop is not None and self.ring.refresh():
             for watcher in self._watchers:
-                watcher()
-        if self._loop is not None:
-            self._timer = self._loop.call_later(REREAD_S, self._look)
+                self._loop.guarded(watcher)

@@ -192,9 +192,11 @@ class TimeLimited(Generic[Item, Result]):
             return  # timed out before
         run.timer.cancel()
         self._running = None
-        self._next()
-        if run.wanted:
-            self._on_done(run.item, result)
+        try:
+            self._next()
+        finally:  # also if no thread can be started
+            if run.wanted:
+                self._on_done(run.item, result)
 
     def _expire(self) -> None:
         run, thread = self._running, self._thread
@@ -203,9 +205,11 @@ class TimeLimited(Generic[Item, Result]):
         thread.stop(0)  # the thread ends after its item
         self._overrun.append(thread)
         self._running = self._thread = None
-        self._next()
-        if run.wanted:
-            self._on_done(run.item, TimeoutError(f"{self._name}: time limit exceeded"))
+        try:
+            self._next()
+        finally:
+            if run.wanted:
+                self._on_done(run.item, TimeoutError(f"{self._name}: time limit exceeded"))
 
     def _refuse(self) -> None:
         """Answer one refused item, unless it was dropped, and continue with the queue."""

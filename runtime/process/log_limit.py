@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..net.loop import Loop
+from ..net.loop import Loop, Periodic
 from .log import get_logger
 
 INTERVAL_S = 10.0
@@ -76,20 +76,18 @@ class LimitedLog:
         self._loop = loop
         self._interval_s = interval_s
         self._limit = LogLimit(interval_s)
-        self._waits = False  # whether _look is scheduled
+        self._looks: Periodic | None = None  # while an event is counted
 
     def warning(self, event: str, **keys: object) -> None:
         """Log the event now, or count it for the next line."""
         if self._limit.passes(event, self._loop.now(), **keys):
             _log.warning(event, **keys)
-        if not self._waits:
-            self._waits = True
-            self._loop.call_later(self._interval_s, self._look)
+        if self._looks is None:
+            self._looks = self._loop.every(self._interval_s, self._look)
 
     def _look(self) -> None:
-        lines = self._limit.due(self._loop.now())
-        for event, keys in lines:
+        for event, keys in self._limit.due(self._loop.now()):
             _log.warning(event, **keys)
-        self._waits = not self._limit.quiet
-        if self._waits:
-            self._loop.call_later(self._interval_s, self._look)
+        if self._limit.quiet and self._looks is not None:
+            self._looks.cancel()
+            self._looks = None

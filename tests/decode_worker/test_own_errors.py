@@ -5,18 +5,28 @@ from __future__ import annotations
 import pytest
 
 from baton.decode_worker.core import DecodeCore
+from baton.decode_worker.events import FrameFailed
 from baton.decode_worker.job import Job
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.sequence import Sequence
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.receiver_data import ReceiverData
 from baton.kv_transfer.receiver_grants import ReceiverGrants
-from baton.proto.wire.messages import Abort, Aborted, Adopt, Grant, Heartbeat, Terminal, Tokens
+from baton.proto.wire.messages import (
+    Abort,
+    Aborted,
+    Adopt,
+    Grant,
+    Heartbeat,
+    KVFrame,
+    Terminal,
+    Tokens,
+)
 from baton.worker.events import Exit, StepDone, Tick
 from baton.worker.membership import Membership
 from baton.worker.own_errors import METRIC, failure_text
 
-from .bench import KEY, Bench
+from .bench import KEY, LAYOUT, Bench
 
 OTHER = b"o" * 16
 
@@ -122,6 +132,16 @@ def test_a_frame_that_cannot_be_recorded_frees_its_grant(bench, monkeypatch):
     plant(monkeypatch, ReceiverData, "on_frame")
     bench.send(grant)
     assert not bench.core.receiver.granted and bench.cache.pool.used == 0
+
+
+def test_a_frame_that_cannot_be_written_fails_its_handoff(bench):
+    bench.reserve(KEY)
+    (grant,) = bench.to_peer(Grant)
+    frame = KVFrame(grant.grant, 0, 0, 2, 0, 1, 2 * LAYOUT.block_bytes, 77)
+    assert bench.core.receiver.data.locate(frame) is not None
+    bench.feed(FrameFailed(frame, KeyError("planted")))
+    assert not bench.core.receiver.granted and bench.cache.pool.used == 0
+    bench.core.check_integrity()
 
 
 def test_a_part_of_a_tick_that_raises_leaves_the_other_parts(bench, monkeypatch):

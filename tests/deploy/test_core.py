@@ -12,6 +12,7 @@ from baton.deploy.supervise.core import (
     Exited,
     Kill,
     Log,
+    Raised,
     Remove,
     Reported,
     Start,
@@ -332,3 +333,22 @@ def test_a_gateway_that_is_refused_before_it_served_ends():
     core.handle(Started("gateway-0", 12), 0.0)
     ended = core.handle(Exited("gateway-0", 1, "port 80", refused=True), 1.0)
     assert ended == [MemberEnded("gateway-0", 1, "port 80", refused=True)]
+
+
+def test_an_error_of_one_child_leaves_the_others_of_that_tick(monkeypatch):
+    core = serving()
+    for name in ("decode-0", "decode-1"):
+        core.handle(Exited(name, -9), 2.0)
+    real = SupervisorCore._start
+
+    def planted(self, name):
+        if name == "decode-0":
+            raise KeyError("planted")
+        return real(self, name)
+
+    monkeypatch.setattr(SupervisorCore, "_start", planted)
+    raised, started = core.handle(Tick(), 2.5)
+    assert isinstance(raised, Raised) and raised.name == "decode-0"
+    assert started == Start("decode-1")
+    monkeypatch.undo()
+    assert core.handle(Tick(), 2.6) == [Start("decode-0")]

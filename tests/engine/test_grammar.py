@@ -11,6 +11,7 @@ import pytest
 from baton.deploy.config import demo_model_folder
 from baton.engine.grammar.constraint import (
     COMPILE_LIMIT_S,
+    NOT_COMPILED,
     GrammarCompiler,
     GrammarTask,
     as_result,
@@ -571,6 +572,7 @@ def test_answers_of_the_compile_thread(compiler):
     assert "90 s" in str(late)
     other = as_result(KeyError("k"))
     assert isinstance(other, InternalError) and isinstance(other, BatonError)
+    assert str(other) == NOT_COMPILED and isinstance(other.__cause__, KeyError)
 
 
 # ------------------------------------------------------------------ the engine alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.proto.errors import InternalError
 from baton.proto.wire.messages import (
     Abort,
     Assign,
@@ -14,10 +15,13 @@ from baton.proto.wire.messages import (
     Submit,
     Terminal,
 )
+from baton.router.admission import Admission
 from baton.router.events import Fault, FromClient, Tick
 from baton.router.lifecycle import Lifecycle
 from baton.router.own_errors import METRIC, TEXT
+from baton.router.placement import Placement
 from baton.router.recovery import Recovery
+from baton.router.registry import Registry
 from baton.router.requests import Request
 from baton.router.timers import Timers
 
@@ -199,3 +203,16 @@ def test_books_that_cannot_be_repaired_break_the_core(bench, monkeypatch):
     bench.now += 0.1
     bench.feed(Tick())
     assert "could not be repaired" in bench.core.broken
+
+
+@pytest.mark.parametrize(("owner", "name"), [
+    (Placement, "choose"), (Admission, "admit"), (Registry, "check_pool"),
+])  # fmt: skip
+def test_the_text_of_an_internal_error_stays_in_the_log(bench, monkeypatch, owner, name):
+    def raising(*_arguments, **_named):
+        raise InternalError("worker decode-0 holds secret 7")
+
+    monkeypatch.setattr(owner, name, raising)
+    bench.submit(pool="default")
+    (terminal,) = ends(bench).values()
+    assert (terminal.code, terminal.message) == ("internal", TEXT)

@@ -40,7 +40,24 @@ def test_limited_warnings_are_logged_without_a_further_call(loop, drive, capsys)
     assert len(lines) == 2
     assert all("bad" in line for line in lines)
     assert "499" in lines[1]
-    drive.until(lambda: log._limit.quiet and not log._waits)
+    drive.until(lambda: log._limit.quiet and log._looks is None)
+
+
+def test_a_count_is_logged_although_looking_raised_once(loop, drive, monkeypatch, capsys):
+    log = LimitedLog(loop, interval_s=0.05)
+    log.warning("bad")
+    log.warning("bad")
+    real, calls = log._limit.due, []
+
+    def raising(now):
+        calls.append(now)
+        if len(calls) == 1:
+            raise KeyError("planted")
+        return real(now)
+
+    monkeypatch.setattr(log._limit, "due", raising)
+    drive.until(lambda: log._looks is None)
+    assert "count=1" in capsys.readouterr().err.replace("'", "")
 
 
 def test_a_burst_passes_and_the_rest_is_counted():
