@@ -89,10 +89,12 @@ class DecodeCore(WorkerCore):
     # ------------------------------------------------------------------ after any event
 
     def _go_on(self, actions: list[Action], now: float) -> None:
-        if self._grammars:
-            actions += self._grammars.prune(self._wants_grammar)
-        if self._voices:
-            actions += self._speak(now)
+        if self._grammars or self._voices:  # the next event tries again, if the books agree
+            self.errors.apart(
+                actions,
+                grammars=lambda: self._grammars.prune(self._wants_grammar),
+                speech=lambda: self._speak(now),
+            )
         self._plan(actions, now)
 
     def _fail(self, job: Job, now: float, message: str) -> list[Action]:

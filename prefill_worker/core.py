@@ -113,7 +113,10 @@ class PrefillCore(AssignCore[Job]):
     # ------------------------------------------------------------------ after any event
 
     def _go_on(self, actions: list[Action], now: float) -> None:
-        self._dispatch(actions, now)
+        try:
+            self._dispatch(actions, now)
+        except Exception as error:  # the next event tries again, if the books agree
+            actions.append(self.errors.of(None, error, "dispatch"))
         self._plan(actions, now)
 
     def _fail(self, job: Job, now: float, message: str) -> list[Action]:

@@ -133,3 +133,15 @@ def test_an_event_of_an_unknown_link_changes_nothing(bench, plant):
     bench.feed(PeerUp("ipc:///nobody"))
     bench.later(1.0)
     assert not bench.to_peer(Open)
+
+
+def test_choosing_the_next_job_that_raises_is_tried_again(bench, plant):
+    bench.assign()
+    bench.open()
+    bench.to_peer(Reserve)
+    plant(Queue, "next")
+    bench.assign(key=SECOND)
+    assert bench.core.errors.unowned == 1 and not bench.did(Exit)
+    bench.later(0.1)
+    assert [reserve.request for reserve in bench.to_peer(Reserve)] == [SECOND]
+    assert not bench.take(Terminal)
