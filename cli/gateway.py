@@ -72,6 +72,20 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "which allows private addresses; may be repeated [none]",
     )
     parser.add_argument(
+        "--allowed-hosts",
+        metavar="HOST",
+        action="append",
+        help="name of this machine that requests without an API key may use besides localhost, "
+        "such as host.docker.internal; may be repeated [none]",
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        metavar="ORIGIN",
+        action="append",
+        help="origin of web pages that may send requests and read the answers (CORS), such as "
+        "https://chat.example; * allows all, with an API key; may be repeated [none]",
+    )
+    parser.add_argument(
         "--strict-parameters",
         action="store_true",
         help="refuse fields of requests that have no effect, and unknown ones, instead of naming "
@@ -106,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
         tool_call_parser=arguments.tool_call_parser,
         reasoning_parser=arguments.reasoning_parser,
         image_hosts=tuple(arguments.image_hosts or ()),
+        allowed_hosts=tuple(arguments.allowed_hosts or ()),
+        allowed_origins=tuple(arguments.allowed_origins or ()),
         strict_parameters=arguments.strict_parameters,
     )
     with Client(routers, keys=keys, connect_timeout=arguments.timeout) as client:

@@ -57,6 +57,10 @@ HELP = {
     "template has such tags)",
     "image_hosts": "hosts from which the gateways may fetch images of requests: names, or "
     "addresses and networks, which allow private addresses, separated by commas (default: none)",
+    "allowed_hosts": "names of this machine that requests without an API key may use besides "
+    "localhost, such as host.docker.internal, separated by commas (default: none)",
+    "allowed_origins": "origins of web pages that may send requests and read the answers (CORS), "
+    "such as https://chat.example, separated by commas; *: all, with an API key (default: none)",
     "strict_parameters": "refuse fields of requests over HTTP that have no effect, and unknown "
     "ones, instead of naming them among the warnings of the response",
     "prefill_min": "minimum number of prefill workers (0: no minimum)",
@@ -128,6 +132,7 @@ GROUPS = {
     "HTTP": (
         "gateways", "http_host", "http_port", "served_model_name", "api_key_file", "ssl_certfile",
         "ssl_keyfile", "tool_call_parser", "reasoning_parser", "image_hosts",
+        "allowed_hosts", "allowed_origins",
         "strict_parameters",
     ),
     "addresses and keys": ("address", "admin", "keys", "transport", "handoff", "run_dir"),

@@ -105,6 +105,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     image_hosts: str = ""
+    allowed_hosts: str = ""
+    allowed_origins: str = ""
     strict_parameters: str = "off"
     prefill_min: int = 0
     prefill_max: int = 0

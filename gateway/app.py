@@ -14,8 +14,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..proto.errors import BatonError, CapacityError, InputError, InternalError
-from ..runtime.keys.api_keys import FOREIGN, ApiKeys, is_local_request
+from ..runtime.keys.allowed_names import FOREIGN, AllowedNames, parse_origins
+from ..runtime.keys.api_keys import ApiKeys
 from . import dashboard, routes, text_routes
+from .cors import Cors
 from .errors import (
     ForeignHost,
     KeyInvalid,
@@ -81,8 +83,14 @@ def make_app(
     key_digests: Iterable[str] = (),
     counts: GatewayMetrics | None = None,
     tracing: Tracing | None = None,
+    allowed_hosts: Iterable[str] = (),
+    allowed_origins: Iterable[str] = (),
 ) -> ASGIApp:
-    """Return the application. ``key_digests``: of the API keys; none: no key is asked for."""
+    """Return the application. ``key_digests``: of the API keys; none: no key is asked for.
+
+    ``allowed_hosts``: what requests without a key may name as their host, besides this machine.
+    ``allowed_origins``: web pages of other sites that may send requests and read the answers.
+    """
     counts = counts or GatewayMetrics()
     app = Routes(
         routes=ROUTES,
@@ -93,7 +101,10 @@ def make_app(
     app.state.metrics = counts
     app.state.feed = dashboard.Feed(counts)
     app.state.readiness = routes.Readiness()
-    return Door(Direct(app), ApiKeys(key_digests), counts, tracing)
+    origins = parse_origins(allowed_origins)
+    names = AllowedNames(allowed_hosts, origins)
+    cors = Cors(origins) if origins else None
+    return Door(Direct(app), ApiKeys(key_digests), counts, tracing, names, cors)
 
 
 class Direct:
@@ -146,12 +157,20 @@ class Door:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, metrics: GatewayMetrics, tracing: Tracing | None = None
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        metrics: GatewayMetrics,
+        tracing: Tracing | None = None,
+        names: AllowedNames | None = None,
+        cors: Cors | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
         self._tracing = tracing
+        self._names = names or AllowedNames()
+        self._cors = cors
         self._shedding = metrics.shedding
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,16 +191,19 @@ class Door:
             scope["headers"] = [*others, (b"x-request-id", name)]
         clock, status = self._metrics.begin(), CLIENT_GONE
         answer = 0
+        added = [(b"x-request-id", name)]
+        if self._cors is not None:
+            added += await self._cors.headers(scope)
         exchange = Exchange.find(scope)
         if exchange is not None:
-            exchange.headers = b"x-request-id: %b\r\n" % name
+            exchange.headers = b"".join(b"%b: %b\r\n" % pair for pair in added)
 
         async def send_named(message: Message) -> None:
             nonlocal status, answer
             if message["type"] == "http.response.start":
                 answer = message["status"]
                 clock.streams = (b"content-type", EVENTS) in message["headers"]
-                message["headers"] = [*message["headers"], (b"x-request-id", name)]
+                message["headers"] = [*message["headers"], *added]
             elif not message.get("more_body"):
                 status = answer  # the whole answer was sent
             await send(message)
@@ -189,8 +211,11 @@ class Door:
         tracing, span = self._tracing, None
         try:
             seen = _is_page(scope["path"])
-            if not self._keys and not is_local_request(scope["headers"]):
+            preflight = None if self._cors is None else self._cors.preflight(scope)
+            if not self._keys and not self._names.admit(scope["headers"]):
                 await response_of(ForeignHost(FOREIGN))(scope, receive, send_named)
+            elif preflight is not None:  # browsers send it without the key
+                await preflight(scope, receive, send_named)
             elif self._keys.admit(headers.get(b"authorization", b""), basic=seen):
                 if repeated:
                     error = InputError(f"the header {repeated} occurs more than once")

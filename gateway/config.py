@@ -6,6 +6,7 @@ import msgspec
 
 from ..client.routers import router_addresses
 from ..proto.errors import ConfigError
+from ..runtime.keys.allowed_names import AllowedNames
 from ..runtime.keys.api_keys import check_http_access
 from ..runtime.metrics.vllm import METRICS_COMPAT
 from ..runtime.process.log import Level
@@ -35,7 +36,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ``metrics_ports``: where ``/metrics`` is served once more, at the first free port of these,
     because several gateways may share ``port``; none: nowhere.
     ``strict_parameters``: fields of bodies that have no effect are refused, not named as ignored.
-    ``metrics_compat``: "vllm" also exports vLLM's metric names.
+    ``metrics_compat``: "vllm" also exports vLLM's metric names. ``allowed_hosts``: names of this
+    machine that requests without a key may use. ``allowed_origins``: web pages of other sites that
+    may send requests and read answers; ``*`` allows all, with a key.
     """
 
     routers: tuple[str, ...]
@@ -61,6 +64,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     metrics_host: str = "127.0.0.1"
     metrics_ports: tuple[int, ...] = ()
     metrics_compat: str = ""
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     strict_parameters: bool = False
     log_level: Level = "info"
 
@@ -76,5 +81,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         parse_hosts(self.image_hosts)
         check_http_access(self.host, self.api_keys, "--host")
+        AllowedNames(self.allowed_hosts, self.allowed_origins)
+        if "*" in self.allowed_origins and not self.api_keys:
+            raise ConfigError("--allowed-origins * needs an API key")
         if self.metrics_ports:
             check_http_access(self.metrics_host, self.api_keys, "--metrics-host")

@@ -557,7 +557,9 @@ async def _serve(
         writes=writes,
     )  # fmt: skip
     tracing = make_tracing(config.otlp_endpoint, config.name)
-    app = make_app(served, config.api_keys, counts, tracing)
+    app = make_app(
+        served, config.api_keys, counts, tracing, config.allowed_hosts, config.allowed_origins
+    )
     listener = _metrics_listener(config, counts)
     LimitedHttp.head_timeout_s = config.head_timeout_s
     settings = server_config(
@@ -621,7 +623,7 @@ def _metrics_listener(config: GatewayConfig, counts: GatewayMetrics) -> MetricsL
 
     listener = MetricsListener(
         asyncio.get_running_loop(), config.metrics_host, config.metrics_ports, families,
-        config.api_keys, config.grace_s + _ENDS_LATER_S,
+        config.api_keys, config.grace_s + _ENDS_LATER_S, config.allowed_hosts,
     )  # fmt: skip
     listener.start()
     return listener

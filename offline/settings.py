@@ -24,6 +24,9 @@ class ClusterSettings(TypedDict, total=False):
     tool_call_parser: str
     reasoning_parser: str
     image_hosts: str
+    allowed_hosts: str
+    allowed_origins: str
+    strict_parameters: str
     prefill_min: int
     prefill_max: int
     decode_min: int

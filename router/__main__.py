@@ -64,7 +64,7 @@ def _metrics(config: RouterConfig, loop: Loop, shell: RouterShell) -> MetricsLis
 
     listener = MetricsListener(
         loop.asyncio_loop, config.metrics_host, (config.metrics_port,), families,
-        config.metrics_keys,
+        config.metrics_keys, allowed_hosts=config.allowed_hosts,
     )  # fmt: skip
     listener.start()
     return listener

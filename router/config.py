@@ -14,6 +14,7 @@ from ..proto.limits import (
     MAX_DESCRIBED_BYTES,
 )
 from ..proto.wire.endpoints import check_endpoint
+from ..runtime.keys.allowed_names import AllowedNames
 from ..runtime.keys.api_keys import check_http_access
 from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
 from ..runtime.metrics.vllm import METRICS_COMPAT
@@ -82,7 +83,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     predicted duration. ``keys``: key folder; if set, TCP sockets require CURVE.
     ``metrics_host``, ``metrics_port``: where to serve ``/metrics`` for Prometheus; port 0: nowhere.
     ``metrics_keys``: SHA-256 digests of API keys in hexadecimal, required for a host that other
-    machines reach. ``metrics_compat``: "vllm" also exports vLLM's metric names.
+    machines reach. ``allowed_hosts``: names of this machine that scrapes without a key may use.
+    ``metrics_compat``: "vllm" also exports vLLM's metric names.
     """
 
     client_address: str
@@ -122,6 +124,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     metrics_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     metrics_compat: str = ""
     max_described_bytes: int = MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN
 
@@ -143,6 +146,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"metrics_compat must be vllm or empty, not {self.metrics_compat!r}")
         if not 0 <= self.metrics_port < 1 << 16:
             raise ConfigError(f"metrics_port must be 0 to 65535, not {self.metrics_port}")
+        AllowedNames(self.allowed_hosts)
         if self.metrics_port:
             check_http_access(self.metrics_host, self.metrics_keys, "--metrics-host")
         try:

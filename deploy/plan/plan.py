@@ -269,6 +269,7 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         metrics_host=settings.metrics_host,
         metrics_port=settings.metrics_port + _number(name) if settings.metrics_port else 0,
         metrics_keys=http_keys(settings) if settings.metrics_port else (),
+        allowed_hosts=_listed(settings.allowed_hosts),
         metrics_compat=settings.metrics_compat,
     )
     return ProcessSpec(name=name, role=ROUTER, module="baton.router", config=config)
@@ -294,7 +295,9 @@ def _gateway(settings: ServeSettings, book: AddressBook, name: str) -> ProcessSp
         ssl_keyfile=_absolute(settings.ssl_keyfile),
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
-        image_hosts=tuple(filter(None, settings.image_hosts.split(","))),
+        image_hosts=_listed(settings.image_hosts),
+        allowed_hosts=_listed(settings.allowed_hosts),
+        allowed_origins=_listed(settings.allowed_origins),
         strict_parameters=settings.strict_parameters == "on",
         share_port=True,
         otlp_endpoint=settings.otlp_endpoint,
@@ -302,6 +305,10 @@ def _gateway(settings: ServeSettings, book: AddressBook, name: str) -> ProcessSp
         log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role=GATEWAY, module="baton.gateway", config=config)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _absolute(path: str) -> str:

@@ -19,14 +19,6 @@ KEY_VARIABLE = "BATON_API_KEY"
 """Environment variable with one API key."""
 
 _COMMENT = re.compile(r"(?:^|\s)\s*#.*")
-_HOST = rb"(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?"
-_LOCAL = {
-    b"host": re.compile(_HOST, re.IGNORECASE),
-    b"origin": re.compile(rb"https?://" + _HOST, re.IGNORECASE),
-}
-"""Values of the headers by which a browser names where a request goes to and comes from."""
-FOREIGN = "without an API key, Host and Origin must be localhost or a loopback address"
-"""The message for a request that is refused for its Host or Origin."""
 
 
 def digest_of(key: str) -> str:
@@ -79,18 +71,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def is_local_request(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return False if a Host or Origin is not a loopback address or ``localhost``.
-
-    Without a key, any web page that is open on this machine could send a request otherwise.
-    Programs other than browsers may leave out both. ``headers``: names in lower case, and values.
-    """
-    for name, value in headers:
-        if name in _LOCAL and _LOCAL[name].fullmatch(value) is None:
-            return False
-    return True
 
 
 class ApiKeys:

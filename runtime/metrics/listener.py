@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
-from ..keys.api_keys import FOREIGN, ApiKeys, is_local_request
+from ..keys.allowed_names import FOREIGN, AllowedNames
+from ..keys.api_keys import ApiKeys
 from ..process.log import get_logger
 from .families import Family
 
@@ -32,7 +33,8 @@ class MetricsListener:
 
     ``ports``: tried in order; the first free one is taken. Processes that replace each other have
     the same ports, so that a scraper finds them at the same addresses. ``patience_s``: seconds for
-    which a predecessor may keep all ports; after that a warning names them.
+    which a predecessor may keep all ports; after that a warning names them. ``allowed_hosts``: what
+    requests may name as their host, besides this machine.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class MetricsListener:
         families: Families,
         key_digests: tuple[str, ...],
         patience_s: float = 0.0,
+        allowed_hosts: Sequence[str] = (),
     ) -> None:
         self._loop = loop
         self._host, self._ports = host.strip("[]"), tuple(ports)
         self._families = families
         self._keys = ApiKeys(key_digests)
+        self._names = AllowedNames(allowed_hosts)
         self._patience_s = patience_s
         self._threads = ThreadPoolExecutor(1, "metrics")
         self._server: asyncio.AbstractServer | None = None
@@ -114,7 +118,7 @@ class MetricsListener:
             if mark
         ]
         headers = dict(pairs)
-        if not self._keys and not is_local_request(pairs):
+        if not self._keys and not self._names.admit(pairs):
             connection.send(b"403 Forbidden", FOREIGN.encode() + b"\n")
         elif not self._keys.admit(headers.get(b"authorization", b"")):
             connection.send(b"401 Unauthorized", b"the API key is missing or unknown\n")

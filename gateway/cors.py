@@ -1,0 +1,53 @@
+"""Cross-origin resource sharing: which web pages of other sites may read answers.
+
+Starlette's middleware decides. Routes that write by an :class:`~.exchange.Exchange` send no message
+that it could change, so its headers are added to every answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+Lines = list[tuple[bytes, bytes]]
+
+
+class Cors:
+    """The rules for pages of ``origins``; ``*`` allows all."""
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        self._rules = CORSMiddleware(
+            _no_app,
+            allow_origins=tuple(origins),
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+
+    def preflight(self, scope: Scope) -> Response | None:
+        """Return the answer if a browser asks whether a page may send a request, else None."""
+        headers = Headers(scope=scope)
+        asks = "origin" in headers and "access-control-request-method" in headers
+        if scope["method"] != "OPTIONS" or not asks:
+            return None
+        return self._rules.preflight_response(request_headers=headers)
+
+    async def headers(self, scope: Scope) -> Lines:
+        """Return the headers that the answer of another request has besides its own."""
+        found: Lines = []
+
+        async def take(message: Message) -> None:
+            found.extend(message["headers"])
+
+        start: dict[str, Any] = {"type": "http.response.start", "headers": []}
+        await self._rules.send(start, take, request_headers=Headers(scope=scope))
+        return found
+
+
+async def _no_app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    """The middleware passes no request on."""
