@@ -206,6 +206,8 @@ class Door:
                 message["headers"] = [*message["headers"], *added]
             elif not message.get("more_body"):
                 status = answer  # the whole answer was sent
+            if exchange is not None:
+                exchange.frame(message)
             await send(message)
 
         tracing, span = self._tracing, None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from starlette.types import Scope
+from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from ..proto.errors import InternalError
@@ -22,8 +22,9 @@ _KEY: Final = "baton.exchange"
 _JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n%b"
 _EVENTS = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-    b"cache-control: no-cache\r\nx-accel-buffering: no\r\ntransfer-encoding: chunked\r\n%b\r\n"
+    b"cache-control: no-cache\r\nx-accel-buffering: no\r\n%b%b\r\n"
 )
+_CHUNKED = b"transfer-encoding: chunked\r\n"
 _EVENT_CHUNK = b"%x\r\n%b%b%b\r\n"
 _CHUNK = b"%x\r\n%b\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -75,21 +76,25 @@ class Exchange:
     ``status``: 0 before the answer. ``batch``: may hold the events of a stream; a closed
     one writes each at once. ``flow``: its ``write_paused`` is true while the client reads too
     slowly, so that no event should be written.
+
+    HTTP/1.0 has no chunks: the end of the connection ends an answer of unknown length.
     """
 
     __slots__ = (
-        "_cycle", "_held", "_on_gone", "_on_room", "_place", "_transport", "batch", "flow",
-        "headers", "status",
+        "_chunks", "_cycle", "_held", "_on_gone", "_on_room", "_parts", "_place",
+        "_transport", "batch", "flow", "headers", "status",
     )  # fmt: skip
 
     def __init__(self, cycle: RequestResponseCycle, place: Place) -> None:
         self._cycle = cycle
         self._place = place
         self._transport = cycle.transport
+        self._chunks = cycle.scope["http_version"] != "1.0"
         self.flow = cycle.flow
         self._on_gone: Callback | None = None
         self._on_room: Callback | None = None
         self._held = b""  # events that the batch holds
+        self._parts = False  # ASGI's answer has no length
         self.headers = b""
         self.status = 0
         self.batch = _UNBATCHED
@@ -177,12 +182,15 @@ class Exchange:
 
     def event(self, content: bytes) -> None:
         """Write events of a stream; the first ones begin the answer."""
-        chunk = _CHUNK % (len(content), content)
+        chunk = _CHUNK % (len(content), content) if self._chunks else content
         self._add(chunk if self.status else self._opening() + chunk)
 
     def next_event(self, before: bytes, text: bytes, after: bytes) -> None:
         """Write an event, not the first one, in three parts; takes less time than :meth:`event`."""
-        chunk = _EVENT_CHUNK % (len(before) + len(text) + len(after), before, text, after)
+        if self._chunks:
+            chunk = _EVENT_CHUNK % (len(before) + len(text) + len(after), before, text, after)
+        else:
+            chunk = before + text + after
         batch = self.batch
         if self._held or not batch.is_open:
             self._add(chunk)
@@ -192,7 +200,7 @@ class Exchange:
 
     def last_event(self, content: bytes) -> None:
         """Write the last events of a stream."""
-        chunk = _CHUNK % (len(content), content) + _LAST_CHUNK
+        chunk = _CHUNK % (len(content), content) + _LAST_CHUNK if self._chunks else content
         self._write(chunk if self.status else self._opening() + chunk)
         self._complete()
 
@@ -205,9 +213,24 @@ class Exchange:
         except Exception:
             self._transport.abort()
 
+    def frame(self, message: Message) -> None:
+        """Keep uvicorn from sending chunks in an answer by ASGI to HTTP/1.0; before each message.
+
+        uvicorn counts what is left of the answer's length; here each part is all that is left.
+        """
+        if self._chunks:
+            return
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message["headers"]}
+            cycle.chunked_encoding = None if b"content-length" in names else False
+            self._parts = b"content-length" not in names
+        elif self._parts:
+            cycle.expected_content_length = len(message.get("body", b""))
+
     def _opening(self) -> bytes:
         self._begin()
-        return _EVENTS % self._lines()
+        return _EVENTS % (_CHUNKED if self._chunks else b"", self._lines())
 
     def _lines(self) -> bytes:
         return self.headers if self._cycle.keep_alive else self.headers + b"connection: close\r\n"

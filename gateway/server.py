@@ -81,6 +81,7 @@ class LimitedHttp(HttpToolsProtocol):
     _head_bytes = 0
     _idle_bytes = 0  # since the head or the last part of the body: of trailers and chunk headers
     _codings = b""  # of the request's transfer
+    _hosts = 0  # Host headers of the request
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
     _exchange: Exchange | None = None  # the last exchange that began
@@ -148,7 +149,7 @@ class LimitedHttp(HttpToolsProtocol):
             raise ValueError(_LONG_HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; ignore a trailer. Raises ValueError for an unknown transfer coding."""
+        """Keep a header; ignore a trailer. Raises ValueError for a coding that is not read."""
         if not self._in_head:
             return
         name = name.lower()
@@ -157,6 +158,11 @@ class LimitedHttp(HttpToolsProtocol):
             self._codings += value.lower()
             if self._codings != b"chunked":
                 raise ValueError(_CODING)
+        elif name == b"host":
+            self._hosts += 1
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            self._refusal = _ENCODED
+            raise ValueError(_ENCODED.message)
         elif name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
         self.headers.append((name, value))
@@ -167,7 +173,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        """Begin the request. Raises ValueError if its head has arrived at once and is too long."""
+        """Begin the request. Raises ValueError if its head is refused as a whole."""
         if self._head_bytes > MAX_HEAD_BYTES:  # or a part of the body has arrived with the head
             head = sum(len(name) + len(value) + 4 for name, value in self.headers)
             if len(self.url) + head > MAX_HEAD_BYTES:
@@ -175,8 +181,11 @@ class LimitedHttp(HttpToolsProtocol):
         if self._place.phase is Phase.REFUSED:
             self._refusal = _FULL
             raise ValueError(_FULL.message)
+        if self._hosts != 1 and (self._hosts or self.parser.get_http_version() != "1.0"):
+            self._refusal = _HOSTS
+            raise ValueError(_HOSTS.message)
         self._in_head = False
-        self._head_bytes = self._idle_bytes = 0
+        self._head_bytes = self._idle_bytes = self._hosts = 0
         self._codings = b""
         self._stop_timer()
         super().on_headers_complete()
@@ -409,6 +418,15 @@ class _Refusal:
         return head.encode() + body
 
 
+_ENCODED = _Refusal(
+    "415 Unsupported Media Type",
+    "bodies of requests are read without a Content-Encoding",
+    header="accept-encoding: identity\r\n",
+)
+_HOSTS = _Refusal(
+    "400 Bad Request",
+    "a request of HTTP/1.1 has one Host header, and one of HTTP/1.0 at most one",
+)
 _FULL = _Refusal(
     "503 Service Unavailable",
     "all connections of this gateway are in use; try again later",

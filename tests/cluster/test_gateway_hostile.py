@@ -116,7 +116,9 @@ def test_half_closed_connections_are_ended(gateway):
             while connection.recv(1 << 16):
                 pass
     with raw(gateway) as connection:
-        connection.sendall(b"POST /tokenize HTTP/1.1\r\ncontent-length: 100\r\n\r\n{")
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
+        )
         connection.shutdown(socket.SHUT_WR)
         connection.recv(1000)
 
@@ -138,7 +140,8 @@ def test_bodies_that_never_end_are_bounded_together(gateway):
         refused = 0
         for _ in range(48):  # of 6 MiB
             connection = stack.enter_context(raw(gateway))
-            connection.sendall(b"POST /tokenize HTTP/1.1\r\ncontent-length: 8000000\r\n\r\n")
+            head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 8000000\r\n\r\n"
+            connection.sendall(head)
             try:
                 connection.sendall(b" " * (6 << 20))
             except (BrokenPipeError, ConnectionResetError):

@@ -236,7 +236,10 @@ def test_a_body_that_has_arrived_as_a_whole_is_taken_without_a_message():
         cycle = SimpleNamespace(
             more_body=True, disconnected=False, body=bytearray(b"{"), message_event=asyncio.Event(),
             flow=SimpleNamespace(resume_reading=lambda: resumed.append(True)), transport=None,
-            scope={"type": "http", "headers": [], "app": SimpleNamespace(served=Served(Cluster()))},
+            scope={
+                "type": "http", "http_version": "1.1", "headers": [],
+                "app": SimpleNamespace(served=Served(Cluster())),
+            },
         )  # type: ignore[arg-type]  # fmt: skip
         exchange = Exchange.begin(cycle, Place("", Phase.FRESH, 0.0))  # type: ignore[arg-type]
         assert exchange.take_body() is None  # the rest is still on its way

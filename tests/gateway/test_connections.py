@@ -174,6 +174,8 @@ def test_short_trailers_are_ignored_and_the_next_request_is_answered():
     assert b"x-request-id" not in dict(protocol.headers)
 
 
+HOST = "a request of HTTP/1.1 has one Host header, and one of HTTP/1.0 at most one"
+ENCODING = "bodies of requests are read without a Content-Encoding"
 CODING = "the only transfer coding that this server knows is chunked"
 PATH = b"GET /%b HTTP/1.1\r\nhost: localhost\r\n\r\n" % (b"a" * MAX_HEAD_BYTES)
 LONG = GET[:-2] + b"x: %b\r\n\r\n" % (b"a" * MAX_HEAD_BYTES)
@@ -189,17 +191,34 @@ MANY = GET[:-2] + b"".join(b"x%d: %b\r\n" % (at, b"a" * 90) for at in range(200)
         (b"nonsense\r\n\r\n", b"400 Bad Request", "the request is not valid HTTP/1.1"),
         (GET.replace(b"GET", b"FOO"), b"400 Bad Request", "the request is not valid HTTP/1.1"),
         (HEAD + b"zz\r\n", b"400 Bad Request", "the request is not valid HTTP/1.1"),
+        (GET.replace(b"host: localhost\r\n", b""), b"400 Bad Request", HOST),
+        (GET.replace(b"host", b"host: a\r\nHost", 1), b"400 Bad Request", HOST),
+        (GET.replace(b"/1.1", b"/1.0").replace(b"host", b"host: a\r\nHost", 1), b"400 Bad", HOST),
+        (HEAD[:-2] + b"Content-Encoding: gzip\r\n\r\n", b"415 Unsupported Media Type", ENCODING),
         (HEAD.replace(b"chunked", b"gzip, chunked"), b"501 Not Implemented", CODING),
         (HEAD.replace(b"chunked", b"gzip\r\nTransfer-Encoding: chunked"), b"501 Not", CODING),
     ],
-    ids=["path", "header", "headers", "nonsense", "method", "chunk", "coding", "codings"],
-)
+    ids=[
+        "path", "header", "headers", "nonsense", "method", "chunk", "no-host", "hosts", "hosts-1.0",
+        "gzip", "coding", "codings",
+    ],
+)  # fmt: skip
 def test_what_is_refused_before_its_route_gets_a_typed_error(data, status, message):
     _, peer, _ = talk(data, answer_first=False)
     assert peer.out.startswith(b"HTTP/1.1 " + status)
     error = json.loads(peer.out.partition(b"\r\n\r\n")[2])["error"]
     assert (error["message"], error["type"]) == (message, "invalid_request_error")
     assert peer.ended
+
+
+def test_http_1_0_needs_no_host_and_identity_is_no_encoding():
+    for request in (
+        b"GET / HTTP/1.0\r\n\r\n", GET[:-2] + b"content-encoding: Identity\r\n\r\n"
+    ):  # fmt: skip
+        _, peer, _ = talk(request)
+        assert peer.out.startswith(b"HTTP/1.1 200 ")
+    _, peer, _ = talk(GET, GET, GET)
+    assert peer.out.count(b"HTTP/1.1 200 ") == 3
 
 
 UPGRADES = (
