@@ -16,7 +16,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..proto.errors import BatonError, CapacityError
+from ..proto.errors import BatonError
+from .errors import GatewayBusy
 from .metrics import GatewayMetrics
 from .served import Served
 from .streams import EventStream
@@ -63,10 +64,10 @@ class Feed:
     async def events(self, served: Served) -> AsyncGenerator[bytes, None]:
         """Yield an event per second; the first one has the routers' history.
 
-        Later ones have it when it has changed. Raises CapacityError if there are too many viewers.
+        Later ones have it when it has changed. Raises GatewayBusy if there are too many viewers.
         """
         if self._viewers >= MAX_VIEWERS:
-            raise CapacityError(f"{MAX_VIEWERS} viewers of the dashboard, no more", retry_after=10)
+            raise GatewayBusy(f"{MAX_VIEWERS} viewers of the dashboard, no more", retry_after=10)
         self._viewers += 1
         try:
             if self._task is None or self._task.done():

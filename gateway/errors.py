@@ -68,6 +68,10 @@ class ForeignHost(BatonError):
     code = "foreign_host"
 
 
+class GatewayBusy(CapacityError):
+    """A limit of this gateway is reached. It sheds no other request, as a router's would."""
+
+
 class BodyTooLarge(LimitExceeded):
     """The body exceeds the limit."""
 

@@ -2,6 +2,7 @@
 
 Invariants: a name is resolved once, and only checked addresses are connected to. Private addresses
 must be allowed themselves. No redirect leads to another host. Size and time of a fetch are limited.
+Slow hosts do not keep a gateway from fetching of others: each has its own limit.
 """
 
 from __future__ import annotations
@@ -11,19 +12,25 @@ import ipaddress
 import re
 import socket
 import ssl
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httptools
 
 from ..images.processor import MAX_IMAGE_BYTES
-from ..proto.errors import CapacityError, ConfigError, InputError
+from ..proto.errors import ConfigError, InputError
+from .errors import GatewayBusy
 
 FETCH_TIMEOUT_S = 10.0
-"""Of one image, with all redirects."""
-MAX_FETCHES = 16
+"""Of one image, with all redirects. As long may a fetch wait before it begins."""
+MAX_FETCHES = 32
 """Images of one gateway that are fetched at a time."""
+MAX_HOST_FETCHES = 8
+"""The same, from one host and port."""
+MAX_HOST_WAITING = 16
+"""Images of one host and port that wait to be fetched."""
 MAX_FETCHED_BYTES = 256 << 20
 """Of the fetched images of all requests of one gateway, until they are prepared."""
 MAX_REDIRECTS = 3
@@ -68,6 +75,7 @@ class ImageFetcher:
         self._timeout = timeout
         self._tls = tls
         self._room = asyncio.Semaphore(MAX_FETCHES)
+        self._hosts: dict[tuple[str, int], _Host] = {}
         self.held_bytes = 0
 
     def check(self, url: str) -> SplitResult:
@@ -94,12 +102,12 @@ class ImageFetcher:
     async def fetch(self, url: str, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
         """Return the content of an allowed URL. Raises InputError, as the classes above.
 
-        Its bytes count as held until :meth:`release`. Raises CapacityError if all requests together
-        would hold too many.
+        Its bytes count as held until :meth:`release`. Raises GatewayBusy if all requests together
+        would hold too many, or if no fetch ends in time.
         """
         parts = self.check(url)
         try:
-            async with asyncio.timeout(self._timeout), self._room:
+            async with self._slot(parts), asyncio.timeout(self._timeout):
                 for _ in range(MAX_REDIRECTS + 1):
                     found = await self._get(parts, max_bytes)
                     if found.location is None:
@@ -121,6 +129,31 @@ class ImageFetcher:
             text = f"{parts.hostname}: {str(error)[:100] or type(error).__name__}"
             raise ImageNotFetched(text) from None
         raise ImageNotFetched(f"{parts.hostname} redirects more than {MAX_REDIRECTS} times")
+
+    @asynccontextmanager
+    async def _slot(self, parts: SplitResult) -> AsyncIterator[None]:
+        """Wait until a fetch may begin, and take its place meanwhile. Raises GatewayBusy."""
+        key = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        host = self._hosts.setdefault(key, _Host())
+        if host.users >= MAX_HOST_FETCHES + MAX_HOST_WAITING:
+            raise GatewayBusy(f"too many images of {key[0]} are fetched", retry_after=1.0)
+        host.users += 1
+        try:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await _both(host.room, self._room)
+            except TimeoutError:
+                text = f"no room to fetch an image of {key[0]} within {self._timeout:g} s"
+                raise GatewayBusy(text, retry_after=1.0) from None
+            try:
+                yield
+            finally:
+                self._room.release()
+                host.room.release()
+        finally:
+            host.users -= 1
+            if not host.users:
+                del self._hosts[key]
 
     async def _get(self, parts: SplitResult, max_bytes: int) -> _Answer:
         host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -150,7 +183,7 @@ class ImageFetcher:
                     self.held_bytes += len(answer.body) - held
                     held = len(answer.body)
                     if self.held_bytes > MAX_FETCHED_BYTES:
-                        raise CapacityError("too many bytes of fetched images", retry_after=1.0)
+                        raise GatewayBusy("too many bytes of fetched images", retry_after=1.0)
             except BaseException:
                 self.release(held)
                 raise
@@ -179,6 +212,24 @@ class ImageFetcher:
 
     def _in_networks(self, address: Address) -> bool:
         return any(address in network for network in self._networks)
+
+
+@dataclass(slots=True)
+class _Host:
+    """One host and port. ``users``: fetches that run or wait."""
+
+    users: int = 0
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_HOST_FETCHES))
+
+
+async def _both(first: asyncio.Semaphore, second: asyncio.Semaphore) -> None:
+    """Take a place in both, in this order, or in none."""
+    await first.acquire()
+    try:
+        await second.acquire()
+    except BaseException:
+        first.release()
+        raise
 
 
 @dataclass(slots=True)

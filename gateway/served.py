@@ -15,13 +15,13 @@ from ..client.images import data_url_content
 from ..client.model import ServedModel
 from ..client.options import RequestOptions
 from ..images.processor import MAX_IMAGE_BYTES, ScaledImage
-from ..proto.errors import CapacityError, InputError, RequestCancelled
+from ..proto.errors import InputError, RequestCancelled
 from ..proto.layout import model_name
 from ..proto.limits import MAX_REQUEST_ID_CHARS, MAX_REQUEST_IMAGES
 from ..proto.trace_context import parse_traceparent
 from .bodies import MAX_BODY_BYTES
 from .chat_plan import ChatPlanner
-from .errors import BodyTooLarge, BodyTooSlow, ModelNotFound, ParameterError
+from .errors import BodyTooLarge, BodyTooSlow, GatewayBusy, ModelNotFound, ParameterError
 from .exchange import Exchange, WriteBatch
 from .image_fetch import ImageFetcher
 from .messages import ImageUrl
@@ -67,7 +67,7 @@ class Served:
         """Return the encoded images of a request's URLs.
 
         The bytes of fetched images count as held as long as these objects exist. Raises
-        ParameterError, ImageHostRefused, ImageNotFetched, CapacityError.
+        ParameterError, ImageHostRefused, ImageNotFetched, GatewayBusy.
         """
         if urls and not model.takes_images:
             raise ParameterError(f"the model {self.name!r} takes no images", urls[0].place)
@@ -162,7 +162,7 @@ def header_of(request: Request, name: bytes) -> str:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the body. Raises BodyTooLarge or CapacityError as soon as it exceeds a limit."""
+    """Read the body. Raises BodyTooLarge or GatewayBusy as soon as it exceeds a limit."""
     served = Served.of(request)
     exchange = Exchange.find(request.scope)
     body = None if exchange is None else exchange.take_body()
@@ -188,7 +188,7 @@ async def read_body(request: Request) -> bytes:
                 served.unfinished_bytes += len(part)
                 _check_size(size, served)
                 if served.unfinished_bytes > MAX_UNFINISHED_BYTES:
-                    raise CapacityError("too many bytes of unfinished bodies", retry_after=1.0)
+                    raise GatewayBusy("too many bytes of unfinished bodies", retry_after=1.0)
                 parts.append(part)
                 if not message.get("more_body"):
                     return b"".join(parts)

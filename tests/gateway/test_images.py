@@ -18,7 +18,7 @@ import pytest
 from starlette.requests import Request
 
 from baton.gateway import image_fetch
-from baton.gateway.errors import ParameterError, error_json, status_of
+from baton.gateway.errors import GatewayBusy, ParameterError, error_json, status_of
 from baton.gateway.image_fetch import (
     MAX_FETCHES,
     ImageFetcher,
@@ -321,6 +321,63 @@ def test_a_silent_host_times_out():
         fetched("/silent", timeout=0.2)
 
 
+def test_slow_hosts_leave_room_for_others_and_a_wait_is_no_failed_fetch():
+    """Twice as many fetches of a silent host as run at a time; another host, then the first."""
+
+    async def run() -> None:
+        answers = False
+
+        async def silent(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            if answers:
+                writer.write(reply())
+            else:
+                await reader.read()
+            writer.close()
+
+        slow = await asyncio.start_server(silent, "127.0.0.1", 0)
+        fast = await asyncio.start_server(serve, "127.0.0.1", 0)
+        slow_port, fast_port = (one.sockets[0].getsockname()[1] for one in (slow, fast))
+        async with slow, fast:
+            fetcher = ImageFetcher(["127.0.0.1"], timeout=1.0)
+            waiting = [
+                asyncio.create_task(fetcher.fetch(f"http://127.0.0.1:{slow_port}/x"))
+                for _ in range(2 * image_fetch.MAX_FETCHES)
+            ]
+            await asyncio.sleep(0)
+            assert await fetcher.fetch(f"http://127.0.0.1:{fast_port}/plain") == CONTENT
+            assert not any(one.done() and one.exception() is None for one in waiting)
+            done = await asyncio.gather(*waiting, return_exceptions=True)
+            kinds = {type(one) for one in done}
+            assert kinds <= {ImageNotFetched, GatewayBusy}
+            assert sum(type(one) is GatewayBusy for one in done) >= image_fetch.MAX_FETCHES
+            answers = True
+            assert await fetcher.fetch(f"http://127.0.0.1:{slow_port}/x") == CONTENT
+            assert fetcher._hosts == {}
+
+    asyncio.run(run())
+
+
+def test_the_time_of_a_fetch_begins_when_it_has_a_slot(monkeypatch):
+    monkeypatch.setattr(image_fetch, "MAX_HOST_FETCHES", 1)
+
+    async def run() -> None:
+        async def late(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.6)
+            writer.write(reply())
+            writer.close()
+
+        server = await asyncio.start_server(late, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            fetcher = ImageFetcher(["127.0.0.1"], timeout=1.0)
+            url = f"http://127.0.0.1:{port}/x"
+            assert await asyncio.gather(fetcher.fetch(url), fetcher.fetch(url)) == [CONTENT] * 2
+
+    asyncio.run(run())
+
+
 @pytest.fixture
 def little_room(monkeypatch):
     """Fetched images of all requests have room for two, and a bit."""
@@ -361,13 +418,14 @@ def test_fetched_images_are_limited_together(little_room):
     asyncio.run(run())
 
 
-def test_the_wait_for_others_counts():
+def test_a_fetch_that_gets_no_slot_in_time_is_refused_as_busy():
     async def run():
         fetcher = ImageFetcher(["127.0.0.1"], timeout=0.2)
         for _ in range(MAX_FETCHES):
             await fetcher._room.acquire()
-        with pytest.raises(ImageNotFetched, match=r"no image within 0\.2 s"):
+        with pytest.raises(GatewayBusy, match=r"no room .* within 0\.2 s") as caught:
             await fetcher.fetch("http://127.0.0.1:9/")
+        assert (status_of(caught.value), fetcher._hosts) == (429, {})
 
     asyncio.run(run())
 
