@@ -70,7 +70,7 @@ class CallParser(ABC):
     def __init__(self, names: Container[str]) -> None:
         self._names = names
         self._rest = ""  # text that no state has read yet
-        self._raw = ""  # text of the call, from the whitespace before it on
+        self._raw: list[str] = []  # text of the call, from the whitespace before it on
         self._call: CallScanner | None = None
         self._began = False
         self._waiting = False  # the rest is undecided until more text arrives
@@ -117,7 +117,7 @@ class CallParser(ABC):
 
     def _begin(self, raw: str) -> None:
         """Begin to read a call; ``raw``: the text that led to it."""
-        self._raw = raw
+        self._raw = [raw]
         self._call, self._began = CallScanner(self.argument_keys), False
 
     def _inside(self, call: CallScanner) -> list[Event]:
@@ -128,14 +128,16 @@ class CallParser(ABC):
                 call.feed(char)
                 events += self._news(call)
             except Malformed:
-                self._raw, self._rest = self._raw + self._rest[:at], self._rest[at:]
+                self._raw.append(self._rest[:at])
+                self._rest = self._rest[at:]
                 return [*events, *self._arguments(call), *self._broken()]
             if call.done:
                 events += self._arguments(call)
-                self._call, self._raw, self._rest = None, "", self._rest[at + 1 :]
+                self._call, self._raw, self._rest = None, [], self._rest[at + 1 :]
                 self._call_ended()
                 return events
-        self._raw, self._rest = self._raw + self._rest, ""
+        self._raw.append(self._rest)
+        self._rest = ""
         return [*events, *self._arguments(call)]
 
     def _news(self, call: CallScanner) -> list[Event]:
@@ -158,7 +160,7 @@ class CallParser(ABC):
         return [CallArguments(text)] if text else []
 
     def _broken(self) -> list[Event]:
-        raw, self._raw, self._call = self._raw, "", None
+        raw, self._raw, self._call = "".join(self._raw), [], None
         self._call_failed()
         return [CallBroken(raw)] if self._began else _texts(raw)
 

@@ -1,6 +1,7 @@
 """Reading messages: any split of a text gives the same message; malformed calls are content."""
 
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -178,6 +179,24 @@ PIECES = st.sampled_from(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", GET, ADD, LLAMA, '{"name": "add"', "}",
      "{", ', "arguments": {', '"', "\\", " ", "\n", ";", "a", "5", ":", "<", "<|python_tag|>", "ö"]
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", sorted(PARSERS))
+def test_a_token_of_a_long_call_copies_nothing_that_came_before(form):
+    """A call of a megabyte whose text was copied for each token took a minute."""
+    parser = PARSERS[form](NAMES)
+    opening = "<tool_call>" if form == "hermes" else ""
+    parser.push(opening + '{"name": "add", "arguments": {"x": "' + "a" * 500_000)
+    tracemalloc.start()
+    try:
+        for _ in range(10):
+            assert parser.push("b") == [CallArguments("b")]
+        assert tracemalloc.get_traced_memory()[1] < 50_000
+    finally:
+        tracemalloc.stop()
+    (broken,) = parser.finish(cut=False)
+    assert isinstance(broken, CallBroken)
+    assert broken.text.endswith("a" * 500_000 + "b" * 10)
 
 
 @given(st.data(), st.lists(PIECES, max_size=12).map("".join), st.sampled_from(sorted(PARSERS)))
