@@ -54,6 +54,7 @@ ROUTES = [
     Route("/health", routes.ready, methods=["GET"]),
     Route("/ready", routes.ready, methods=["GET"]),
     Route("/live", routes.live, methods=["GET"]),
+    Route("/", routes.root, methods=["GET"]),
     Route("/openapi.json", openapi, methods=["GET"]),
     Route("/version", routes.build, methods=["GET"]),
     Route("/metrics", routes.metrics, methods=["GET"]),
@@ -67,8 +68,8 @@ _GENERATING = frozenset(
      "/v1/audio/speech", "/v1/images/generations")
 )  # fmt: skip
 """Paths whose requests the router admits or refuses."""
-_PROBES = frozenset(("/live", "/ready", "/health"))
-"""Paths that load balancers and container managers ask without a key."""
+_OPEN = frozenset(("/live", "/ready", "/health", "/"))
+"""Paths that need no key: load balancers ask them, or browsers that will be asked for it."""
 _SHED = "the cluster is full: it refused most of the latest requests"
 
 
@@ -236,7 +237,7 @@ class Door:
                 if tracing is not None:
                     span = tracing.begin(scope, headers, name.decode())
                 await self._app(scope, receive, send_named)
-            elif scope["path"] in _PROBES and scope["method"] in ("GET", "HEAD"):
+            elif scope["path"] in _OPEN and scope["method"] in ("GET", "HEAD"):
                 # The exchange is not admitted: such a connection may be closed for another one.
                 scope[routes.STATUS_ONLY] = True
                 await self._app(scope, receive, send_named)

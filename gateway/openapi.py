@@ -150,6 +150,8 @@ def _operation(method: str, path: str, body: dict[str, Any] | None) -> dict[str,
     if path == "/metrics":
         answer = {"text/plain": {"schema": {"type": "string"}}}
         found["responses"]["200"]["content"] = answer
+    if path == "/":
+        found["responses"]["307"] = {"description": "the dashboard, for a browser"}
     if path.startswith("/dashboard"):
         text: dict[str, Any] = {"text/html": {"schema": {"type": "string"}}}
         # Without a schema: OpenAPI 3.1 has none for single events, and tools read it as theirs.

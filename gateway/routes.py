@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from ..client.model import encode, encode_chat
 from ..proto.errors import BatonError
@@ -23,7 +23,7 @@ from .errors import ParameterError
 from .messages import messages_of
 from .metrics import GatewayMetrics
 from .parameters import list_of
-from .served import Served, name_of, origin_of, read_body, target_of
+from .served import Served, header_of, name_of, origin_of, read_body, target_of
 from .streams import unless_gone
 from .tools import tools_of
 
@@ -258,6 +258,14 @@ async def _of_router(served: Served) -> list[Family]:
 
 
 # --------------------------------------------------------------------------- rest
+
+
+async def root(request: Request) -> Response:
+    """``GET /``: lead a browser to the dashboard, and name the routes to a program."""
+    if "text/html" in header_of(request, b"accept"):
+        return RedirectResponse("/dashboard")
+    paths = {"models": "/v1/models", "openapi": "/openapi.json", "dashboard": "/dashboard"}
+    return _json({"server": "baton", **paths, "ready": "/ready", "metrics": "/metrics"})
 
 
 async def build(_: Request) -> Response:
