@@ -48,6 +48,8 @@ class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Commands to try."""
     http: str = ""
     """Where the gateways listen; empty without gateways."""
+    dashboard: str = ""
+    metrics: str = ""
 
 
 def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
@@ -68,7 +70,25 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
         warning=kernels_warning(plan.settings),
         hints=_hints(plan) if hint else (),
         http=_http(plan),
+        dashboard=dashboard_of(plan.http_url),
+        metrics=metrics_of(plan.settings),
     )
+
+
+def dashboard_of(http_url: str) -> str:
+    """Return the URL of the dashboard. ``http_url``: of the gateways; empty without any."""
+    return http_url and f"{http_url.removesuffix('/v1')}/dashboard"
+
+
+def metrics_of(settings: ServeSettings) -> str:
+    """Describe where /metrics is served for Prometheus; empty if nowhere."""
+    first, host = settings.metrics_port, settings.metrics_host.strip("[]")
+    if not first:
+        return ""
+    last = first + settings.routers + settings.gateways - 1
+    shown = f"[{host}]" if ":" in host else host
+    more = f", and up to port {last}" if last > first else ""
+    return f"http://{shown}:{first}/metrics{more}"
 
 
 def kernels_warning(settings: ServeSettings) -> str:
@@ -169,6 +189,8 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
         *_engine_lines(report),
         f"  address    {facts.address}",
         *([f"  http       {facts.http}"] if facts.http else []),
+        *([f"  dashboard  {facts.dashboard}"] if facts.dashboard else []),
+        *([f"  metrics    {facts.metrics}"] if facts.metrics else []),
         f"  security   {facts.security}",
         f"  handoff    {facts.transport}",
     ]

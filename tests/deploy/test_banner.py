@@ -55,6 +55,21 @@ def test_banner_names_pools_blocks_address_and_security():
         assert part in text
 
 
+def test_banner_names_the_dashboard_and_the_metrics():
+    facts = banner.BannerFacts(
+        version="0", model="m", address="ipc://a", transport="zmq", security="local",
+        http="http://127.0.0.1:8000/v1 (model m)",
+        dashboard=banner.dashboard_of("http://127.0.0.1:8000/v1"),
+        metrics=banner.metrics_of(ServeSettings(metrics_port=9400, routers=2, gateways=3)),
+    )  # fmt: skip
+    lines = banner.startup(facts, ClusterReport())
+    assert "  dashboard  http://127.0.0.1:8000/dashboard" in lines
+    assert "  metrics    http://127.0.0.1:9400/metrics, and up to port 9404" in lines
+    one = banner.metrics_of(ServeSettings(metrics_port=9400, metrics_host="::1", gateways=0))
+    assert one == "http://[::1]:9400/metrics"
+    assert (banner.metrics_of(ServeSettings()), banner.dashboard_of("")) == ("", "")
+
+
 def test_banner_names_architecture_kernels_dtypes_and_threads():
     facts = banner.BannerFacts(
         version="0", model="m", address="ipc://a", transport="zmq", security="local"
