@@ -108,6 +108,12 @@ def test_openai_node(url, tmp_path):
     assert said.rstrip().endswith(": ok")
 
 
+@pytest.mark.skipif(not shutil.which("java"), reason="java runs this client")
+def test_java(url, tmp_path):
+    said = run(["java", SCRIPTS / "JavaClient.java", f"{url}/v1", MODEL], tmp_path)
+    assert said.rstrip().endswith(": ok")
+
+
 def test_schemathesis(start_cluster, tmp_path):
     """A context so short that no answer is long. EXAMPLES=N sets the examples per route."""
     program = environment("schemathesis") / "bin" / "schemathesis"
