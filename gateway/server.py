@@ -65,8 +65,8 @@ _BURST = 128
 """Requests at a time that leave a noticeable amount of free memory behind."""
 _ROUTER_FILES = 8
 """Descriptors of the sockets to one router."""
-_SPARE_FILES = 12
-"""Descriptors of helper processes, of files that are read, and of a few more."""
+_SPARE_FILES = 20
+"""Descriptors of helper processes, of pipes while one starts, of files that are read, and more."""
 _log = get_logger()
 
 
@@ -610,6 +610,7 @@ async def _serve(
 
 def _connections(config: GatewayConfig) -> Connections:
     """Return the connections that the limit on open files allows. Raises ConfigError."""
+    _log.prepare()
     needed = (
         sum(1 for _ in Path("/dev/fd").iterdir())
         + _SPARE_FILES

@@ -143,6 +143,11 @@ class Logger:
         """Write lines of ``level`` and above from now on, each with the keys of ``bound``."""
         self._level, self._human, self._bound = level, human, bound
 
+    def prepare(self) -> None:
+        """Import what a line needs, for a process that may run out of descriptors."""
+        if self._human:
+            _human_line({"event": "", "level": "info"})
+
     def _shows(self, level: Level) -> bool:
         return _LEVELS.index(level) >= _LEVELS.index(self._level)
 

@@ -234,7 +234,7 @@ def test_defaults_of_dev_and_schnell(dev, schnell):
     assert (two.num_inference_steps, two.guidance_scale) == (4, 0.0)
     assert (len(one.tokens_2), len(two.tokens_2)) == (512, 256)
     for each in (one, two):
-        assert (each.width, each.height, each.true_cfg_scale) == (1024, 1024, 1.0)
+        assert (each.width, each.height, each.true_cfg_scale) == (32, 32, 1.0)  # the VAE's own
         assert each.negative_tokens is None
         assert each.task == "draw"
 

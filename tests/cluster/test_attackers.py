@@ -100,10 +100,12 @@ def attacks(running, folder, rate: float = RATE) -> list[Attack]:
 def attacked(wanted: list[Attack]) -> Iterator[list[dict]]:
     """Rogues at work; afterwards, what each of them did and received."""
     started, reports = [], []
+    path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
     try:
         for attack in wanted:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.cluster.attacker", msgspec.json.encode(attack)],
+                env={**os.environ, "PYTHONPATH": path},
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
             started.append(process)

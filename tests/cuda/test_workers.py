@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import zmq
 
-from baton.decode_worker.__main__ import _DATA_OPTIONS
 from baton.decode_worker.config import DecodeWorkerConfig
 from baton.decode_worker.shell import DecodeShell
 from baton.engine.kernels.cuda.backend import CudaBackend
@@ -20,10 +19,12 @@ from baton.engine.scheduling.plan import Chunk, SampleSpec
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.prefill_worker.shell import PrefillShell
 from baton.proto.ids import new_incarnation
+from baton.proto.limits import MAX_KV_FRAME_BYTES
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire.messages import Assign, Message, PoolTicket, Terminal, Tokens, Welcome
 from baton.proto.wire.proofs import Holder, reserve_ticket
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
+from baton.runtime.net.channel import ChannelOptions
 from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import RouterChannel
 from baton.worker.events import FromRouter
@@ -34,6 +35,7 @@ from .host_device import HostDevice
 
 KEY = b"k" * 16
 """The key by which a decode worker checks tickets, as a router would send it."""
+DATA_OPTIONS = ChannelOptions(max_frame_bytes=MAX_KV_FRAME_BYTES, max_frames=2)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=5, ignore_eos=True)
 
 
@@ -61,7 +63,7 @@ class Workers:
         address = {role: f"ipc://{place}/{role}" for role in ("prefill", "decode", "data")}
         fields: dict[str, Any] = {"routers": {}, "runner": config_of(folder)}
         control = RouterChannel(self.context, address["decode"])
-        data = RouterChannel(self.context, address["data"], options=_DATA_OPTIONS)
+        data = RouterChannel(self.context, address["data"], options=DATA_OPTIONS)
         self.decode = DecodeShell(
             DecodeWorkerConfig(worker_id="d", endpoint=address["decode"], **fields),
             runners[1], self.member("decode", control, runners[1]), control, data, self.loop,

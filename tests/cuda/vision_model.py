@@ -81,7 +81,12 @@ class VisionShape(Shape):
 
     def config(self, dtype: str) -> dict[str, object]:
         """The content of config.json."""
-        text = super().config(dtype) | {"head_dim": self.head_dim, "rope_scaling": self.rope}
+        is_deep = self.architecture == QWEN3_VL
+        text = super().config(dtype) | {"rope_scaling": self.rope}
+        text["model_type"] = "qwen3_vl_text" if is_deep else "qwen2_5_vl"
+        if is_deep:  # the older family has its text beside the tower, and no key for head sizes
+            text = {"text_config": text | {"head_dim": self.head_dim}, "model_type": "qwen3_vl",
+                    "tie_word_embeddings": False}  # fmt: skip
         return text | {
             "architectures": [self.architecture],
             "image_token_id": IMAGE,
@@ -137,7 +142,7 @@ _TEXT: dict[str, Any] = {
 SHAPES = {
     # Heads of 80, rows of 588 pixels and an MLP of 4 mod 8 channels, as in the towers of 3B to 72B.
     "qwen2_5_vl": VisionShape(
-        **_TEXT,
+        **_TEXT | {"heads": 2, "kv_heads": 1},  # hidden channels are heads times 64
         rope={"type": "mrope", "mrope_section": [8, 12, 12]},
         tower={"hidden_act": "silu", "window_size": 112, "fullatt_block_indexes": [1]},
     ),
