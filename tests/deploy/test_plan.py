@@ -310,7 +310,7 @@ def test_a_gateway_that_is_added_has_a_further_port_for_its_metrics():
 
 
 def test_gateways_share_a_port_and_know_every_router(tmp_path, monkeypatch):
-    monkeypatch.setenv("BATON_API_KEY", "from the environment")
+    monkeypatch.setenv("BATON_API_KEY", "from-the-environment")
     file = tmp_path / "keys"
     file.write_text("one\n\n  two \n")
     given = {"api_key_file": str(file), "http_host": "0.0.0.0", "served_model_name": "a, b",

