@@ -151,8 +151,10 @@ class Supervisor:
         return self._folder
 
     def _close(self) -> None:
-        self._children.close()
-        self._loop.stop()
+        try:
+            self._children.close()
+        finally:
+            self._loop.stop()
 
     def _stop(self, grace: float) -> None:
         if self._report.state is not State.ENDED:

@@ -147,17 +147,22 @@ class Children:
         code = child.exit_code()
         if code is None:
             return
-        if child.secret:
-            self._certifier.died(child.spec, child.secret, code)
+        # Unregistered first and each step on its own: the descriptors stay readable, and an
+        # exception must not keep the core from the exit.
+        del self._children[name]
         self._loop.remove_fd(child.exit_fd)
         self._loop.remove_fd(child.stderr_fd)
+        if child.secret:
+            self._loop.guarded(partial(self._certifier.died, child.spec, child.secret, code))
         child.kill()  # ends remaining processes of the child's process group
-        for event in child.drain_log():
-            self._log.handle(name, event)
+        self._loop.guarded(partial(self._drain_log, name, child))
         child.close()
-        del self._children[name]
         reason, refused = self._log.ended(name, code)
         self._decide(Exited(name, code, reason, refused, self._oom.evidence(code)))
+
+    def _drain_log(self, name: str, child: Child) -> None:
+        for event in child.drain_log():
+            self._log.handle(name, event)
 
     def _on_stderr(self, name: str) -> None:
         child = self._children[name]

@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import uvloop
@@ -32,6 +33,8 @@ MESSAGES_PER_VISIT = 100
 """Maximum messages read from one socket before the next socket is visited."""
 PASSES_PER_TURN = 8
 """Maximum rounds over all sockets before timers and descriptors are handled."""
+RETRY_S = 0.1
+"""Seconds until a descriptor is watched again whose callback raised."""
 
 _EVENTS = zmq.EVENTS
 _POLLIN = int(zmq.POLLIN)
@@ -135,6 +138,7 @@ class Loop:
         self._posted: deque[Callback] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.asyncio_loop.add_reader(self._wake_fd, self._on_wake)
+        self._fds: dict[int, Callback] = {}
         self._signals: dict[int, Any] = {}  # signal number: previous handler
         self._closed = False
 
@@ -166,11 +170,16 @@ class Loop:
             self.asyncio_loop.remove_reader(source.fd)
 
     def add_fd(self, fd: int, callback: Callback) -> None:
-        """Call ``callback`` whenever ``fd`` is readable."""
-        self.asyncio_loop.add_reader(fd, self._on_event, callback)
+        """Call ``callback`` whenever ``fd`` is readable; after an exception, in ``RETRY_S``.
+
+        A callback that raises leaves ``fd`` readable. Called at once, it would fill the log.
+        """
+        self._fds[fd] = callback
+        self.asyncio_loop.add_reader(fd, self._on_event, fd, callback)
 
     def remove_fd(self, fd: int) -> None:
         """Unregister ``fd``."""
+        self._fds.pop(fd, None)
         self.asyncio_loop.remove_reader(fd)
 
     def on_signal(self, number: int, callback: Callback) -> None:
@@ -241,12 +250,14 @@ class Loop:
 
     # ------------------------------------------------------------------ turns
 
-    def guarded(self, callback: Callback) -> None:
-        """Run ``callback``; an exception is logged with its traceback and counted."""
+    def guarded(self, callback: Callback) -> bool:
+        """Run ``callback``; an exception is logged with its traceback, counted, and gives False."""
         try:
             callback()
         except Exception:
             self._failed(callback)
+            return False
+        return True
 
     def turn_soon(self) -> None:
         """Visit the sockets and end the turn in the loop's next iteration."""
@@ -267,9 +278,15 @@ class Loop:
         source.ask = True
         self._turn(source)
 
-    def _on_event(self, callback: Callback) -> None:
-        self.guarded(callback)
+    def _on_event(self, fd: int, callback: Callback) -> None:
+        if not self.guarded(callback) and self._fds.get(fd) is callback:
+            self.asyncio_loop.remove_reader(fd)
+            self.call_later(RETRY_S, partial(self._watch_again, fd, callback))
         self.turn_soon()
+
+    def _watch_again(self, fd: int, callback: Callback) -> None:
+        if self._fds.get(fd) is callback:
+            self.asyncio_loop.add_reader(fd, self._on_event, fd, callback)
 
     def _turn(self, signalled: _Source | None = None) -> None:
         """Handle messages up to the limits, then flush; remaining ones are handled next turn."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from itertools import pairwise
 
 import pytest
 import zmq
 
-from baton.runtime.net.loop import Loop
+from baton.runtime.net.loop import RETRY_S, Loop
 
 
 def pair(context):
@@ -94,6 +95,26 @@ def test_fd_callback_ends_a_turn(loop, drive):
     loop.add_fd(read_end, lambda: order.append(os.read(read_end, 10)))
     os.write(write_end, b"x")
     drive.until(lambda: b"x" in order and order[-1] == "end")
+    loop.remove_fd(read_end)
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_an_fd_whose_callback_raises_is_watched_again_but_does_not_fill_the_log(loop, drive):
+    read_end, write_end = os.pipe()
+    calls = []
+
+    def raises_three_times():
+        calls.append(loop.now())
+        if len(calls) <= 3:
+            raise KeyError("planted")
+        os.read(read_end, 10)
+
+    loop.add_fd(read_end, raises_three_times)
+    os.write(write_end, b"x")
+    drive.until(lambda: len(calls) == 4)
+    assert loop.callback_errors == 3
+    assert all(later - call >= RETRY_S for call, later in pairwise(calls))
     loop.remove_fd(read_end)
     os.close(read_end)
     os.close(write_end)

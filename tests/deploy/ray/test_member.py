@@ -14,6 +14,7 @@ import pytest
 
 from baton.deploy.ray import member
 from baton.deploy.ray.member import State, Supervisor
+from baton.deploy.supervise.certifier import Certifier
 from baton.deploy.supervise.process import ProcessSpec
 from baton.deploy.supervise.restart import RestartLimits
 
@@ -26,6 +27,8 @@ class NoConfig(msgspec.Struct):
     """Settings of the process that replaces a worker."""
 
     say: str = ""
+    keys: str = ""
+    routers: dict[str, str] = {}
 
 
 STAND_IN = """
@@ -94,7 +97,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.long  # its stand-in does not start since certificates of death
 def test_a_killed_child_is_started_again_and_the_log_says_why(supervise, capsys):
     supervisor = supervise()
     pid = running(supervisor)
@@ -105,7 +107,18 @@ def test_a_killed_child_is_started_again_and_the_log_says_why(supervise, capsys)
     assert "decode-0 ended (killed by signal 9" in capsys.readouterr().err
 
 
-@pytest.mark.long  # its stand-in does not start since certificates of death
+def test_a_child_is_started_again_if_its_certificate_raises(supervise, monkeypatch):
+    def raises(*_):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(Certifier, "died", raises)
+    supervisor = supervise()
+    pid = running(supervisor)
+    os.kill(pid, signal.SIGKILL)
+    assert running(supervisor, other_than=pid)
+    assert supervisor.report().starts == 2
+
+
 def test_all_lines_are_json_if_the_cluster_logs_json(supervise, capsys):
     supervisor = supervise(json_log=True)
     pid = running(supervisor)
@@ -128,7 +141,6 @@ def test_all_lines_are_json_if_the_cluster_logs_json(supervise, capsys):
     assert ("supervisor", "decode-0 ended: there is no such model") in said
 
 
-@pytest.mark.long  # its stand-in does not start since certificates of death
 def test_the_supervising_thread_starts_every_child(supervise):
     """The kernel kills a child with the thread that started it, so this thread must live on."""
     supervisor = supervise()
@@ -178,6 +190,7 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
+from baton.deploy.supervise.certifier import Certifier
 from baton.deploy.supervise.process import ProcessSpec
 from baton.deploy.ray.member import Supervisor
 from test_member import NoConfig
