@@ -75,10 +75,6 @@ def open_output(stream: TextIO) -> TextIO:
     """
     if not isinstance(stream, io.TextIOWrapper) or not _has_descriptor(stream):
         return stream  # a caller of main() captures the output
-    try:
-        stream.fileno()
-    except io.UnsupportedOperation:
-        return stream  # so does pytest, by a text stream over memory
     stream.flush()
     raw = _WholeWrites(stream)
     unbuffered = stream.write_through

@@ -66,19 +66,22 @@ class ServedModel:
         self.defaults = _generation_defaults(description.files)
         self._tokenizer: Tokenizer | None = None
         self._pictures: PicturePrompts | None = None
-        self._pictures_lock = threading.Lock()  # several requests may be prepared at a time
+        self._loads = threading.Lock()  # several requests may be prepared at a time
         origin = description.folder or description.card.name
         self._images = ModelImages(description.files, origin, description.card)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises CheckpointError if the model has no tokenizer files."""
-        if self._tokenizer is None:
-            origin = self.description.folder or self.card.name
-            files = self.description.files
-            trusted = bool(self._own_folder) and has_tokenizer_files(self._own_folder, files)
-            self._tokenizer = Tokenizer.from_files(files, trusted=trusted, origin=origin)
-        return self._tokenizer
+        if self._tokenizer is not None:
+            return self._tokenizer
+        with self._loads:
+            if self._tokenizer is None:
+                files, folder = self.description.files, self._own_folder
+                trusted = bool(folder) and has_tokenizer_files(folder, files)
+                origin = self.description.folder or self.card.name
+                self._tokenizer = Tokenizer.from_files(files, trusted=trusted, origin=origin)
+            return self._tokenizer
 
     @property
     def has_tokenizer(self) -> bool:
@@ -98,7 +101,7 @@ class ServedModel:
     @property
     def pictures(self) -> PicturePrompts:
         """Tokenizers and defaults of a picture model. Raises CheckpointError for its files."""
-        with self._pictures_lock:
+        with self._loads:
             if self._pictures is None:
                 files, folder = self.description.files, self._own_folder
                 trusted = bool(folder) and has_tokenizer_files(folder, files, PICTURE_FILES)

@@ -20,13 +20,17 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from io import FileIO
+
+from ...proto.errors import CapacityError
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
 
 
 class HelperProcess:
-    """A running ``python -m module arguments``.
+    """A running ``python -m module arguments``. Raises CapacityError if it cannot start.
 
     ``environment``: its environment variables. ``own_session``: a Ctrl-C in the terminal does not
     reach it; the signals of the parent's process group do not either. Deleting the object kills
@@ -40,15 +44,12 @@ class HelperProcess:
         environment: Mapping[str, str],
         own_session: bool = False,
     ) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env=dict(environment),
-            start_new_session=own_session,
-        )
+        command = [sys.executable, "-P", "-m", module, *arguments]
+        try:
+            self._process = _started(command, dict(environment), own_session)
+        except OSError as error:
+            text = f"a helper process cannot start: {error}"
+            raise CapacityError(text, retry_after=1.0) from None
         self._finalizer = weakref.finalize(self, _close, self._process)
 
     @property
@@ -108,6 +109,37 @@ class HelperProcess:
     def close(self) -> None:
         """Kill the process and close its pipes."""
         self._finalizer()
+
+
+def _started(
+    command: list[str], environment: dict[str, str], own_session: bool
+) -> subprocess.Popen[bytes]:
+    """Start a process with pipes. Popen's own pipes stay open if there are too few descriptors."""
+    with ExitStack() as stack:
+        (requests, sink), (source, answers) = _pipe(stack), _pipe(stack)
+        null = stack.enter_context(FileIO(os.devnull, "wb"))
+        process = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
+            command,
+            stdin=requests,
+            stdout=answers,
+            stderr=null,
+            env=environment,
+            start_new_session=own_session,
+        )
+        process.stdin, process.stdout = sink, source
+        stack.pop_all()
+        for end in (requests, answers, null):
+            end.close()
+        return process
+
+
+def _pipe(stack: ExitStack) -> tuple[FileIO, FileIO]:
+    """Return the two ends of a pipe, which the stack closes."""
+    reading, writing = os.pipe()
+    ends = FileIO(reading, "rb"), FileIO(writing, "wb")
+    for end in ends:
+        stack.enter_context(end)
+    return ends
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

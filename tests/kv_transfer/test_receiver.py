@@ -787,7 +787,6 @@ def costs_among(grants: int) -> dict[str, int]:
     return costs
 
 
-@pytest.mark.long  # the set-up's own work counts in some runs
 def test_no_message_costs_more_among_1024_grants():
     few, many = costs_among(16), costs_among(1024)
     assert len(few) == len(many) > 8

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from baton.proto.errors import CapacityError
 from baton.runtime.process.helper import HelperProcess
 
 MODULE = """
@@ -96,3 +98,21 @@ def test_deleting_the_object_ends_the_process():
     del helper
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("left", range(7))
+def test_too_few_descriptors_are_an_error_that_leaves_none_open(left):
+    """A start needs seven: two pipes, the null device, and a pipe of the interpreter."""
+    before = {path.name for path in Path("/dev/fd").iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gap = os.dup(0)
+    os.close(gap)  # the lowest free number
+    # `gap` was the listing's own descriptor.
+    free = [gap, *(number for number in range(gap, gap + 99) if str(number) not in before)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[left], hard))
+    try:
+        with pytest.raises(CapacityError, match=r"cannot start: .*Too many open files"):
+            HelperProcess("http.server", "--help", environment=os.environ)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert {path.name for path in Path("/dev/fd").iterdir()} == before
