@@ -17,6 +17,7 @@ from ..client.output import Output
 from ..proto.contexts.outputs import LogProbabilities
 from ..proto.contexts.status import GenerationStatus
 from ..proto.prompt_log_probs import PromptLogProb
+from ..text.detokenizer import IncrementalDetokenizer
 from ..text.tokenizer import Tokenizer
 from .reader import MessageReader, ReadMessage, read_message
 from .tool_calls import CallArguments, CallBegin, Event, Reasoning, Text
@@ -122,27 +123,50 @@ class TokenTexts:
         return self._first(entry.top_log_probabilities[0])
 
     def completion(
-        self, entries: Iterable[tuple[int, LogProbabilities]], offset: int
+        self, entries: Iterable[tuple[int, LogProbabilities]], offsets: TextOffsets
     ) -> dict[str, Any]:
-        """Return the format of completions: parallel lists.
-
-        ``offset``: position of the first token's text in the choice's text, in characters.
-        """
-        lists = TokenLists()
+        """Return the format of completions: parallel lists. ``offsets``: of the choice."""
+        lists = self._lists()
         for token, entry in entries:
-            tops = {self._text(one): value for one, value in self._likely(entry)}
-            lists.add(self._text(token), entry.token_log_probabilities[0], tops, offset)
-            offset += len(lists.tokens[-1])
+            log_prob, top = entry.token_log_probabilities[0], entry.top_log_probabilities[0]
+            self._add(lists, token, log_prob, top, offsets)
         return lists.shown()
 
     def prompt(self, scored: Iterable[PromptLogProb]) -> dict[str, Any]:
         """Return the format of completions for the tokens of an echoed prompt."""
-        lists, offset = TokenLists(), 0
+        lists, offsets = self._lists(), self.offsets(0)
         for one in scored:
-            tops = {self._text(token): value for token, value in self._first(one.top)}
-            lists.add(self._text(one.token), one.logprob, tops, offset)
-            offset += len(lists.tokens[-1])
+            self._add(lists, one.token, one.logprob, one.top, offsets)
         return lists.shown()
+
+    def offsets(self, start: int) -> TextOffsets:
+        """Return the offsets of tokens whose text begins at ``start``, in characters."""
+        return TextOffsets(self._tokenizer, start)
+
+    def _lists(self) -> TokenLists:
+        return TokenLists(tops=[] if self._top else None)
+
+    def _add(
+        self,
+        lists: TokenLists,
+        token: int,
+        log_prob: float | None,
+        top: Mapping[int, float],
+        offsets: TextOffsets,
+    ) -> None:
+        """Add a token with the most likely ones; ``log_prob`` None: the first of a prompt.
+
+        Its own is among them even if it is less likely, as OpenAI's reference says. If two tokens
+        have one text, the more likely one stays.
+        """
+        text, tops = self._text(token), None
+        if log_prob is not None:
+            log_prob = max(log_prob, -9999.0)
+            tops = {text: log_prob}
+            for one, value in self._first(top):
+                shown = self._text(one)
+                tops[shown] = max(value, tops.get(shown, -9999.0))
+        lists.add(text, log_prob, tops, offsets.next(token))
 
     def _first(self, top: Mapping[int, float]) -> list[tuple[int, float]]:
         return list(top.items())[: self._top]
@@ -151,20 +175,43 @@ class TokenTexts:
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
+class TextOffsets:
+    """Where the text of each token begins, counted in characters from the prompt's beginning.
+
+    A token that goes on with an unfinished character has the offset of this character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._at = start
+
+    def next(self, token: int) -> int:
+        """Return the offset of the next token."""
+        at = self._at
+        self._at += len(self._detokenizer.push_all((token,)))
+        return at
+
+
 @dataclass(slots=True)
 class TokenLists:
-    """The parallel lists of a completion's log-probabilities."""
+    """The parallel lists of a completion's log-probabilities.
+
+    ``tops``: None if no most likely tokens were requested.
+    """
 
     tokens: list[str] = field(default_factory=list)
     log_probs: list[float | None] = field(default_factory=list)
-    tops: list[dict[str, float] | None] = field(default_factory=list)
+    tops: list[dict[str, float] | None] | None = None
     offsets: list[int] = field(default_factory=list)
 
-    def add(self, text: str, log_prob: float | None, tops: dict[str, float], offset: int) -> None:
-        """Add a token; ``log_prob`` None: the first of a prompt, which nothing predicts."""
+    def add(
+        self, text: str, log_prob: float | None, tops: dict[str, float] | None, offset: int
+    ) -> None:
+        """Add a token."""
         self.tokens.append(text)
-        self.log_probs.append(None if log_prob is None else max(log_prob, -9999.0))
-        self.tops.append(None if log_prob is None else tops)
+        self.log_probs.append(log_prob)
+        if self.tops is not None:
+            self.tops.append(tops)
         self.offsets.append(offset)
 
     def shown(self) -> dict[str, Any]:
@@ -207,7 +254,11 @@ class PromptTexts:
 
 def joined_lists(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
     """Return the lists of a prompt and of its answer as one."""
-    return second if first is None else {name: first[name] + second[name] for name in second}
+    if first is None:
+        return second
+    return {
+        name: None if values is None else first[name] + values for name, values in second.items()
+    }
 
 
 class ChatForm:
@@ -330,15 +381,22 @@ def _reason(reason: str | None, read: ReadMessage) -> str | None:
 
 
 class CompletionForm:
-    """Format of completions: each choice has a text. ``echo``: prompts, put before the texts."""
+    """Format of completions: each choice has a text.
+
+    ``prompts``: the prompt's text of each choice, for ``echo`` or log-probabilities. ``echo``: put
+    it before the choice's text.
+    """
 
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, log_probs: TokenTexts | None, echo: Sequence[str] = ()) -> None:
+    def __init__(
+        self, log_probs: TokenTexts | None, prompts: Sequence[str] = (), *, echo: bool = False
+    ) -> None:
         self._log_probs = log_probs
+        self._prompts = prompts
         self._echo = echo
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
 
     @property
     def is_plain(self) -> bool:
@@ -347,17 +405,28 @@ class CompletionForm:
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """Return a finished choice."""
-        echo = self._echo[choice.index] if self._echo else ""
-        log_probs = None
-        if self._log_probs is not None:
-            answer = self._log_probs.completion(choice.entries, len(echo))
-            log_probs = joined_lists(self._echoed(choice), answer)
+        log_probs = self._answered(choice, choice.entries)
+        if log_probs is not None:
+            log_probs = joined_lists(self._echoed(choice), log_probs)
+        echo = self._prompts[choice.index] if self._echo else ""
         return {
             "index": choice.index,
             "text": echo + "".join(choice.texts),
             "logprobs": log_probs,
             "finish_reason": choice.finish_reason,
         }
+
+    def _answered(
+        self, choice: Choice, entries: Iterable[tuple[int, LogProbabilities]]
+    ) -> dict[str, Any] | None:
+        """Return the log-probabilities of further tokens, if they were requested."""
+        if self._log_probs is None:
+            return None
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            offsets = self._log_probs.offsets(len(self._prompts[choice.index]))
+            self._offsets[choice.index] = offsets
+        return self._log_probs.completion(entries, offsets)
 
     def _echoed(self, choice: Choice) -> dict[str, Any] | None:
         """Return the log-probabilities of an echoed prompt, if they were requested."""
@@ -369,18 +438,13 @@ class CompletionForm:
         """Return the choice's entry in its opening event; None if it needs no such event."""
         if not self._echo:
             return None
-        self._offsets[choice.index] = len(self._echo[choice.index])
-        return self._part(choice, self._echo[choice.index], self._echoed(choice), None)
+        return self._part(choice, self._prompts[choice.index], self._echoed(choice), None)
 
     def parts(self, choice: Choice, output: Output) -> list[dict[str, Any]]:
         """Return the choice's entries in the events of one output, none if it adds nothing."""
         if not output.text and not output.is_done and not output.log_probabilities:
             return []
-        log_probs = None
-        if self._log_probs is not None and output.tokens:
-            offset = self._offsets.get(choice.index, 0)
-            log_probs = self._log_probs.completion(_pairs(output), offset)
-            self._offsets[choice.index] = offset + sum(map(len, log_probs["tokens"]))
+        log_probs = self._answered(choice, _pairs(output)) if output.tokens else None
         return [self._part(choice, output.text or "", log_probs, choice.finish_reason)]
 
     def _part(

@@ -121,10 +121,10 @@ async def completions(request: Request) -> None:
     if body.add_special_tokens is False:
         prompts = await asyncio.to_thread(_without_special_tokens, prompts, model)
     constraint = constraint_of(content_of(body), whitespace=whitespace_of(body))
-    echo: list[str] = []
-    if body.echo:
-        texts = await asyncio.to_thread(_texts_of, prompts, model)
-        echo = [text for text in texts for _ in range(body.n or 1)]
+    texts: list[str] = []
+    if body.echo or body.logprobs is not None:
+        once = await asyncio.to_thread(_texts_of, prompts, model)
+        texts = [text for text in once for _ in range(body.n or 1)]
 
     def starter(prompt: TokensOrText) -> _Start:
         def start(params: SamplingParams, options: RequestOptions) -> AsyncGeneration:
@@ -135,7 +135,7 @@ async def completions(request: Request) -> None:
         given = prompt if isinstance(prompt, str) else np.asarray(prompt, np.int32)
         return start
 
-    form = CompletionForm(token_texts(model, body), echo)
+    form = CompletionForm(token_texts(model, body), texts, echo=bool(body.echo))
     name = name_of("cmpl", request)
     answer = Answer(form, name, served.name, prompt_texts(model, body), warnings)
     await _respond(request, name, answer, body, model, [starter(one) for one in prompts])

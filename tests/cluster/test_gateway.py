@@ -138,10 +138,26 @@ def test_log_probabilities_are_the_native_ones(gateway, native):
     streamed = [entry for part in parts if part for entry in part["content"]]
     assert [entry["logprob"] for entry in streamed] == pytest.approx(wanted)
     assert all(entry["top_logprobs"] == [] for entry in streamed)
-    legacy = gateway.post("/v1/completions", prompt=STORY, max_tokens=5, logprobs=2)["choices"][0]
+    fixed = {"max_tokens": 5, "temperature": 0}
+    legacy = gateway.post("/v1/completions", prompt=STORY, **fixed, logprobs=2)["choices"][0]
     texts = legacy["logprobs"]["tokens"]
-    offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
+    offsets = [len(STORY) + sum(map(len, texts[:at])) for at in range(len(texts))]
     assert legacy["logprobs"]["text_offset"] == offsets
+    ids = gateway.post("/tokenize", prompt=STORY)["tokens"]
+    (bare,) = gateway.post("/v1/completions", prompt=ids, **fixed, logprobs=0)["choices"]
+    assert bare["logprobs"]["top_logprobs"] is None
+    assert bare["logprobs"]["text_offset"] == offsets
+
+
+def test_log_probabilities_have_an_entry_per_counted_token_also_of_a_stop_string(gateway):
+    body = {"prompt": STORY, "max_tokens": 30, "temperature": 0, "logprobs": 1}
+    whole = gateway.post("/v1/completions", **body)["choices"][0]["text"]
+    found = gateway.post("/v1/completions", **body, stop=whole[10:14])
+    (choice,) = found["choices"]
+    count, offsets = found["usage"]["completion_tokens"], choice["logprobs"]["text_offset"]
+    assert choice["text"] == whole[: whole.index(whole[10:14])]
+    assert {len(one) for one in choice["logprobs"].values()} == {count}
+    assert offsets[-1] + len(choice["logprobs"]["tokens"][-1]) > len(STORY + choice["text"])
 
 
 def test_biases_of_logits_are_the_native_ones(gateway, native):
@@ -504,7 +520,7 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(gateway, native):
     assert lists["text_offset"][len(ids)] == len(STORY)
     assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
     assert lists["token_logprobs"][1 : len(ids)] == [one.logprob for one in records[1:]]
-    tops = [{one.text: one.logprob for one in record.top} for record in records[1:]]
+    tops = [{one.text: one.logprob for one in [record, *record.top]} for record in records[1:]]
     assert lists["top_logprobs"][1 : len(ids)] == tops
     events = gateway.stream("/v1/completions", max_tokens=3, **asked)
     parts = [event["choices"][0]["logprobs"] for event in events if event["choices"]]
