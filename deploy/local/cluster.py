@@ -26,7 +26,7 @@ from ..controller.core import ControllerCore
 from ..controller.events import Down
 from ..controller.shell import ControllerShell
 from ..messages import FAILURES, SUPERVISOR, json_line, sentence
-from ..plan.addresses import HttpPort, admin_address, claim_admin, ipc_path
+from ..plan.addresses import HttpPort, admin_address, check_metrics_ports, claim_admin, ipc_path
 from ..plan.prepare import check_keys, check_model, make_plan, memory_refusal, served_context
 from ..plan.revisions import Revisions
 from ..report import ClusterReport
@@ -132,6 +132,7 @@ class LocalCluster:
                 address = self._folder.ipc("client")
                 settings = msgspec.structs.replace(settings, address=address)
             self._http_port = HttpPort.of(settings)
+            check_metrics_ports(settings)
             port = 0 if self._http_port is None else self._http_port.number
             self.plan = make_plan(settings, self._folder, port)
             check_keys(self.plan)

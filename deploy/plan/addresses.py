@@ -86,6 +86,27 @@ class HttpPort:
         self._socket.close()
 
 
+def check_metrics_ports(settings: ServeSettings) -> None:
+    """Raise ConfigError if a port of ``--metrics-port`` is in use, as of ``--http-port``.
+
+    Later a port may be in use: the process that replaces another waits for it.
+    """
+    host, first = settings.metrics_host.strip("[]"), settings.metrics_port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    count = settings.routers + settings.gateways if first else 0
+    for port in range(first, first + count):
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections
+            try:
+                probe.bind((host, port))
+            except OSError as problem:
+                if problem.errno == errno.EADDRINUSE:
+                    why = f"metrics_port {port} of {host} is in use; give another"
+                else:
+                    why = f"metrics_host {host}, port {port}: {problem.strerror or problem}"
+                raise ConfigError(why) from None
+
+
 def ipc_path(address: str) -> Path | None:
     """Return the socket file of an ipc address, or None for tcp."""
     return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None

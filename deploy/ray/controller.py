@@ -26,7 +26,7 @@ from ..controller.events import Down, Drain
 from ..controller.members import Stage
 from ..controller.shell import ControllerShell
 from ..messages import FAILURES, json_line, sentence
-from ..plan.addresses import HttpPort, admin_address, claim_admin
+from ..plan.addresses import HttpPort, admin_address, check_metrics_ports, claim_admin
 from ..plan.plan import role_of
 from ..plan.prepare import check_keys, with_task
 from ..plan.revisions import Revisions
@@ -100,13 +100,15 @@ class RayCluster:
             self._go_on(before)
 
     def _reserve_port(self, settings: ServeSettings, *, again: bool) -> None:
-        """Reserve the gateways' port on this node, the head, where the gateways run.
+        """Reserve the gateways' port on this node, the head, where routers and gateways run.
 
         ``again``: a previous controller had reserved it. Then the gateways serve already, and an
         error must not end them. Otherwise raises ConfigError.
         """
         try:
             self._http_port = HttpPort.of(settings, gateways_listen=again)
+            if not again:  # else the routers and gateways have their ports already
+                check_metrics_ports(settings)
         except ConfigError as problem:
             if not again:
                 raise

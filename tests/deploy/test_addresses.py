@@ -9,7 +9,12 @@ import pytest
 from baton.deploy.config import ServeSettings
 from baton.deploy.local.address_lock import AddressLock
 from baton.deploy.plan import addresses
-from baton.deploy.plan.addresses import HttpPort, admin_address, client_addresses
+from baton.deploy.plan.addresses import (
+    HttpPort,
+    admin_address,
+    check_metrics_ports,
+    client_addresses,
+)
 from baton.proto.errors import ConfigError
 from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
 
@@ -143,3 +148,15 @@ def test_free_ports_without_room_below(monkeypatch, tmp_path, content):
         source.write_text(content)
     monkeypatch.setattr(addresses, "_PORT_RANGE", source)
     assert len(set(addresses.free_ports(3))) == 3
+
+
+def test_a_metrics_port_in_use_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for first in (port - 2, port - 1, port):  # of the router, a gateway, another gateway
+            with pytest.raises(ConfigError, match=f"metrics_port {port} of 127.0.0.1 is in use"):
+                check_metrics_ports(ServeSettings(gateways=2, metrics_port=first))
+        check_metrics_ports(ServeSettings(gateways=2))
+        with pytest.raises(ConfigError, match="metrics_host"):
+            check_metrics_ports(ServeSettings(metrics_host="203.0.113.7", metrics_port=port))
+    check_metrics_ports(ServeSettings(gateways=0, metrics_port=port))
