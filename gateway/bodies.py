@@ -288,7 +288,7 @@ Warnings = list[str]
 TEMPLATE_FIELDS = ("reasoning_effort",)
 """Fields that are ignored only if the model's chat template does not use them."""
 _NONE: Rules = MappingProxyType({})
-_MOST_UNKNOWN = 64
+MOST_UNKNOWN = 64
 _MOST_INNER = 16  # each takes one more look at the whole body
 
 
@@ -352,7 +352,7 @@ class BodyReader(Generic[B]):
         Raises msgspec.ValidationError, also for too many of them.
         """
         unknown = [name for name in tree if name not in self._kind.__struct_fields__]
-        for name in unknown[:_MOST_UNKNOWN]:
+        for name in unknown[:MOST_UNKNOWN]:
             del tree[name]
             warnings.append(f"{name[:80]} is ignored: it is not a known parameter")
         for _ in range(_MOST_INNER):

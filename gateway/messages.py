@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from .bodies import MOST_UNKNOWN, Warnings
 from .errors import ParameterError
 
 LOW_DETAIL_SIDE = 512
@@ -21,18 +22,46 @@ class ImageUrl(NamedTuple):
     max_side: int = 0
 
 
+class Unknown:
+    """Members of messages that no reader knows: named among the warnings, or refused if ``strict``.
+
+    ``warnings``: of the first of them.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self.warnings: Warnings = []
+
+    def check(self, place: str, item: Mapping[str, Any], known: Collection[str]) -> None:
+        """Note the members that are neither known nor null. Raises ParameterError."""
+        for name, value in item.items():
+            if name in known or value is None:
+                continue
+            wrong = f"{place}.{name[:80]}"
+            if self._strict:
+                raise ParameterError(f"{wrong} is not a known parameter", wrong)
+            if len(self.warnings) < MOST_UNKNOWN:
+                self.warnings.append(f"{wrong} is ignored: it is not a known parameter")
+
+
 def messages_of(
-    messages: Sequence[dict[str, Any]], images: list[ImageUrl] | None = None
+    messages: Sequence[dict[str, Any]],
+    images: list[ImageUrl] | None = None,
+    unknown: Unknown | None = None,
 ) -> list[dict[str, Any]]:
     """Return messages whose contents are texts, and the arguments of whose calls are objects.
 
     ``images``: gets the URLs of images, in order; such contents stay lists, with parts of type
-    image. None: images are refused. Raises ParameterError, which names the message.
+    image. None: images are refused. ``unknown``: gets the unknown members of parts; the template
+    gets those of messages. Raises ParameterError, which names the message.
     """
-    return [_message(message, f"messages[{at}]", images) for at, message in enumerate(messages)]
+    rest = Unknown() if unknown is None else unknown
+    return [_message(one, f"messages[{at}]", images, rest) for at, one in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], place: str, images: list[ImageUrl] | None) -> dict[str, Any]:
+def _message(
+    message: dict[str, Any], place: str, images: list[ImageUrl] | None, unknown: Unknown
+) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise ParameterError(f"{place}.role must be text", f"{place}.role")
     message = _without_empty(message)
@@ -45,7 +74,7 @@ def _message(message: dict[str, Any], place: str, images: list[ImageUrl] | None)
         changed["role"] = "system"  # the name that chat templates know
     content = message.get("content")
     if isinstance(content, list):
-        changed["content"] = _content_of(content, f"{place}.content", images)
+        changed["content"] = _content_of(content, f"{place}.content", images, unknown)
     elif content is None and message["role"] == "assistant":
         changed["content"] = ""  # templates join it to texts
     elif not isinstance(content, str):
@@ -69,15 +98,18 @@ def _without_empty(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content_of(
-    parts: list[Any], place: str, images: list[ImageUrl] | None
+    parts: list[Any], place: str, images: list[ImageUrl] | None, unknown: Unknown
 ) -> str | list[dict[str, str]]:
+    for at, part in enumerate(parts):
+        if isinstance(part, dict):
+            unknown.check(f"{place}[{at}]", part, ("type", "text", "image_url"))
     kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
     if images is None or "image_url" not in kinds:
         return _text_of(parts, place)
     found: list[dict[str, str]] = []
     for at, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
         if kind == "image_url":
-            images.append(_image_url(part, f"{place}[{at}].image_url"))
+            images.append(_image_url(part, f"{place}[{at}].image_url", unknown))
             found.append({"type": "image"})
         else:
             text = _text_of([part], f"{place}[{at}]", "text or image_url")
@@ -85,14 +117,12 @@ def _content_of(
     return found
 
 
-def _image_url(part: dict[str, Any], place: str) -> ImageUrl:
+def _image_url(part: dict[str, Any], place: str, unknown: Unknown) -> ImageUrl:
     value = part.get("image_url")
     value = {"url": value} if isinstance(value, str) else value
     if not isinstance(value, dict) or not isinstance(value.get("url"), str):
         raise ParameterError(f"{place}.url must be text", f"{place}.url")
-    if unknown := value.keys() - {"url", "detail"}:
-        name = f"{place}.{min(unknown)[:80]}"
-        raise ParameterError(f"{name} is not a known parameter", name)
+    unknown.check(place, value, ("url", "detail"))
     return ImageUrl(f"{place}.url", value["url"], side_of(value.get("detail"), f"{place}.detail"))
 
 

@@ -21,7 +21,7 @@ from .bodies import (
 )
 from .errors import ParameterError
 from .field_rules import Rules
-from .messages import ImageUrl, arguments_of, side_of
+from .messages import ImageUrl, Unknown, arguments_of, side_of
 from .tools import Tools, tools_of
 
 LOG_PROBS = "message.output_text.logprobs"
@@ -158,10 +158,13 @@ RESPONSES_IGNORED: Rules = {
 # --------------------------------------------------------------------------- input
 
 
-def messages_of_input(body: ResponsesBody, images: list[ImageUrl]) -> list[Message]:
+def messages_of_input(
+    body: ResponsesBody, images: list[ImageUrl], unknown: Unknown
+) -> list[Message]:
     """Return instructions and input as messages for the chat template. Raises ParameterError.
 
     ``images``: gets the URLs of images, in order; their messages have parts of type image.
+    ``unknown``: gets the unknown members of items and their parts.
     """
     messages: list[Message] = []
     if body.instructions:
@@ -170,7 +173,7 @@ def messages_of_input(body: ResponsesBody, images: list[ImageUrl]) -> list[Messa
         return [*messages, {"role": "user", "content": body.input}]
     first = len(messages)
     for at, item in enumerate(body.input):
-        found = _message(f"input[{at}]", item, images)
+        found = _message(f"input[{at}]", item, images, unknown)
         last = messages[-1] if len(messages) > first else {}
         if last.get("role") == found["role"] == "assistant" and _fits(last, found):
             _join(last, found)
@@ -207,7 +210,7 @@ def _tool(place: str, tool: Mapping[str, Any]) -> FunctionTool:
     if tool.get("type") != "function":
         text = f"{place}.type must be function, not {_shown(tool.get('type'))}"
         raise ParameterError(text, f"{place}.type")
-    _check_names(place, tool, set(FunctionTool.__struct_fields__))
+    Unknown(strict=True).check(place, tool, FunctionTool.__struct_fields__)
     try:
         given = {name: value for name, value in tool.items() if value is not None}
         return msgspec.convert(given, FunctionTool)
@@ -238,37 +241,44 @@ def _join(last: Message, found: Message) -> None:
             last[name] = value
 
 
-def _message(place: str, item: Mapping[str, Any], images: list[ImageUrl]) -> Message:
+def _message(
+    place: str, item: Mapping[str, Any], images: list[ImageUrl], unknown: Unknown
+) -> Message:
     kind = item.get("type", "message")
     if kind == "message":
-        return _plain_message(place, item, images)
+        return _plain_message(place, item, images, unknown)
     read = _ITEMS.get(kind) if isinstance(kind, str) else None
     if read is None:
         text = f"{place}.type must be one of {', '.join(('message', *_ITEMS))}, not {_shown(kind)}"
         raise ParameterError(text, f"{place}.type")
-    return read(place, item)
+    return read(place, item, unknown)
 
 
-def _plain_message(place: str, item: Mapping[str, Any], images: list[ImageUrl]) -> Message:
+def _plain_message(
+    place: str, item: Mapping[str, Any], images: list[ImageUrl], unknown: Unknown
+) -> Message:
     # ``id`` and ``status`` of an item change nothing.
-    _check_names(place, item, {"type", "role", "content", "id", "status"})
+    unknown.check(place, item, ("type", "role", "content", "id", "status"))
     role = _text(place, item, "role")
-    content = _content_of(f"{place}.content", item.get("content"), images)
+    content = _content_of(f"{place}.content", item.get("content"), images, unknown)
     return {"role": _ROLES.get(role, role), "content": content}
 
 
-def _content_of(place: str, content: Any, images: list[ImageUrl]) -> str | list[dict[str, str]]:
+def _content_of(
+    place: str, content: Any, images: list[ImageUrl], unknown: Unknown
+) -> str | list[dict[str, str]]:
     """Return a text, or with images a list of parts as chat templates know them."""
     parts = content if isinstance(content, list) else []
     if not any(_is_image(part) for part in parts):
-        return _text_of(place, content, _TEXT_PARTS)
+        return _text_of(place, content, _TEXT_PARTS, unknown)
     found: list[dict[str, str]] = []
     for at, part in enumerate(parts):
         if _is_image(part):
-            images.append(_image_url(f"{place}[{at}]", part))
+            images.append(_image_url(f"{place}[{at}]", part, unknown))
             found.append({"type": "image"})
         else:
-            found.append({"type": "text", "text": _text_of(place, [part], _TEXT_PARTS)})
+            text = _text_of(place, [part], _TEXT_PARTS, unknown, at)
+            found.append({"type": "text", "text": text})
     return found
 
 
@@ -276,17 +286,17 @@ def _is_image(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "input_image"
 
 
-def _image_url(place: str, part: Mapping[str, Any]) -> ImageUrl:
+def _image_url(place: str, part: Mapping[str, Any], unknown: Unknown) -> ImageUrl:
     if part.get("file_id") is not None:
         text = f"{place}.file_id is not supported: nothing is stored; give image_url"
         raise ParameterError(text, f"{place}.file_id")
-    _check_names(place, part, {"type", "image_url", "detail"})
+    unknown.check(place, part, ("type", "image_url", "detail", "file_id"))
     side = side_of(part.get("detail"), f"{place}.detail")
     return ImageUrl(f"{place}.image_url", _text(place, part, "image_url"), side)
 
 
-def _call(place: str, item: Mapping[str, Any]) -> Message:
-    _check_names(place, item, {"type", "call_id", "name", "arguments", "id", "status"})
+def _call(place: str, item: Mapping[str, Any], unknown: Unknown) -> Message:
+    unknown.check(place, item, ("type", "call_id", "name", "arguments", "id", "status"))
     name, call_id = _text(place, item, "name"), _text(place, item, "call_id")
     arguments = arguments_of(_text(place, item, "arguments"), f"{place}.arguments")
     function = {"name": name, "arguments": arguments}
@@ -294,32 +304,24 @@ def _call(place: str, item: Mapping[str, Any]) -> Message:
     return {"role": "assistant", "tool_calls": [call]}
 
 
-def _call_output(place: str, item: Mapping[str, Any]) -> Message:
-    _check_names(place, item, {"type", "call_id", "output", "id", "status"})
-    content = _text_of(f"{place}.output", item.get("output"), _TEXT_PARTS)
+def _call_output(place: str, item: Mapping[str, Any], unknown: Unknown) -> Message:
+    unknown.check(place, item, ("type", "call_id", "output", "id", "status"))
+    content = _text_of(f"{place}.output", item.get("output"), _TEXT_PARTS, unknown)
     return {"role": "tool", "tool_call_id": _text(place, item, "call_id"), "content": content}
 
 
-def _reasoning(place: str, item: Mapping[str, Any]) -> Message:
-    _check_names(place, item, {"type", "summary", "content", "id", "status"})
+def _reasoning(place: str, item: Mapping[str, Any], unknown: Unknown) -> Message:
+    unknown.check(place, item, ("type", "summary", "content", "id", "status"))
     parts = item.get("content") or item.get("summary") or []
-    text = _text_of(f"{place}.content", parts, _REASONING_PARTS)
+    text = _text_of(f"{place}.content", parts, _REASONING_PARTS, unknown)
     return {"role": "assistant", "reasoning_content": text}
 
 
-_ITEMS: Mapping[str, Callable[[str, Mapping[str, Any]], Message]] = {
+_ITEMS: Mapping[str, Callable[[str, Mapping[str, Any], Unknown], Message]] = {
     "function_call": _call,
     "function_call_output": _call_output,
     "reasoning": _reasoning,
 }
-
-
-def _check_names(place: str, item: Mapping[str, Any], known: set[str]) -> None:
-    """Raise ParameterError for a field that is not known, unless it is null."""
-    for name, value in item.items():
-        if name not in known and value is not None:
-            wrong = f"{place}.{name[:80]}"
-            raise ParameterError(f"{wrong} is not a known parameter", wrong)
 
 
 def _text(place: str, item: Mapping[str, Any], name: str) -> str:
@@ -329,19 +331,20 @@ def _text(place: str, item: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _text_of(place: str, content: Any, kinds: tuple[str, ...]) -> str:
-    """Return a text, or the texts of parts, one a line."""
+def _text_of(
+    place: str, content: Any, kinds: tuple[str, ...], unknown: Unknown, first: int = 0
+) -> str:
+    """Return a text, or the texts of parts, one a line. ``first``: the place of the first part."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ParameterError(f"{place} must be text or parts of text", place)
     texts: list[str] = []
-    for part in content:
+    for at, part in enumerate(content, first):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds or not isinstance(part.get("text"), str):
             raise ParameterError(f"{place}: the model takes text, not {_shown(kind)}", place)
-        for name in part.keys() - _PART_FIELDS:
-            raise ParameterError(f"{place}: {name[:80]} is not a known parameter", place)
+        unknown.check(f"{place}[{at}]", part, _PART_FIELDS)
         texts.append(part["text"])
     return "\n".join(texts)
 

@@ -23,7 +23,7 @@ from ..client.output import Output
 from ..proto.errors import InputError
 from .answers import Choice, TokenTexts
 from .bodies import BodyReader, Warnings
-from .messages import ImageUrl
+from .messages import ImageUrl, Unknown
 from .parameters import content_of, named, options_of, sampling_of, whitespace_of
 from .reader import MessageReader
 from .responses_bodies import (
@@ -69,7 +69,9 @@ async def responses(request: Request) -> Response | EventStream:
     model = await served.text_model(body.model)
     options, name = options_of(body) | target_of(request), name_of("resp", request)
     urls: list[ImageUrl] = []
-    messages = messages_of_input(body, urls)
+    unknown = Unknown(strict=strict)
+    messages = messages_of_input(body, urls, unknown)
+    warnings += unknown.warnings
     images = await served.images(model, urls) if urls else []
     tools, variables = tools_of_body(body), dict(body.chat_template_kwargs or {})
     if (effort := (body.reasoning or {}).get("effort")) is not None:

@@ -20,7 +20,7 @@ from ..runtime.metrics.families import Family
 from ..runtime.metrics.vllm import vllm_families
 from .bodies import MAX_TEXTS, BodyReader, DetokenizeBody, EmbeddingBody, TokenizeBody, Warnings
 from .errors import ParameterError
-from .messages import messages_of
+from .messages import Unknown, messages_of
 from .metrics import GatewayMetrics
 from .parameters import list_of
 from .served import Served, header_of, name_of, origin_of, read_body, target_of
@@ -145,6 +145,8 @@ async def tokenize(request: Request) -> Response:
         if getattr(body, name) is not None:
             raise ParameterError(f"{name} needs {without}", name)
 
+    unknown = Unknown(strict=served.strict_parameters)
+
     def work() -> dict[str, Any]:
         if body.messages is not None:
             variables = dict(body.chat_template_kwargs or {})
@@ -152,7 +154,7 @@ async def tokenize(request: Request) -> Response:
                 variables["add_generation_prompt"] = body.add_generation_prompt
             if (tools := tools_of(body.tools, None, None)) is not None:
                 variables["tools"] = tools.definitions
-            ids = encode_chat(messages_of(body.messages), found, variables)
+            ids = encode_chat(messages_of(body.messages, unknown=unknown), found, variables)
         else:
             special = body.add_special_tokens is not False
             ids = encode(body.prompt or "", found, add_special_tokens=special)
@@ -166,7 +168,8 @@ async def tokenize(request: Request) -> Response:
             answer["token_strs"] = [token_bytes(one).decode("utf-8", "replace") for one in ids]
         return answer
 
-    return _json(await asyncio.to_thread(work) | _shown(warnings))
+    answer = await asyncio.to_thread(work)
+    return _json(answer | _shown(warnings + unknown.warnings))
 
 
 async def detokenize(request: Request) -> Response:

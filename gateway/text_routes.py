@@ -49,7 +49,7 @@ from .errors import ParameterError, error_json
 from .exchange import Exchange
 from .field_rules import CHAT_REFUSED
 from .grammars import constraint_of
-from .messages import ImageUrl, messages_of
+from .messages import ImageUrl, Unknown, messages_of
 from .metrics import OutputTimes, current_clock
 from .parameters import (
     content_of,
@@ -84,7 +84,9 @@ async def chat(request: Request) -> None:
             add_effort, "reasoning_effort", effort, variables, model, served
         )
     urls: list[ImageUrl] = []
-    messages = messages_of(body.messages, urls)
+    unknown = Unknown(strict=served.strict_parameters)
+    messages = messages_of(body.messages, urls, unknown)
+    warnings += unknown.warnings
     images: list[Image] = await served.images(model, urls) if urls else []
     if (body.n or 1) > 1:
         images = [SharedImage(one) for one in images]

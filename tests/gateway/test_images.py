@@ -28,7 +28,7 @@ from baton.gateway.image_fetch import (
     _same_host,
     parse_hosts,
 )
-from baton.gateway.messages import ImageUrl, messages_of
+from baton.gateway.messages import ImageUrl, Unknown, messages_of
 from baton.gateway.served import Served
 from baton.gateway.text_routes import chat
 from baton.proto.errors import CapacityError, ConfigError, InputError
@@ -84,8 +84,17 @@ class TestMessages:
     )  # fmt: skip
     def test_wrong_parts(self, part, parameter):
         with pytest.raises(ParameterError) as caught:
-            messages_of(user(part), [])
+            messages_of(user(part), [], Unknown(strict=True))
         assert caught.value.parameter == parameter
+
+    def test_unknown_members_of_parts_are_named(self):
+        unknown, urls = Unknown(), []
+        parts = [{**image("a", size=4), "id": 1}, {**TEXT, "cache_control": {}}]
+        assert messages_of(user(*parts), urls, unknown) == messages_of(user(image("a"), TEXT), [])
+        assert [one.partition(" ")[0] for one in unknown.warnings] == [
+            "messages[0].content[0].id", "messages[0].content[1].cache_control",
+            "messages[0].content[0].image_url.size",
+        ]  # fmt: skip
 
     def test_other_parts_and_routes_without_images_refuse_as_before(self):
         for urls, part in (([], {"type": "input_audio"}), (None, image())):

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from baton.gateway.bodies import BodyReader
+from baton.gateway.bodies import MOST_UNKNOWN, BodyReader
 from baton.gateway.errors import ParameterError
 from baton.gateway.field_rules import IGNORED, RECORDS, REFUSED
 from baton.gateway.grammars import Content
+from baton.gateway.messages import Unknown
 from baton.gateway.parameters import content_of, options_of, sampling_of
 from baton.gateway.responses_bodies import (
     RESPONSES_IGNORED,
@@ -44,7 +45,9 @@ class TestImages:
         urls = []
         content = [input_image(detail="low"), {"type": "input_text", "text": "What?"},
                    input_image(file_id=None, detail="auto")]  # fmt: skip
-        found = messages_of_input(body(input=[{"role": "user", "content": content}]), urls)
+        found = messages_of_input(
+            body(input=[{"role": "user", "content": content}]), urls, Unknown()
+        )
         assert found == [
             {
                 "role": "user",
@@ -71,13 +74,15 @@ class TestImages:
     )
     def test_wrong_parts_are_named(self, part, parameter):
         with pytest.raises(ParameterError) as raised:
-            messages_of_input(body(input=[{"role": "user", "content": [part]}]), [])
+            messages_of_input(
+                body(input=[{"role": "user", "content": [part]}]), [], Unknown(strict=True)
+            )
         assert raised.value.parameter == parameter
 
     def test_outputs_of_functions_are_texts(self):
         item = {"type": "function_call_output", "call_id": "1", "output": [input_image()]}
         with pytest.raises(ParameterError, match="the model takes text"):
-            messages_of_input(body(input=[item]), [])
+            messages_of_input(body(input=[item]), [], Unknown(strict=True))
 
 
 def test_every_field_is_used_or_refused():
@@ -183,13 +188,17 @@ def test_a_field_without_effect_is_refused_unless_it_is_neutral(name):
 def test_what_is_not_offered_is_named(fields, parameter):
     with pytest.raises(ParameterError) as raised:
         found = body(**fields)
-        sampling_of(found, 0, DEFAULTS), options_of(found), messages_of_input(found, [])
+        (
+            sampling_of(found, 0, DEFAULTS),
+            options_of(found),
+            messages_of_input(found, [], Unknown(strict=True)),
+        )
         tools_of_body(found)
     assert raised.value.parameter == parameter
 
 
 def test_input_becomes_messages():
-    assert messages_of_input(body(), []) == [{"role": "user", "content": "hello"}]
+    assert messages_of_input(body(), [], Unknown()) == [{"role": "user", "content": "hello"}]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     answer = [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}]
     given = [
@@ -197,7 +206,7 @@ def test_input_becomes_messages():
         {"type": "message", "role": "user", "content": parts},
         {"id": "msg-1", "status": "completed", "role": "assistant", "content": answer},
     ]
-    assert messages_of_input(body(input=given, instructions="i"), []) == [
+    assert messages_of_input(body(input=given, instructions="i"), [], Unknown()) == [
         {"role": "system", "content": "i"},
         {"role": "system", "content": "x"},
         {"role": "user", "content": "a\nb"},
@@ -239,7 +248,7 @@ def test_the_items_of_a_turn_become_one_message():
         function = {"name": "now", "arguments": arguments}
         return {"id": name, "type": "function", "function": function}
 
-    assert messages_of_input(body(input=given), []) == [
+    assert messages_of_input(body(input=given), [], Unknown(strict=True)) == [
         {"role": "user", "content": "When?"},
         {"role": "assistant", "reasoning_content": "Hm.", "content": "I look.",
          "tool_calls": [call("1", a=1), call("2", a=1)]},
@@ -261,3 +270,33 @@ def test_tools_become_those_of_chats():
     assert not tools_of_body(body(tools=[NOW])).strict
     assert tools_of_body(body(tools=[NOW], tool_choice="none")) is None
     assert tools_of_body(body(tools=[], tool_choice="auto", parallel_tool_calls=True)) is None
+
+
+def test_unknown_members_of_items_and_parts_are_named():
+    part = {"type": "input_text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    items = [
+        {"role": "user", "content": [part], "phase": "commentary", "agent": None},
+        {**CALL, "namespace": "n"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "function_call_output", "call_id": "1", "output": "x", "created_by": "me"},
+    ]
+    bare = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        CALL,
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+    ]
+    unknown, nothing = Unknown(), Unknown()
+    found = messages_of_input(body(input=items), [], unknown)
+    assert found == messages_of_input(body(input=bare), [], nothing)
+    places = ["input[0].phase", "input[0].content[0].cache_control", "input[1].namespace",
+              "input[2].encrypted_content", "input[3].created_by"]  # fmt: skip
+    said = [f"{place} is ignored: it is not a known parameter" for place in places]
+    assert sorted(unknown.warnings) == sorted(said) and nothing.warnings == []
+
+
+def test_the_warnings_of_unknown_members_are_limited():
+    unknown = Unknown()
+    items = [{"role": "user", "content": "x", **{f"{'x' * 500}{i}": 1 for i in range(1000)}}]
+    messages_of_input(body(input=items * 3), [], unknown)
+    assert len(unknown.warnings) == MOST_UNKNOWN and max(map(len, unknown.warnings)) < 200
