@@ -258,11 +258,12 @@ class DecodeLinks:
         del self._links[link.endpoint]
 
     def of_worker(self, endpoint: str, incarnation: int) -> DecodeLink | None:
-        """Return the link to a worker's incarnation, or to its endpoint if that never answered."""
-        for link in self._links.values():
-            if link.incarnation == incarnation or (link.endpoint == endpoint and not link.worker):
-                return link
-        return None
+        """Return the link to a worker's incarnation, or None.
+
+        The incarnation alone proves nothing: any decode worker may state it in its Opened.
+        """
+        link = self._links.get(endpoint)
+        return None if link is None or (link.worker and link.incarnation != incarnation) else link
 
     def tick(self, now: float, wanted: Callable[[str], bool]) -> list[Action]:
         """Repeat unanswered Opens and send due Pings.

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 ENDED_KEEP_S = 5.0
 """Minimum seconds for which a terminal is kept, also after the deadline."""
+UNKNOWN_ABORTS = 1024
+"""Above this number, Aborts of requests without a record are sent, but not repeated."""
 _QUEUED, _DECODING = State.QUEUED, State.DECODING
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _ASSIGN, _ACCEPT, _HAND_OVER = Step.ASSIGN, Step.ACCEPT, Step.HAND_OVER
@@ -237,7 +239,10 @@ class Lifecycle:
         known = worker.aborts.get(key)
         if known is not None and known[0] >= attempt:
             return
-        worker.aborts[key] = (attempt, NEVER, until)
+        # Without a record, the worker chose the request: it could make this table grow for ever.
+        # It repeats what it reports, so an Abort that was lost is sent again.
+        if known is not None or until < NEVER or len(worker.aborts) < UNKNOWN_ABORTS:
+            worker.aborts[key] = (attempt, NEVER, until)
         abort = Abort(request=key, attempt=attempt, reason=reason)
         self._out.append(ToWorker(worker.identity, abort))
 

@@ -204,6 +204,18 @@ def test_a_welcome_gives_a_key_that_only_this_key_can_use(keyed):
     assert welcome.key == worker_key(keyed.bench.config.key, Holder(77, ROGUE))
 
 
+def test_reports_about_unknown_requests_leave_little_behind(keyed):
+    """Each is answered with Abort, which is repeated until the worker confirms it."""
+    rogue = keyed.join("decode", ROGUE, "decode-0", draining=True)
+    keyed.bench.advance(120.0)  # no client may resume what began before
+    keyed.callers[rogue.identity] = WorkerCaller(ROGUE)
+    for number in range(5_000):
+        rogue.tokens(number.to_bytes(16, "little"), 10, 7)
+    worker = keyed.bench.core.registry.known(rogue.hello.incarnation)
+    assert worker is not None
+    assert len(worker.aborts) == 1024
+
+
 def test_tokens_for_a_request_of_another_key_change_nothing(keyed):
     keyed.join("prefill", VICTIM, "prefill-0")
     keyed.join("decode", VICTIM, "decode-0")
