@@ -71,15 +71,20 @@ class GrantStore:
         self._cache = cache
         self._scheduler = scheduler
 
-    def reserve(self, hashes: Sequence[bytes], num_tokens: int, growth: int) -> Allocation | None:
+    def reserve(
+        self, hashes: Sequence[bytes], num_tokens: int, growth: int, key: bytes
+    ) -> Allocation | None:
         """Reserve blocks for the tokens and their growth, or return None.
+
+        Cached blocks are shared only among handoffs from one ``key``: the KV of another key's
+        worker may be false, and its hashes too.
 
         Preempted requests wait for blocks too and come first: their need is added.
         """
         wanted = self._cache.blocks_for(num_tokens + growth) + self._scheduler.blocks_wanted
         if self._scheduler.blocks_wanted and wanted > self._cache.pool.available:
             return None
-        return self._cache.reserve(hashes, num_tokens + 1, max(0, growth - 1))
+        return self._cache.reserve(hashes, num_tokens + 1, max(0, growth - 1), key)
 
     def free(self, allocation: Allocation) -> None:
         """Free blocks that this worker has not computed on. Cached blocks stay cached."""
@@ -133,7 +138,7 @@ class Handoffs:
                         grant=message.grant, request=message.request, attempt=message.attempt
                     )
                     return [ToPeer(peer, stale)]
-                return [*receiver.on_commit(peer, message, now)]
+                return [*receiver.on_commit(peer, message, now, key=key)]
             case Release():
                 if not self._invited(message, key) and not self._owns(message, key):
                     # The sender has no grant for this attempt, and must not end another's.

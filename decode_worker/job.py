@@ -150,6 +150,7 @@ def make_job(
         arrival=now,
     )
     sequence.allocation = handover.allocation
+    sequence.source = handover.allocation.source
     # What the prefill worker did not find it has computed, although it may have been cached here.
     sequence.cached_tokens = commit.cached_tokens
     sequence.num_computed_tokens = sequence.num_tokens - 1

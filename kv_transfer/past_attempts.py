@@ -9,13 +9,16 @@ from ..runtime.tables import ExpiringMap
 class PastAttempts:
     """Aborted, superseded and committed attempts; every entry expires.
 
-    ``committed``: the answer to Commit, by request and attempt. ``capacity``: of each table.
+    ``committed``: the answer to Commit and the key that sent it, by request and attempt.
+    ``capacity``: of each table.
     """
 
     def __init__(self, capacity: int) -> None:
         self._highest: ExpiringMap[bytes, int] = ExpiringMap(capacity)  # highest attempt
         self._aborted: ExpiringMap[bytes, int] = ExpiringMap(capacity)  # aborted up to this attempt
-        self.committed: ExpiringMap[tuple[bytes, int], Committed] = ExpiringMap(capacity)
+        self.committed: ExpiringMap[tuple[bytes, int], tuple[Committed, bytes]] = ExpiringMap(
+            capacity
+        )
 
     def reserved(self, request: bytes, attempt: int, until: float) -> None:
         """Note a grant: lower attempts of the request are over."""

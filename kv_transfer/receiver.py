@@ -115,11 +115,16 @@ class Receiver(Generic[A]):
         self._past.reserved(message.request, message.attempt, slot.expires)
         return self._grants.grant_message(slot)
 
-    def on_commit(self, peer: Peer, message: Commit, now: float) -> list[Output[A]]:
-        """Take ownership if all cells arrived; an incomplete manifest is answered later."""
+    def on_commit(
+        self, peer: Peer, message: Commit, now: float, *, key: bytes = b""
+    ) -> list[Output[A]]:
+        """Take ownership if all cells arrived; an incomplete manifest is answered later.
+
+        ``key``: of the sender's connection; only the key that committed gets the answer again.
+        """
         done = self._past.committed.get((message.request, message.attempt), now)
-        if done:
-            return [Reply(peer, done)]
+        if done and done[1] == key:
+            return [Reply(peer, done[0])]
         slot = self._grants.table.find(message.grant)
         foreign = slot is None or slot.reserve is None or _another(slot.reserve, message)
         if slot is None or foreign or slot.state is GrantState.REVOKING:

@@ -147,7 +147,8 @@ class ReceiverData(Generic[A]):
             bytes=slot.sizes,
             frames=len(slot.frames),
         )
-        self._past.committed.put((commit.request, commit.attempt), answer, slot.expires)
+        name = (commit.request, commit.attempt)
+        self._past.committed.put(name, (answer, slot.key), slot.expires)
         allocation = slot.allocation
         slot.allocation = None
         handover = Handover(commit, allocation, slot.sizes)

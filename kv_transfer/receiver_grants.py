@@ -102,7 +102,7 @@ class ReceiverGrants(Generic[A]):
 
         ``in_place``: the frames name blocks of the sender's GPU, so they need no memory here.
         """
-        allocation = self._store.reserve(message.hashes, message.num_tokens, message.growth)
+        allocation = self._store.reserve(message.hashes, message.num_tokens, message.growth, key)
         if allocation is None:
             return None
         expires = now + message.deadline

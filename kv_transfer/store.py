@@ -23,8 +23,13 @@ A = TypeVar("A", bound=Allocation)
 class BlockStore(Protocol[A]):
     """All-or-nothing reservations in one worker's pool."""
 
-    def reserve(self, hashes: Sequence[bytes], num_tokens: int, growth: int) -> A | None:
-        """Pin the cached prefix and allocate the other blocks. None if too few are free."""
+    def reserve(
+        self, hashes: Sequence[bytes], num_tokens: int, growth: int, key: bytes
+    ) -> A | None:
+        """Pin the cached prefix and allocate the other blocks. None if too few are free.
+
+        ``key``: of the sender, whose blocks are cached separately.
+        """
         ...
 
     def free(self, allocation: A) -> None:

@@ -28,17 +28,21 @@ class Allocation:
     ``block_table``: int32 ``[n]``. The array is never modified; growth replaces it by a longer
     copy, so it can be kept as a snapshot. ``capacity``: tokens that fit into the blocks.
     ``cached_blocks``: leading blocks found in the prefix cache. ``published``: leading blocks
-    already added to the prefix index. ``live``: False after the allocation was freed.
+    already added to the prefix index. ``live``: False after the allocation was freed. ``source``:
+    key of the sender of its KV; empty for KV that this worker computed.
     """
 
-    __slots__ = ("block_table", "cached_blocks", "capacity", "live", "published")
+    __slots__ = ("block_table", "cached_blocks", "capacity", "live", "published", "source")
 
-    def __init__(self, block_table: Int32, cached_blocks: int, capacity: int) -> None:
+    def __init__(
+        self, block_table: Int32, cached_blocks: int, capacity: int, source: bytes = b""
+    ) -> None:
         self.block_table = block_table
         self.cached_blocks = cached_blocks
         self.capacity = capacity
         self.published = cached_blocks
         self.live = True
+        self.source = source
 
     @property
     def blocks(self) -> list[int]:
@@ -63,26 +67,29 @@ class PagedCache:
         """True if ``tokens`` tokens fit into the empty pool."""
         return self.blocks_for(tokens) <= self.num_blocks
 
-    def match(self, hashes: Sequence[bytes], max_blocks: int) -> list[int]:
-        """Return the blocks of the longest cached prefix, at most ``max_blocks``, unpinned."""
+    def match(self, hashes: Sequence[bytes], max_blocks: int, source: bytes = b"") -> list[int]:
+        """Return the blocks of the longest cached prefix, at most ``max_blocks``, unpinned.
+
+        Blocks with KV of another ``source`` do not count.
+        """
         matched: list[int] = []
         for block_hash in hashes[:max_blocks]:
-            block = self.pool.lookup(block_hash)
+            block = self.pool.lookup(source + block_hash)
             if block is None:
                 break
             matched.append(block)
         return matched
 
     def reserve(
-        self, hashes: Sequence[bytes], num_tokens: int, growth: int = 0
+        self, hashes: Sequence[bytes], num_tokens: int, growth: int = 0, source: bytes = b""
     ) -> Allocation | None:
         """Reserve blocks for ``num_tokens + growth`` tokens; None and no change if they are short.
 
         ``hashes``: chained hashes of the tokens' full blocks. The cached prefix is pinned
         and need not be computed. At least one token is left to compute, because the caller needs
-        its logits.
+        its logits. ``source``: key of the sender of the other blocks, as in :class:`Allocation`.
         """
-        matched = self.match(hashes, (num_tokens - 1) // self.block_size)
+        matched = self.match(hashes, (num_tokens - 1) // self.block_size, source)
         count = self.blocks_for(num_tokens + growth)
         # Matched blocks without an owner count as available until they are pinned below.
         idle = sum(not self.pool.is_owned(block) for block in matched)
@@ -92,7 +99,7 @@ class PagedCache:
             self.pool.pin(block)
         fresh = self._take(count - len(matched))
         table = np.array(matched + fresh, np.int32)
-        return Allocation(table, len(matched), count * self.block_size)
+        return Allocation(table, len(matched), count * self.block_size, source)
 
     def _take(self, count: int) -> list[int]:
         blocks = self.pool.allocate(count)
@@ -125,7 +132,7 @@ class PagedCache:
         full = min(upto_tokens // self.block_size, len(hashes))
         table = allocation.block_table
         for logical in range(allocation.published, full):
-            self.pool.index(int(table[logical]), hashes[logical])
+            self.pool.index(int(table[logical]), allocation.source + hashes[logical])
         allocation.published = max(allocation.published, full)
 
     def free(self, allocation: Allocation) -> None:

@@ -111,9 +111,10 @@ class Admission:
         hashes = [] if sequence.prompt_log_probs is not None else sequence.extend_hashes()
         tokens = sequence.num_tokens
         growth = min(sequence.remaining_tokens, self._growth)
-        allocation = self._cache.reserve(hashes, tokens, growth)
+        source = sequence.source
+        allocation = self._cache.reserve(hashes, tokens, growth, source)
         if allocation is None and alone:
-            allocation = self._cache.reserve(hashes, tokens)
+            allocation = self._cache.reserve(hashes, tokens, source=source)
         self._refused = (sequence, available) if allocation is None else None
         if allocation is None:
             return False

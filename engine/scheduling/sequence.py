@@ -43,7 +43,8 @@ class Sequence:
     grows only through :meth:`accept`. ``num_tokens``: its tokens, prompt and generated;
     ``prompt_length``: tokens of the original request; ``end_length``: maximum tokens.
     ``salt``: keys the block hashes (tenant and model). ``priority``: lower goes first, ties
-    by arrival. ``images``: the context's images, or None. ``picture``: of a request for a picture;
+    by arrival. ``source``: key of the worker that sent its KV, whose cached blocks it may use.
+    ``images``: the context's images, or None. ``picture``: of a request for a picture;
     its prompt is computed in one step. ``stream_from``: first prompt token
     that the receiver lacks; if set, finished layers are reported during a step. ``given``: the next
     token if it is known, which is accepted instead of the sampled one. ``prompt_log_probs``:
@@ -56,7 +57,7 @@ class Sequence:
         "aborted", "admitted", "allocation", "arrival", "block_size", "cached_tokens", "context",
         "end_length", "eos", "first_token", "given", "hashes", "images", "mask", "min_length",
         "needs_history", "num_computed_tokens", "num_tokens", "picture", "preemptions", "priority",
-        "prompt_length", "prompt_log_probs", "rank", "request", "salt", "stream_from",
+        "prompt_length", "prompt_log_probs", "rank", "request", "salt", "source", "stream_from",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +75,7 @@ class Sequence:
         self.context = context
         self.block_size = block_size
         self.salt = salt
+        self.source = b""
         self.priority = priority
         self.arrival = arrival
         self.stream_from = stream_from

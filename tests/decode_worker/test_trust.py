@@ -139,6 +139,28 @@ def test_a_captured_grant_obeys_only_its_key(keyed, grant):
     assert keyed.to_peer(Committed)
 
 
+def test_a_committed_attempt_is_confirmed_only_to_the_key_that_committed(keyed, grant):
+    commit = keyed.commit(grant, keyed.send(grant))
+    keyed.mine(commit)
+    assert keyed.to_peer(Committed)
+    keyed.theirs(replace(commit, grant=replace(commit.grant, slot=7)))
+    assert not keyed.to_peer(Committed)
+    assert keyed.to_peer(Stale)
+    keyed.mine(commit)
+    assert keyed.to_peer(Committed)
+
+
+def test_cached_blocks_of_one_key_serve_no_other_key(keyed, grant):
+    """Their KV may be false, and so may the hashes under which they were sent."""
+    keyed.mine(keyed.commit(grant, keyed.send(grant)))
+    keyed.theirs(reserving(THEIRS, OTHER, incarnation=6))
+    (foreign,) = (one for one in keyed.to_peer(Grant) if one.request == OTHER)
+    assert foreign.cached_tokens == 0
+    keyed.mine(reserving(MINE, b"another request!"))
+    (own,) = (one for one in keyed.to_peer(Grant) if one.request == b"another request!")
+    assert own.cached_tokens > 0
+
+
 def test_answers_do_not_follow_a_rogue_that_opens_with_the_same_incarnation(keyed, grant):
     """By accident only: the socket has compared the incarnation with the key before."""
     link = replace(opening(THEIRS), incarnation=5)

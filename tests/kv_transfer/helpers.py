@@ -26,7 +26,7 @@ class Store:
     def __init__(self, blocks: int = 16) -> None:
         self.cache = PagedCache(blocks, LAYOUT.block_size)
 
-    def reserve(self, hashes, num_tokens, growth) -> Allocation | None:
+    def reserve(self, hashes, num_tokens, growth, key=b"") -> Allocation | None:
         return self.cache.reserve(hashes, num_tokens, growth)
 
     def free(self, allocation: Allocation) -> None:
