@@ -268,6 +268,7 @@ class ClientNode(Node):
         """Send one envelope and return an empty list for the next one."""
         router, identity = self.router, self.identity
         for message in messages:
+            self.cluster.overheard(message)
             if isinstance(message, Submit) and message.request_id in self.live:
                 key = request_key(identity, message.request_id, message.serial)
                 self.cluster.watcher.named(key, self.live[message.request_id])

@@ -11,18 +11,20 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from ..proto.wire.messages import Message
+from ..proto.wire.messages import Assign, Message
 from ..router.config import PolicyConfig, RouterConfig
 from ..router.core import RouterCore
 from .clients import ClientNode
 from .decode_nodes import DecodeNode
 from .invariants import Watcher
+from .keys import ROLES, client_caller, is_rogue, key_behind, worker_caller
 from .network import Aim, Faults, Network
 from .nodes import DETECT_S, Node, RouterNode
 from .prefill_nodes import EmbedNode, PrefillNode
 from .recording import Recording
+from .rogues import Rogue, Spoils
 from .supervisor import SupervisorNode
-from .workers import Sizes, WorkerNode
+from .workers import EngineNode, Sizes, WorkerNode
 
 CLUSTER_KEY = "00" * 16
 FLAP_S = 0.02
@@ -33,7 +35,9 @@ FLAP_S = 0.02
 class Shape:
     """Number of processes of each kind and their sizes; either text or embedding workers.
 
-    ``draws``: the prefill and decode workers serve a picture model.
+    ``draws``: the prefill and decode workers serve a picture model. ``rogues``: all connections
+    have keys, and a rogue of each role has one too (:mod:`.rogues`). ``greedy``: rogues also
+    register as workers, take requests and compute them falsely.
     """
 
     prefill: int = 2
@@ -45,6 +49,8 @@ class Shape:
     sizes: Sizes = field(default_factory=Sizes)
     policy: str = "least_loaded"
     draws: bool = False
+    rogues: bool = False
+    greedy: bool = False
 
 
 class Cluster:
@@ -81,8 +87,31 @@ class Cluster:
             for i in range(shape.clients)
         ]
         self.supervisor = SupervisorNode(self, "supervisor")
-        for node in (self.supervisor, *self.nodes):
+        self.spoils = Spoils()
+        self.rogues: list[Rogue] = []
+        if shape.rogues:
+            self._admit_rogues()
+        for node in (self.supervisor, *self.nodes, *self.rogues):
             node.start()
+
+    def _admit_rogues(self) -> None:
+        """Add a rogue of each role, and workers with their keys that compute falsely."""
+        shape, card = self.shape, self.workers[0].card
+        self.rogues += [Rogue(self, role, card, greedy=shape.greedy) for role in ROLES]
+        if shape.greedy:
+            liars: list[EngineNode[Any]] = [
+                PrefillNode(self, "rogue-prefill-worker", shape.sizes),
+                DecodeNode(self, "rogue-decode-worker", shape.sizes),
+            ]
+            for liar in liars:
+                liar.lies = True
+                self._pool_of(liar).append(liar)
+            self.twins += liars
+
+    def overheard(self, message: Any) -> None:
+        """Give the rogues a message or a KV frame that was sent."""
+        if self.rogues:
+            self.spoils.add(message)
 
     def _routers_from(self, first: int) -> list[RouterNode]:
         """Return all routers in order, starting with number ``first``."""
@@ -107,7 +136,16 @@ class Cluster:
             cluster_key=CLUSTER_KEY,
             policy=PolicyConfig(name=self.shape.policy, block_tokens=8),
         )
-        return RouterCore(config, incarnation=node.incarnation, now=node.now)
+        node.cluster_key = config.key
+        if not self.shape.rogues:
+            return RouterCore(config, incarnation=node.incarnation, now=node.now)
+        return RouterCore(
+            config,
+            incarnation=node.incarnation,
+            now=node.now,
+            caller_of=client_caller,
+            worker_of=worker_caller,
+        )
 
     # ------------------------------------------------------------------ connections
 
@@ -115,25 +153,39 @@ class Cluster:
         """Return the router with this name."""
         return next(router for router in self.routers if router.name == name)
 
-    def decode_at(self, endpoint: str) -> DecodeNode | None:
-        """Return the decode worker that listens at ``endpoint``, or None."""
-        return next((n for n in self.decodes if n.endpoint == endpoint), None)
+    def decode_at(self, link: str) -> DecodeNode | None:
+        """Return the decode worker that a link leads to, or None."""
+        return next((n for n in self.decodes if n.link == link), None)
 
     def to_worker(self, router: RouterNode, identity: bytes, message: Message) -> None:
         """Deliver to the worker incarnation with this identity, or to the supervisor."""
         if identity == self.supervisor.identity:
             self.supervisor.answered(router, message)
             return
+        self.overheard(message)
+        if isinstance(message, Assign) and self._is_rogues(identity, message):
+            self.watcher.surrender(message.request)
+        for rogue in self.rogues:
+            if rogue.alive and rogue.identity == identity:
+                router.transmit(rogue, partial(rogue.heard, message))
         for node in self.workers:
             if node.alive and node.identity == identity:
                 router.transmit(node, partial(node.from_router, router.name, message))
 
     def to_client(self, router: RouterNode, identity: bytes, message: Message) -> bool:
         """Deliver to a client's connection. Return False if the client's buffers are full."""
+        self.overheard(message)
+        for rogue in self.rogues:
+            if rogue.alive and rogue.identity == identity:
+                router.transmit(rogue, partial(rogue.heard, message))
         for node in self.clients:
             if node.alive and node.identity == identity and node.router is router:
                 return node.take(message)
         return True
+
+    @staticmethod
+    def _is_rogues(identity: bytes, message: Assign) -> bool:
+        return is_rogue(key_behind(identity)) or is_rogue(message.decode_key)
 
     # ------------------------------------------------------------------ broken connections
 
@@ -174,7 +226,7 @@ class Cluster:
     def _peers_notice(self, node: WorkerNode[Any], identity: bytes) -> None:
         if isinstance(node, DecodeNode):
             for prefill in self.prefills:
-                prefill.when_up(partial(prefill.peer_down, node.endpoint))()
+                prefill.when_up(partial(prefill.peer_down, node.link))()
         else:
             for decode in self.decodes:
                 decode.when_up(partial(decode.peer_gone, identity))()
@@ -197,7 +249,7 @@ class Cluster:
         router, client = pair.get(RouterNode), pair.get(ClientNode)
         prefill, decode = pair.get(PrefillNode), pair.get(DecodeNode)
         if isinstance(prefill, PrefillNode) and isinstance(decode, DecodeNode):
-            identity, endpoint = prefill.identity, decode.endpoint
+            identity, endpoint = prefill.identity, decode.link
             decode.when_up(lambda: decode.peer_gone(identity))()
             prefill.when_up(lambda: prefill.peer_down(endpoint))()
         elif isinstance(router, RouterNode) and isinstance(client, ClientNode):
@@ -244,7 +296,9 @@ class Cluster:
         twin.start()
 
     def end_twins(self) -> None:
-        """Stop all twins permanently, like an operator after noticing them."""
+        """Stop all twins and rogues permanently, like an operator after noticing them."""
+        for rogue in self.rogues:
+            rogue.leave()
         for twin in self.twins:
             twin.crash()
             self._pool_of(twin).remove(twin)

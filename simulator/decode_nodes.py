@@ -19,7 +19,9 @@ from ..proto.errors import ProtocolError
 from ..proto.wire.messages import Credit, KVFrame, Message, PrefillToDecode
 from ..worker.events import RunStep, StepDone
 from .invariants import Violation
+from .keys import is_rogue
 from .prefill_nodes import PrefillNode
+from .rogues import Rogue
 from .toy_model import KILLS_DECODE
 from .workers import (
     MAX_BATCH,
@@ -60,7 +62,7 @@ class DecodeNode(EngineNode[DecodeCore]):
         self.writer = FrameWriter(NumpyBackend(), self.executor.pool)
         self.moves = MoveDelays(self, sizes.move_s)
         self.decoder = sealed_decoder(PrefillToDecode)
-        self.peers: dict[bytes, PrefillNode] = {}
+        self.peers: dict[bytes, PrefillNode | Rogue] = {}
 
     def perform(self, action: object) -> None:
         """Perform an action as the shell would."""
@@ -85,9 +87,14 @@ class DecodeNode(EngineNode[DecodeCore]):
 
     def from_peer(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
         """Handle a control message from a prefill worker."""
-        self.peers[identity] = node
         for message in envelope.read(self.decoder, self.cluster.stats):
-            self.feed(decode.FromPeer(identity, message))
+            self.cluster.overheard(message)
+            self.hear(node, identity, message)
+
+    def hear(self, node: PrefillNode | Rogue, identity: bytes, message: Message) -> None:
+        """Handle a control message that the socket accepted."""
+        self.peers[identity] = node
+        self.feed(decode.FromPeer(identity, message, node.key))
 
     def peer_gone(self, identity: bytes) -> None:
         """Handle the loss of a prefill worker's connection."""
@@ -98,17 +105,22 @@ class DecodeNode(EngineNode[DecodeCore]):
         """Answer over the peer's connection, if that incarnation is still alive."""
         node = self.peers.get(peer)
         if node is not None and node.alive and node.identity == peer:
-            endpoint = self.endpoint
+            endpoint = self.link
             self.cluster.stats["credits"] += isinstance(message, Credit)
             envelope = Envelope(message, self.cluster.network)
+            self.cluster.overheard(message)
             self.transmit(node, lambda: node.from_peer(endpoint, envelope))
 
-    def data(self, frame: KVFrame, payload: Bytes) -> None:
-        """Handle a KV frame."""
+    def data(self, frame: KVFrame, payload: Bytes, key: bytes) -> None:
+        """Handle a KV frame, which came with ``key``."""
+        owner = self.receiver.owner(frame.grant)
+        if owner is not None and owner.key != key:
+            self.cluster.stats["foreign_frames"] += 1
+            return
         try:
             blocks = self.receiver.data.locate(frame)
         except ProtocolError:
-            self.cluster.stats["bad_frames"] += 1
+            self.cluster.stats["rogue_frames" if is_rogue(key) else "bad_frames"] += 1
             return
         if blocks is not None:
             self.moves.start(lambda: self._write(frame, blocks, payload))
@@ -118,7 +130,9 @@ class DecodeNode(EngineNode[DecodeCore]):
     ) -> bool:
         """Read blocks in their owner's pool. A live owner must still hold them."""
         node = next((n for n in self.cluster.prefills if n.alive and n.incarnation == owner), None)
-        theirs = payload.view(np.int32)
+        theirs = payload[: len(payload) // 4 * 4].view(np.int32)
+        if self._rogue_owns(frame):
+            return self.writer.fetch(frame, blocks, None, payload)
         if node is None or theirs.min() < 0 or theirs.max() >= node.cache.num_blocks:
             return self.writer.fetch(frame, blocks, None, payload)  # owner dead or frame damaged
         damaged = self.cluster.stats["damaged"] > 0
@@ -126,6 +140,10 @@ class DecodeNode(EngineNode[DecodeCore]):
         if not held and not damaged and self in node.believed_alive():
             raise Violation(f"{self.name}: frame {frame.index} is read from free blocks")
         return self.writer.fetch(frame, blocks, node.executor.pool, payload)
+
+    def _rogue_owns(self, frame: KVFrame) -> bool:
+        holder = self.receiver.owner(frame.grant)
+        return holder is not None and is_rogue(holder.key)
 
     def _write(self, frame: KVFrame, blocks: npt.NDArray[np.int32], payload: Bytes) -> None:
         holder = self.receiver.owner(frame.grant)

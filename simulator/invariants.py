@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..client import events as client
 from ..proto.wire.messages import Message, Reserve, TokenRun, Tokens
+from ..proto.wire.proofs import Holder, worker_key
 from ..router.workers import WorkerState
+from .keys import is_rogue
 from .toy_model import expected_media, expected_tokens, expected_vector
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class Watcher:
         self._truth: dict[int, list[int]] = {}
         self._media: dict[int, dict[int, bytes]] = {}
         self._named: dict[bytes, list[Record]] = {}
+        self._surrendered: set[bytes] = set()  # requests that rogues may harm
         self._empty: set[int] = set()  # incarnations whose pool was empty at the last check
         self._unused: dict[tuple[int, int, int], float] = {}  # grants without a handoff, since when
 
@@ -69,7 +72,7 @@ class Watcher:
             {grant: since for grant, since in self._unused.items() if grant[0] != node.incarnation},
         )
         for slot in node.receiver.ungiven():
-            if slot.reserve is None or self._is_handed_over(slot.reserve):
+            if slot.reserve is None or self._is_handed_over(slot.reserve) or is_rogue(slot.key):
                 continue
             grant = (node.incarnation, slot.index, slot.generation)
             # A stopped worker cannot free anything.
@@ -85,6 +88,34 @@ class Watcher:
         )
 
     # ------------------------------------------------------------------ tokens
+
+    def surrender(self, request: bytes) -> None:
+        """Note that a request was assigned to a rogue or came from one."""
+        self._surrendered.add(request)
+
+    def is_surrendered(self, request: bytes) -> bool:
+        """True if a rogue has a right to a request."""
+        return request in self._surrendered
+
+    def is_exempt(self, record: Record) -> bool:
+        """True if a rogue served a request for a while: its tokens may be wrong."""
+        return any(
+            record in records and self.is_surrendered(key) for key, records in self._named.items()
+        )
+
+    @property
+    def names(self) -> list[bytes]:
+        """Keys of the requests that no rogue has a right to."""
+        return [key for key in self._named if key not in self._surrendered]
+
+    def ticket_keys(self) -> set[bytes]:
+        """Return the keys with which the cluster's own decode workers check tickets."""
+        return {
+            worker_key(router.cluster_key, Holder(node.incarnation, node.key))
+            for router in self._cluster.routers
+            for node in self._cluster.decodes
+            if router.alive and not is_rogue(node.key)
+        }
 
     def named(self, key: bytes, record: Record) -> None:
         """Record the key under which a client submits a request."""
@@ -125,6 +156,8 @@ class Watcher:
                 self._check_run(node.name, run)
 
     def _check_run(self, speaker: str, run: TokenRun) -> None:
+        if self.is_surrendered(run.request):
+            return
         for record in self._named.get(run.request, ()):
             start = run.position - len(record.prompt)
             if start >= 0 and self.expected(record)[start : start + len(run.tokens)] == run.tokens:
@@ -136,6 +169,8 @@ class Watcher:
         if new.position != len(record.prompt) + len(record.tokens):
             raise Violation(f"{record.request_id}: token {new.position} is out of order")
         record.tokens += new.tokens
+        if self._surrendered and self.is_exempt(record):
+            return
         if record.tokens != self.expected(record)[: len(record.tokens)]:
             raise Violation(f"{record.request_id}: wrong tokens {record.tokens}")
         if record.draws and new.tokens:
@@ -153,6 +188,9 @@ def check_request(cluster: Cluster, record: Record, allowed: frozenset[str], cal
         return
     if len(record.ends) != 1:
         raise Violation(f"{name}: {len(record.ends)} ends, {len(record.tokens)} tokens")
+    if cluster.rogues and cluster.watcher.is_exempt(record):
+        cluster.stats["surrendered"] += 1
+        return
     end = record.ends[0]
     if record.embed and end.status in FINISHED:
         _check_vector(record, end)
@@ -223,6 +261,8 @@ def check_forgotten(cluster: Cluster) -> None:
         if core.kept or len(core.clients) or len(core.table.timers):
             raise Violation(f"{router.name} keeps ended requests")
         for worker in core.registry.live():
+            if is_rogue(worker.key):
+                continue  # it has left and confirmed nothing; its record ends with it
             if worker.requests or worker.aborts or worker.outstanding:
                 raise Violation(f"{router.name} still counts load on {worker.id}")
             if worker.state is WorkerState.DRAINING:

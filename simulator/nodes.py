@@ -14,6 +14,7 @@ from ..proto.wire.messages import Message
 from ..router import events as routing
 from ..router.core import RouterCore
 from .invariants import Violation
+from .keys import key_of
 from .own_errors import Plant
 
 if TYPE_CHECKING:
@@ -57,9 +58,18 @@ class Node:
         """Routing identity of this incarnation's connections."""
         return f"{self.name}:{self.incarnation:x}".encode()
 
+    @property
+    def key(self) -> bytes:
+        """CURVE key of the process; empty in a cluster without keys."""
+        return key_of(self.name) if self.cluster.shape.rogues else b""
+
+    def new_incarnation(self) -> int:
+        """Draw the next incarnation."""
+        return self.cluster.network.random.getrandbits(63) | 1
+
     def start(self) -> None:
         """Start a new incarnation."""
-        self.incarnation = self.cluster.network.random.getrandbits(63) | 1
+        self.incarnation = self.new_incarnation()
         self.alive, self.stopped = True, False
         self.raised = ""
         self._backlog.clear()
@@ -145,6 +155,7 @@ class Node:
 class RouterNode(Node):
     """A router with the real core."""
 
+    cluster_key = b""  # of its incarnation
     core: RouterCore
 
     def boot(self) -> None:

@@ -132,7 +132,7 @@ class PrefillNode(EngineNode[PrefillCore]):
         read blocks of old handoffs, but its results are never used: its router rejects it.
         """
         nodes = [n for n in self.cluster.decodes if n.incarnation not in self.buried]
-        return [n for n in nodes if self.core.knows(n.endpoint, n.incarnation)]
+        return [n for n in nodes if self.core.knows(n.link, n.incarnation)]
 
     def peer_down(self, endpoint: str) -> None:
         """Handle the loss of a decode worker's connection; the socket keeps trying."""
@@ -182,6 +182,7 @@ class PrefillNode(EngineNode[PrefillCore]):
             self.waiting[endpoint].append(lambda: self._send_frame(endpoint, frame, payload))
             return
         network, node = self.cluster.network, self.cluster.decode_at(endpoint)
+        self.cluster.overheard(frame)
         damaged = network.random.random() < network.faults.damage
         at = network.random.randrange(frame.nbytes)
 
@@ -191,7 +192,7 @@ class PrefillNode(EngineNode[PrefillCore]):
                 received[at % len(received)] ^= 0x5A
                 self.cluster.stats["damaged"] += 1
             if node is not None:
-                node.data(frame, received)
+                node.data(frame, received, self.key)
 
         if node is not None and node.alive:
             network.send(self.name + "/data", node.name, node.when_up(arrive))

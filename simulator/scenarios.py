@@ -136,6 +136,10 @@ LINK_EVENTS = frozenset({"PeerUp", "PeerDown", "DataUp", "Opened", "Pong"})
 _MOVES = Scenario(prompt=120, shape=Shape(sizes=MOVES), cancels=0.6, crashes=1, allowed=UNLUCKY)
 _CUT = Scenario(requests=30, load_s=8.0, wait_s=CUT_WAIT_S, shape=CUT_ROOM, cuts=1, cancels=0.1)
 
+ROGUES = replace(TWO, routers=1, rogues=True)
+_ROGUE = Scenario(load_s=2.0, shape=ROGUES, cancels=0.1, answer=40)
+"""Holders of one valid key of each role send whatever they can."""
+
 SCENARIOS: dict[str, Scenario] = {
     "plain": Scenario(),
     "noise": Scenario(faults=NOISE, cancels=0.1),
@@ -432,5 +436,13 @@ SCENARIOS: dict[str, Scenario] = {
         _RAISES, shape=TWO, victims=("router", "prefill", "decode"), crashes=1, flaps=1
     ),
     "raises-all": replace(_ALL, raises=6, allowed=_ALL.allowed | {"internal"}),
+    "rogue": _ROGUE,
+    "rogue-failover": replace(
+        _ROGUE, shape=replace(ROGUES, routers=2), victims=("router",), crashes=2
+    ),
+    "rogue-moves": replace(_ROGUE, shape=replace(ROGUES, sizes=MOVES), prompt=120),
+    "rogue-in-place": replace(_ROGUE, shape=replace(ROGUES, sizes=IN_PLACE), prompt=120),
+    "rogue-greedy": replace(_ROGUE, shape=replace(ROGUES, greedy=True), allowed=UNLUCKY),
+    "rogue-all": replace(_ALL, shape=replace(ROGUES, routers=2, greedy=True)),
     "all": _ALL,
 }

@@ -22,7 +22,9 @@ from ..engine.scheduling.plan import StepPlan, StepResult, abandoned_step
 from ..engine.scheduling.scheduler import Scheduler
 from ..engine.scheduling.step_time import StepTime
 from ..kv_transfer.checksums import envelope_digest
+from ..prefill_worker.link_names import link_name
 from ..proto.errors import ProtocolError
+from ..proto.ids import NONCE_BYTES, worker_incarnation
 from ..proto.layout import ModelCard
 from ..proto.wire.arrays import Frame
 from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
@@ -118,6 +120,7 @@ class WorkerNode(Node, Generic[C]):
         self.card = self.make_card()
         self.endpoint = f"ipc:///simulated/{name}"
         self.hangs = self.misfit = False
+        self.nonce = b""  # of this incarnation, in a cluster with keys
         self.secret = b""  # only its supervisor has it
         self.slow_step = 0.0  # additional seconds for the next step
         self.idle_from = 0.0  # time at which the engine finishes its steps
@@ -125,6 +128,11 @@ class WorkerNode(Node, Generic[C]):
     @abstractmethod
     def make_card(self) -> ModelCard:
         """Return the card of the model that this worker serves."""
+
+    @property
+    def link(self) -> str:
+        """Name of prefill workers' links to this worker."""
+        return link_name(self.endpoint, self.key)
 
     @property
     def seal(self) -> bytes:
@@ -156,6 +164,13 @@ class WorkerNode(Node, Generic[C]):
     def make(self) -> None:
         """Create pool, cache, scheduler and core."""
 
+    def new_incarnation(self) -> int:
+        """Draw the next incarnation, with a key if there is one."""
+        if not self.key:
+            return super().new_incarnation()
+        self.nonce = self.cluster.network.random.randbytes(NONCE_BYTES)
+        return worker_incarnation(self.key, self.nonce)
+
     def _membership(self) -> Membership:
         card = self.card
         if self.misfit:
@@ -171,6 +186,7 @@ class WorkerNode(Node, Generic[C]):
             model=card,
             max_batch=MAX_BATCH,
             seal=self.seal,
+            nonce=self.nonce,
         )
         return Membership(me, tuple(router.name for router in self.cluster.routers))
 
@@ -181,6 +197,7 @@ class WorkerNode(Node, Generic[C]):
         router, identity = self.cluster.router_named(name), self.identity
         for message in messages:
             self.cluster.watcher.to_router(self, message)
+            self.cluster.overheard(message)
         self.transmit(router, lambda: router.feed(FromWorker(identity, messages)))
 
     def from_router(self, name: str, message: Message) -> None:
@@ -264,6 +281,7 @@ class EngineNode(WorkerNode[C]):
         self._preempted = 0  # in earlier incarnations
         self.grammars: dict[Key, object] = {}  # being compiled
         self.unwanted: set[int] = set()  # aborted steps
+        self.lies = False  # a rogue: what it has computed is made wrong
 
     def make_card(self) -> ModelCard:
         """Return the card of the toy model."""
@@ -314,7 +332,9 @@ class EngineNode(WorkerNode[C]):
     def execute(self, plan: StepPlan, seconds: float) -> StepResult:
         """Compute a step, or skip it if all its sequences were aborted."""
         if plan.step not in self.unwanted:
-            return self.executor.execute(plan, seconds)
+            result = self.executor.execute(plan, seconds)
+            self.executor.pool += self.lies
+            return result
         self.unwanted.remove(plan.step)
         self.cluster.stats["abandoned"] += 1
         return abandoned_step(plan, seconds)
@@ -359,6 +379,7 @@ class Envelope:
     The network's faults may flip one bit.
     """
 
+    digest = staticmethod(envelope_digest)
     _encoder = EnvelopeEncoder(digest=envelope_digest)
 
     def __init__(self, message: Message, network: Network) -> None:

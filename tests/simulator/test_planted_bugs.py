@@ -11,6 +11,7 @@ from baton.client.routers import Routers
 from baton.decode_worker.core import DecodeCore
 from baton.decode_worker.grammars import Grammars
 from baton.decode_worker.handoffs import GrantStore
+from baton.decode_worker.handoffs import Handoffs as DecodeHandoffs
 from baton.engine.scheduling.admission import Admission
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer import receiver
@@ -34,6 +35,8 @@ from baton.router.registry import Registry
 from baton.router.requests import NEVER, State
 from baton.router.takeover import UnclaimedRequests
 from baton.router.worker_messages import WorkerMessages
+from baton.router.worker_registration import WorkerRegistration
+from baton.simulator import keys, rogues
 from baton.simulator.cluster import Shape
 from baton.simulator.invariants import Violation
 from baton.simulator.network import Faults
@@ -192,8 +195,8 @@ def duplicate_reserve_allocates_again(monkeypatch):
 
 def prefix_published_before_it_arrived(monkeypatch):
     def make(original):
-        def reserve(self, hashes, num_tokens, growth):
-            allocation = original(self, hashes, num_tokens, growth)
+        def reserve(self, hashes, num_tokens, growth, key):
+            allocation = original(self, hashes, num_tokens, growth, key)
             if allocation is not None:
                 self._cache.publish(allocation, hashes, num_tokens)
             return allocation
@@ -262,7 +265,7 @@ def what_is_given_back_while_its_request_waits_is_not_let_go(monkeypatch):
 
 def acknowledged_before_it_is_owned(monkeypatch):
     def make(original):
-        def on_commit(self, peer, message, now):
+        def on_commit(self, peer, message, now, **sender):
             done = Committed(
                 request=message.request,
                 attempt=message.attempt,
@@ -270,7 +273,7 @@ def acknowledged_before_it_is_owned(monkeypatch):
                 bytes=message.bytes,
                 frames=message.frames,
             )
-            return original(self, peer, message, now) or [Reply(peer, done)]
+            return original(self, peer, message, now, **sender) or [Reply(peer, done)]
 
         return on_commit
 
@@ -500,6 +503,41 @@ def an_exception_ends_a_turn_of_the_core(monkeypatch):
     monkeypatch.setattr(WorkerCore, "handle", handle)
 
 
+def tickets_are_good_for_any_key(monkeypatch):
+    monkeypatch.setattr(Membership, "invited", lambda *_: True)
+
+
+def a_committed_attempt_is_confirmed_to_anybody(monkeypatch):
+    def make(original):
+        def on_commit(self, peer, message, now, *, key=b""):
+            done = self._past.committed.get((message.request, message.attempt), now)
+            return original(self, peer, message, now, key=done[1] if done else key)
+
+        return on_commit
+
+    around(monkeypatch, Receiver, "on_commit", make)
+
+
+def a_grant_obeys_any_key(monkeypatch):
+    monkeypatch.setattr(DecodeHandoffs, "_is_anothers", lambda *_: False)
+
+
+def cached_blocks_are_shared_by_all_keys(monkeypatch):
+    def make(original):
+        def reserve(self, hashes, num_tokens, growth, key):
+            return original(self, hashes, num_tokens, growth, b"")
+
+        return reserve
+
+    around(monkeypatch, GrantStore, "reserve", make)
+
+
+def any_key_may_state_any_incarnation(monkeypatch):
+    monkeypatch.setattr(keys, "refusal", lambda *_: None)
+    monkeypatch.setattr(rogues, "refusal", lambda *_: None)
+    monkeypatch.setattr(WorkerRegistration, "_check_known", staticmethod(lambda *_: None))
+
+
 LATE = Scenario(
     shape=Shape(decode=1, sizes=NARROW),
     prompt=150,
@@ -569,6 +607,11 @@ PLANTS = [
     (the_books_of_a_worker_are_not_compared_after_an_error, RAISES_OFTEN, 20),
     (an_exception_ends_a_turn_of_the_core, "raises-prefill", 3),
     (a_link_whose_event_raised_stays_half_open, "raises-links", 10),
+    (tickets_are_good_for_any_key, "rogue", 10),
+    (a_committed_attempt_is_confirmed_to_anybody, "rogue", 10),
+    (a_grant_obeys_any_key, "rogue-moves", 10),
+    (cached_blocks_are_shared_by_all_keys, "rogue-greedy", 10),
+    (any_key_may_state_any_incarnation, "rogue", 10),
 ]
 
 
