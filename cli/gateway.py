@@ -37,6 +37,25 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         action="append",
         help="name of the model in requests and answers; may be repeated [the model's folder]",
     )
+    _add_access(parser)
+    _add_answers(parser)
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests; needs the "
+        "extra otel (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)",
+    )
+    parser.add_argument(
+        "--metrics-compat",
+        type=one_of(METRICS_COMPAT[1:]),
+        metavar=shown(METRICS_COMPAT[1:]),
+        help="also export the metric names of vLLM at /metrics",
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    """Add who may send requests, and from where images may come."""
     parser.add_argument(
         "--api-key",
         metavar="KEY",
@@ -46,24 +65,6 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--api-key-file", metavar="FILE", help="file with one key per line")
     parser.add_argument("--ssl-certfile", metavar="FILE", default="", help="certificate for HTTPS")
     parser.add_argument("--ssl-keyfile", metavar="FILE", default="", help="its private key")
-    parser.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests; needs the "
-        "extra otel (default: OTEL_EXPORTER_OTLP_ENDPOINT, else none)",
-    )
-    parser.add_argument(
-        "--tool-call-parser",
-        default="auto",
-        choices=TOOL_CALL_PARSERS,
-        help="how answers write tool calls; auto asks the chat template [auto]",
-    )
-    parser.add_argument(
-        "--reasoning-parser",
-        default="auto",
-        choices=REASONING_PARSERS,
-        help="split reasoning between <think> tags from the content; auto asks the template [auto]",
-    )
     parser.add_argument(
         "--image-hosts",
         metavar="HOST",
@@ -85,19 +86,28 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="origin of web pages that may send requests and read the answers (CORS), such as "
         "https://chat.example; * allows all, with an API key; may be repeated [none]",
     )
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
+    """Add how bodies and answers are read."""
+    parser.add_argument(
+        "--tool-call-parser",
+        default="auto",
+        choices=TOOL_CALL_PARSERS,
+        help="how answers write tool calls; auto asks the chat template [auto]",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        default="auto",
+        choices=REASONING_PARSERS,
+        help="split reasoning between <think> tags from the content; auto asks the template [auto]",
+    )
     parser.add_argument(
         "--strict-parameters",
         action="store_true",
         help="refuse fields of requests that have no effect, and unknown ones, instead of naming "
         "them among the warnings of the response",
     )
-    parser.add_argument(
-        "--metrics-compat",
-        type=one_of(METRICS_COMPAT[1:]),
-        metavar=shown(METRICS_COMPAT[1:]),
-        help="also export the metric names of vLLM at /metrics",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

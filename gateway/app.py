@@ -140,7 +140,10 @@ class Direct:
             exchange = Exchange.find(scope)
             _forget_frames(error)
             if exchange is not None and exchange.status:  # the response has begun
-                exchange.failed(bytes(response.body))
+                try:
+                    exchange.failed(bytes(response.body))
+                except Exception as second:
+                    _own_error(request, second)
                 return
         try:
             await response(scope, receive, send)
@@ -179,17 +182,7 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        repeated = ""
-        if len(headers) < len(scope["headers"]):
-            headers, repeated = _without_repeated(scope)
-        name = _request_id(headers)
-        given = headers.get(b"x-request-id")
-        if given != name:  # routes put it into the native request's id
-            others = scope["headers"]
-            if given is not None:
-                others = [pair for pair in others if pair[0] != b"x-request-id"]
-            scope["headers"] = [*others, (b"x-request-id", name)]
+        headers, name, repeated = _named(scope)
         clock, status = self._metrics.begin(), CLIENT_GONE
         answer = 0
         added = [(b"x-request-id", name)]
@@ -213,39 +206,13 @@ class Door:
 
         tracing, span = self._tracing, None
         try:
-            seen = _is_page(scope["path"])
-            preflight = None if self._cors is None else self._cors.preflight(scope)
-            if not self._keys and not self._names.admit(scope["headers"]):
-                await response_of(ForeignHost(FOREIGN))(scope, receive, send_named)
-            elif preflight is not None:  # browsers send it without the key
-                await preflight(scope, receive, send_named)
-            elif self._keys.admit(headers.get(b"authorization", b""), basic=seen):
-                if repeated:
-                    error = InputError(f"the header {repeated} occurs more than once")
-                    await response_of(error)(scope, receive, send_named)
-                    return
-                if exchange is not None:
-                    exchange.admitted()
-                # A named worker may be full while the others have room.
-                if (
-                    scope["path"] in _GENERATING
-                    and TARGET_HEADER not in headers
-                    and not self._shedding.admits(time.monotonic(), random.random())  # noqa: S311 -- no secret
-                ):
-                    await self._shed(scope, receive, send_named)
-                    return
-                if tracing is not None:
-                    span = tracing.begin(scope, headers, name.decode())
-                await self._app(scope, receive, send_named)
-            elif scope["path"] in _OPEN and scope["method"] in ("GET", "HEAD"):
-                # The exchange is not admitted: such a connection may be closed for another one.
-                scope[routes.STATUS_ONLY] = True
-                await self._app(scope, receive, send_named)
-            else:
-                refused = response_of(KeyInvalid(_NO_KEY))
-                if seen:  # the browser asks for it and sends it with the page's events too
-                    refused.headers["www-authenticate"] = 'Basic realm="the API key as password"'
+            refused = self._refusal(scope, headers, repeated, exchange)
+            if refused is not None:
                 await refused(scope, receive, send_named)
+                return
+            if tracing is not None and routes.STATUS_ONLY not in scope:
+                span = tracing.begin(scope, headers, name.decode())
+            await self._app(scope, receive, send_named)
         finally:
             if exchange is not None and exchange.status:
                 answer = exchange.status
@@ -255,9 +222,53 @@ class Door:
             if tracing is not None and span is not None:
                 tracing.end(span, answer)
 
-    async def _shed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = CapacityError(_SHED, retry_after=self._shedding.retry_after)
-        await response_of(error)(scope, receive, send)
+    def _refusal(
+        self, scope: Scope, headers: dict[bytes, bytes], repeated: str, exchange: Exchange | None
+    ) -> Response | None:
+        """Return the answer to a request that no route gets, else None.
+
+        ``repeated``: the header that may occur only once.
+        """
+        path, seen = scope["path"], _is_page(scope["path"])
+        if not self._keys and not self._names.admit(scope["headers"]):
+            return response_of(ForeignHost(FOREIGN))
+        preflight = None if self._cors is None else self._cors.preflight(scope)
+        if preflight is not None:  # browsers send it without the key
+            return preflight
+        if not self._keys.admit(headers.get(b"authorization", b""), basic=seen):
+            if path in _OPEN and scope["method"] in ("GET", "HEAD"):
+                # The exchange is not admitted: such a connection may be closed for another one.
+                scope[routes.STATUS_ONLY] = True
+                return None
+            refused = response_of(KeyInvalid(_NO_KEY))
+            if seen:  # the browser asks for it and sends it with the page's events too
+                refused.headers["www-authenticate"] = 'Basic realm="the API key as password"'
+            return refused
+        if repeated:
+            return response_of(InputError(f"the header {repeated} occurs more than once"))
+        if exchange is not None:
+            exchange.admitted()
+        # A named worker may be full while the others have room.
+        may_shed = path in _GENERATING and TARGET_HEADER not in headers
+        if may_shed and not self._shedding.admits(time.monotonic(), random.random()):  # noqa: S311 -- no secret
+            return response_of(CapacityError(_SHED, retry_after=self._shedding.retry_after))
+        return None
+
+
+def _named(scope: Scope) -> tuple[dict[bytes, bytes], bytes, str]:
+    """Give a request an id in its headers; return the headers, the id, and a repeated header."""
+    headers = dict(scope["headers"])
+    repeated = ""
+    if len(headers) < len(scope["headers"]):
+        headers, repeated = _without_repeated(scope)
+    name = _request_id(headers)
+    given = headers.get(b"x-request-id")
+    if given != name:  # routes put it into the native request's id
+        others = scope["headers"]
+        if given is not None:
+            others = [pair for pair in others if pair[0] != b"x-request-id"]
+        scope["headers"] = [*others, (b"x-request-id", name)]
+    return headers, name, repeated
 
 
 def _is_page(path: str) -> bool:

@@ -16,7 +16,8 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from baton.gateway.server import MAX_HEAD_BYTES, LimitedHttp, Server, server_config
+from baton.gateway.http import MAX_HEAD_BYTES, LimitedHttp
+from baton.gateway.server import Server, server_config
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -280,7 +281,7 @@ def test_a_further_head_that_stays_unfinished_ends_the_connection(monkeypatch):
 
 
 def test_a_client_that_does_not_read_its_answer_loses_the_connection(monkeypatch):
-    monkeypatch.setattr("baton.gateway.server._UNREAD_S", 0.0)
+    monkeypatch.setattr("baton.gateway.http._UNREAD_S", 0.0)
 
     async def block(protocol: LimitedHttp, peer: Peer) -> None:
         protocol.pause_writing()
@@ -291,7 +292,7 @@ def test_a_client_that_does_not_read_its_answer_loses_the_connection(monkeypatch
 
 
 def test_a_client_that_reads_again_keeps_the_connection(monkeypatch):
-    monkeypatch.setattr("baton.gateway.server._UNREAD_S", 0.02)
+    monkeypatch.setattr("baton.gateway.http._UNREAD_S", 0.02)
 
     async def block(protocol: LimitedHttp, peer: Peer) -> None:
         protocol.pause_writing()
@@ -322,7 +323,7 @@ class TestStop:
         assert peer.closed
 
     def test_a_new_connection_without_a_request_ends_soon(self, monkeypatch):
-        monkeypatch.setattr("baton.gateway.server._FIRST_REQUEST_S", 0.0)
+        monkeypatch.setattr("baton.gateway.http.FIRST_REQUEST_S", 0.0)
         assert self.stopped(b"", b"").closed
 
     def test_a_used_connection_ends_at_once(self):

@@ -28,7 +28,7 @@ Connect = Callable[..., Awaitable[Stream]]
 def short(monkeypatch):
     """New connections have little time for their first request."""
     monkeypatch.setattr("baton.gateway.connections.FIRST_S", 0.05)
-    monkeypatch.setattr("baton.gateway.server._FIRST_REQUEST_S", 0.05)
+    monkeypatch.setattr("baton.gateway.http.FIRST_REQUEST_S", 0.05)
 
 
 @asynccontextmanager
