@@ -38,7 +38,7 @@ JOBS ?= 3
 DEALT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test check test-all test-cluster test-compat test-cuda test-tools beside \
-	test-oracle test-deploy test-clients test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
+	test-oracle test-deploy test-clients try-uvicorn test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -112,6 +112,20 @@ test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (do
 CLIENTS ?= openai_python openai_node litellm_client langchain_client schemathesis aiperf guidellm
 test-clients: $(VENV)/.installed $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed)  ## OpenAI's clients and load generators against a gateway (downloads 3 GB; CLIENTS="openai_python ..." less)
 	CLIENT_VENVS="$(abspath $(CLIENT_VENVS))" $(BIN)/python -m pytest -q -n 0 -m clients tests/cluster/test_clients.py $(ARGS)
+
+# The gateway extends private classes of uvicorn, so pyproject.toml has an upper bound.
+NEXT_UVICORN := build/uvicorn-next
+try-uvicorn: $(VENV)/.installed  ## the gateway's tests with the newest release of uvicorn
+	@rm -rf $(NEXT_UVICORN)
+	@$(BIN)/python -m pip install $(PIP_QUIET) --no-deps --no-compile --target $(NEXT_UVICORN) uvicorn
+	@PYTHONPATH=$(NEXT_UVICORN) $(BIN)/python -c 'import tomllib, uvicorn; \
+	from packaging.requirements import Requirement as R; \
+	all = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
+	bound, = (one.specifier for one in map(R, all) if one.name == "uvicorn"); \
+	said = "within" if uvicorn.__version__ in bound else "beyond"; \
+	print(f"uvicorn {uvicorn.__version__}, {said} the bound {bound}")'
+	PYTHONPATH=$(NEXT_UVICORN) $(BIN)/python -m pytest -q -n 0 tests/gateway tests/cluster/test_gateway.py \
+		tests/cluster/test_gateway_hostile.py $(ARGS)
 
 # The files stay where they are; they are somebody else's and never enter the repository.
 FILES ?=

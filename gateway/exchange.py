@@ -62,8 +62,12 @@ class WriteBatch:
         self._messages = 0
         self._metrics.time = 0.0
         held, self.held = self.held, []
-        for exchange in held:
-            exchange.flush()
+        for exchange in held:  # a failure ends one connection alone: others are waiting
+            try:
+                exchange.flush()
+            except Exception as error:
+                self._metrics.own_error(error, exchange.path)
+                exchange.abort()
 
 
 _UNBATCHED = WriteBatch()  # never opened
@@ -124,6 +128,11 @@ class Exchange:
     def end(scope: Scope) -> None:
         """Take the exchange out of its request's scope: else the two keep each other in memory."""
         scope.pop(_KEY, None)
+
+    @property
+    def path(self) -> str:
+        """The path of the request."""
+        return self._cycle.scope["path"]
 
     @property
     def is_complete(self) -> bool:
@@ -205,13 +214,21 @@ class Exchange:
         self._complete()
 
     def failed(self, error: bytes) -> None:
-        """End an answer that has begun with an event of this error, or end the connection."""
+        """End an answer that has begun with an event of this error.
+
+        If that raises, the connection ends too.
+        """
         if self.is_complete:
             return
         try:
             self.last_event(b"data: " + error + b"\n\n")
         except Exception:
-            self._transport.abort()
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._transport.abort()
 
     def frame(self, message: Message) -> None:
         """Keep uvicorn from sending chunks in an answer by ASGI to HTTP/1.0; before each message.
@@ -251,13 +268,10 @@ class Exchange:
             self.batch.held.append(self)
 
     def flush(self) -> None:
-        """Write the held events. A failure ends this connection alone: others are waiting."""
+        """Write the held events."""
         data, self._held = self._held, b""
-        try:
-            if data and not self._cycle.disconnected and not self._transport.is_closing():
-                self._transport.write(data)
-        except Exception:
-            self._transport.abort()
+        if data and not self._cycle.disconnected and not self._transport.is_closing():
+            self._transport.write(data)
 
     def _write(self, data: bytes) -> None:
         if self._held:

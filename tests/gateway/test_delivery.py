@@ -23,8 +23,9 @@ from baton.gateway.answers import Answer, CompletionForm
 from baton.gateway.app import make_app
 from baton.gateway.bodies import CompletionBody
 from baton.gateway.exchange import Exchange, WriteBatch
+from baton.gateway.http import LimitedHttp
+from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.served import Served
-from baton.gateway.server import LimitedHttp
 from baton.gateway.text_routes import StreamDelivery, WholeDelivery
 from baton.proto.contexts.status import GenerationStatus
 from baton.proto.errors import CapacityError, InputError, RequestCancelled, WorkerLost
@@ -449,3 +450,27 @@ def test_a_route_that_raises_fails_a_test_at_once():
 
     with pytest.raises(AssertionError, match="500 Internal Server Error"):
         asyncio.run(run())
+
+
+def test_a_write_that_raises_ends_one_connection_and_is_logged_and_counted():
+    async def run() -> None:
+        metrics = GatewayMetrics()
+        batch = WriteBatch(metrics)
+        servers = [Server(batch=batch) for _ in range(3)]
+        streams = [(await server.ask())[0] for server in servers]
+        for stream in streams:
+            stream.say("a")
+        batch.begin()
+        for stream in streams:
+            stream.say("b")
+
+        def raising(data: bytes) -> None:
+            raise KeyError("planted")
+
+        servers[1].peer.write = raising  # type: ignore[method-assign]
+        batch.end()
+        assert [b'"b"' in one.peer.out for one in servers] == [True, False, True]
+        assert [one.peer.closed for one in servers] == [False, True, False]
+        assert metrics.own_errors == 1
+
+    asyncio.run(run())
