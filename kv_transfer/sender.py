@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 
+from ..proto.errors import InternalError
 from ..proto.layout import KVLayout
 from ..proto.limits import MAX_KV_FRAME_BYTES
 from ..proto.wire.messages import (
@@ -345,9 +346,13 @@ class Sender:
         return None if due == math.inf else due
 
     def check_integrity(self) -> None:
-        """Raise InternalError if a handoff has sent more bytes than its credit."""
+        """Raise InternalError if a handoff is kept after its end or sent more than its credit."""
         for handoff in self._live.values():
             handoff.check_integrity()
+        if any(handoff.state is HandoffState.ENDED for handoff in self._live.values()):
+            raise InternalError("a handoff is kept after its end")
+        if not self._live.keys() >= set(self._by_grant.values()):
+            raise InternalError("a grant leads to a handoff that ended")
 
     # ------------------------------------------------------------------ ends
 
@@ -367,6 +372,10 @@ class Sender:
         self._live.pop(handoff.key, None)
         if handoff.grant:
             self._by_grant.pop((handoff.endpoint, handoff.grant), None)
+
+    def key_of(self, endpoint: str, grant: GrantRef) -> tuple[bytes, int] | None:
+        """Return the key of the handoff into a grant of ``endpoint``, or None."""
+        return self._by_grant.get((endpoint, grant))
 
     def _of(self, endpoint: str, grant: GrantRef) -> Handoff | None:
         key = self._by_grant.get((endpoint, grant))

@@ -29,12 +29,14 @@ from ..proto.wire.messages import (
     Assign,
     Busy,
     Commit,
+    Credit,
     DeviceTicket,
     Message,
     PeerDead,
     PeerLost,
     PoolTicket,
     Reserve,
+    Revoke,
     TokenRun,
     Tokens,
     WorkerLoad,
@@ -126,6 +128,8 @@ class PrefillCore(AssignCore[Job]):
         if isinstance(event, LayersDone):
             job = self._queue.named(event.sequence)
             return None if job is None else job.key
+        if isinstance(event, FromPeer) and isinstance(event.message, Credit | Revoke):
+            return self._handoffs.key_of(event.endpoint, event.message.grant)
         return super()._key_of(event)
 
     def _failed(self, event: Any, error: Exception, now: float) -> list[Action]:
@@ -396,10 +400,10 @@ class PrefillCore(AssignCore[Job]):
 
     def _remove(self, job: Job) -> None:
         """Remove the job and its sequence; return its blocks to the pool."""
-        self._queue.remove(job)
         waiting = self._scheduler.abort(job.sequence.request)
         if not waiting and job.sequence.allocation is not None:
             self._scheduler.release(job.sequence)
+        self._queue.remove(job)  # last: after an error the job must still be found
 
     # ------------------------------------------------------------------ time and drain
 
@@ -444,8 +448,8 @@ class PrefillCore(AssignCore[Job]):
         """Raise InternalError if blocks, slots and handoffs do not match the jobs."""
         self._scheduler.check_integrity(held=self._handoffs.check_integrity())
         self._queue.check_integrity()
-        if not self._scheduler.requests <= self._queue.names:
-            raise InternalError("the engine runs a sequence without a job")
+        if not self._scheduler.requests | self._scheduler.prefilled <= self._queue.names:
+            raise InternalError("the engine holds a sequence without a job")
 
     def load(self) -> WorkerLoad:
         """Return the load that heartbeats report."""

@@ -24,6 +24,7 @@ from ..proto.wire.messages import (
     Committed,
     Credit,
     Grant,
+    GrantRef,
     Message,
     Opened,
     OpenRefused,
@@ -152,6 +153,10 @@ class Handoffs:
             case DataDown(endpoint=endpoint):
                 self._links.data(endpoint, stands=False, now=now)
         return iter(())
+
+    def key_of(self, endpoint: str, grant: GrantRef) -> tuple[bytes, int] | None:
+        """Return the attempt that sends into a grant of a decode worker, or None."""
+        return self._sender.key_of(endpoint, grant)
 
     def agree_again(self, event: HandoffEvent, now: float) -> None:
         """Send Open again after the handling of a link's event has raised.

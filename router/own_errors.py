@@ -128,6 +128,7 @@ class OwnErrors:
             return
         if request.terminal is not None:
             _release(request)
+            request.deadline = request.limit = max(request.deadline, now + ENDED_KEEP_S)
             self._table.wake(request, now + AGAIN_S, now)  # sends the terminal again
             return
         if request.done:
@@ -164,7 +165,9 @@ class OwnErrors:
         """Make every sum and index again."""
         table, requests = self._table, self._table.requests
         self._registry.recount()
+        live = frozenset(worker.incarnation for worker in self._registry.live())
         for request in requests.values():
+            request.doubts &= live
             if request.slot < 0:
                 table.wake(request, now, now)
             if _is_broken(request):

@@ -319,27 +319,32 @@ class WorkerLosses:
             self._errors.apart(worker.id, lose)
 
     def _lose(self, worker: Worker, reason: str, now: float, *, blamed: bool) -> None:
+        """Each part runs even if an earlier one raised: nothing repeats a loss."""
         drained = worker.draining
-        self._registry.declare_dead(worker, reason)
-        self._placement.forget(worker)
-        self._out.append(
-            Log("worker.dead", {"worker": worker.id, "role": worker.role, "reason": reason})
-        )
-        dead = PeerDead(incarnation=worker.incarnation, endpoint=worker.endpoint, key=worker.key)
-        others = self._registry.live()
-        for other in others:
-            self._out.append(ToWorker(other.identity, dead))
-        self._notices.append((dead, others, now + NOTICE_INTERVAL_S, 1))
+        affected = list(worker.requests.values())
         doubted = [request for request in worker.doubted if worker.incarnation in request.doubts]
         for request in doubted:
             request.doubts -= {worker.incarnation}
-        running = [request for request in doubted if not request.done]
-        affected = list(worker.requests.values())
-        there = [request for request in affected if request.attempt.server is worker]
-        for request in there:
-            self._recovery.start_over(request)
-        if blamed:  # one death, which the requests that moved early share with the others
-            self._recovery.blame([*running, *there])
+
+        def announce() -> None:
+            self._out.append(
+                Log("worker.dead", {"worker": worker.id, "role": worker.role, "reason": reason})
+            )
+            dead = PeerDead(
+                incarnation=worker.incarnation, endpoint=worker.endpoint, key=worker.key
+            )
+            others = self._registry.live()
+            self._notices.append((dead, others, now + NOTICE_INTERVAL_S, 1))
+            for other in others:
+                self._out.append(ToWorker(other.identity, dead))
+
+        def blame() -> None:
+            running = [request for request in doubted if not request.done]
+            there = [request for request in affected if request.attempt.server is worker]
+            for request in there:
+                self._recovery.start_over(request)
+            if blamed:  # one death, which the requests that moved early share with the others
+                self._recovery.blame([*running, *there])
 
         def move(request: Request) -> None:
             if drained and request.attempt.server is not worker:
@@ -348,13 +353,19 @@ class WorkerLosses:
             else:
                 self._recovery.lost(request, f"worker {worker.id} was lost: {reason}", now)
 
+        apart = partial(self._errors.apart, worker.id)
+        apart(lambda: self._registry.declare_dead(worker, reason))
+        apart(lambda: self._placement.forget(worker))
+        apart(announce)
+        apart(blame)
         self._errors.each(affected, move)
         self._errors.each(doubted, lambda request: self._recovery.end_poisoned(request, now))
         worker.doubted = []
         worker.requests.clear()
         worker.aborts.clear()
-        self._on_lost(worker.id)
-        self._lifecycle.retry_waiting(now)  # a request pinned to this worker can now fail or move
+        apart(lambda: self._on_lost(worker.id))
+        # A request pinned to this worker can now fail or move.
+        self._lifecycle.retry_waiting(now)
 
     def tick(self, now: float) -> None:
         """Repeat PeerDead: a decode worker that missed it would keep grants of the dead worker."""

@@ -157,6 +157,11 @@ class Scheduler:
         return self._queues.requests
 
     @property
+    def prefilled(self) -> frozenset[bytes]:
+        """Requests that hold blocks until :meth:`release`."""
+        return frozenset(sequence.request for sequence in self._prefilled)
+
+    @property
     def has_work(self) -> bool:
         """True if a request waits or runs."""
         return len(self._queues) > 0

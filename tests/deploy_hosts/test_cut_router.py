@@ -1,7 +1,9 @@
 """The router's connections lose packets for a time: to a worker, a client, a gateway."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -134,11 +136,15 @@ def gateway(cluster):
         stderr=subprocess.STDOUT,
         text=True,
         env=env,
+        start_new_session=True,
     )
-    assert "serving" in process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait()
+    try:
+        assert "serving" in process.stdout.readline()
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # nsenter's child, too
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.parametrize("ways", CLIENT_WAYS.values(), ids=CLIENT_WAYS.keys())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender_handoff import Handoff
 from baton.prefill_worker.decode_links import DecodeLinks
 from baton.prefill_worker.events import DataDown, DataUp, Disconnect, OpenData, PeerUp
 from baton.prefill_worker.handoffs import Handoffs
 from baton.prefill_worker.queue import Queue
-from baton.proto.wire.messages import Busy, Open, Opened, PeerLost, Pong, Reserve, Terminal
+from baton.proto.errors import InternalError
+from baton.proto.wire.messages import Busy, Credit, Open, Opened, PeerLost, Pong, Reserve, Terminal
 from baton.worker.events import Exit
 from baton.worker.own_errors import METRIC
 
@@ -145,3 +148,34 @@ def test_choosing_the_next_job_that_raises_is_tried_again(bench, plant):
     bench.later(0.1)
     assert [reserve.request for reserve in bench.to_peer(Reserve)] == [SECOND]
     assert not bench.take(Terminal)
+
+
+@pytest.mark.parametrize(("owner", "name"), [
+    (Scheduler, "release"), (Scheduler, "abort"), (Queue, "remove"),
+])  # fmt: skip
+@pytest.mark.parametrize("after", [False, True])
+def test_an_end_that_raises_leaves_no_blocks(bench, plant, owner, name, after):
+    """Either the job ends all the same, or the incarnation does, and its blocks with it."""
+    commit = bench.handing_over()
+    plant(owner, name, after=after)
+    bench.committed(commit)
+    if not bench.did(Exit):
+        bench.later(1.0)
+        bench.assert_empty()
+
+
+def test_a_handoff_that_is_kept_after_its_end_ends_the_incarnation(bench, plant):
+    commit = bench.handing_over()
+    plant(Handoff, "step", after=True)
+    with pytest.raises(InternalError, match="kept after its end"):
+        bench.committed(commit)  # the bench compares the books once more
+    assert bench.did(Exit)
+
+
+def test_a_credit_that_raises_ends_its_own_request(bench, plant):
+    """The frame that it lets pass may be lost with it, and no message asks for that one again."""
+    grant = bench.computing()
+    plant(Handoff, "push")
+    bench.answer(Credit(grant=grant, credit=1 << 20))
+    (terminal,) = bench.take(Terminal)
+    assert (terminal.request, terminal.code) == (KEY, "internal")

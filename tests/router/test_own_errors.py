@@ -10,6 +10,7 @@ from baton.proto.wire.messages import (
     Assign,
     Cancel,
     FinalAck,
+    PeerDead,
     Status,
     StatusReport,
     Submit,
@@ -22,7 +23,7 @@ from baton.router.own_errors import METRIC, TEXT
 from baton.router.placement import Placement
 from baton.router.recovery import Recovery
 from baton.router.registry import Registry
-from baton.router.requests import Request
+from baton.router.requests import Attempt, Request
 from baton.router.timers import Timers
 
 from .conftest import Bench, make_config, make_context
@@ -144,6 +145,51 @@ def test_a_death_moves_the_other_requests_if_moving_one_raises(bench, monkeypatc
     bench.advance(8.0)
     check(bench, there[0], [])
     assert all(requests[key].attempt.prefill.id != bench.prefill.id for key in there[1:])
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("owner", "name"), [
+    (Registry, "_changed"), (Placement, "forget"), (Recovery, "start_over"), (Recovery, "blame"),
+])  # fmt: skip
+def test_a_death_is_handled_to_its_end_if_a_part_of_it_raises(
+    bench, monkeypatch, owner, name, before
+):
+    """The worker is gone, the others hear of it, and its requests run elsewhere or have ended."""
+    other = bench.join("prefill", 1)
+    keys = [bench.submit(f"r{number}") for number in range(6)]
+    requests = bench.core.table.requests
+    for one in (bench.prefill, other):
+        for message in list(bench.sent[one.identity]):
+            if isinstance(message, Assign):
+                one.accept(message)
+    bench.workers.remove(bench.prefill)
+    bench.prefill.gone()
+    bench.advance(0.6)
+    plant(monkeypatch, owner, name, lambda *_: True, before=before)
+    bench.advance(8.0)
+    monkeypatch.undo()
+    bench.advance(2.0)
+    dead = [m for m in bench.sent[bench.decode.identity] if isinstance(m, PeerDead)]
+    assert dead
+    ended = ends(bench)
+    for key in keys:
+        if key in ended:
+            assert ended[key].code == "internal"
+        else:
+            assert not requests[key].doubts
+            assert requests[key].attempt.prefill.id == other.id
+    bench.core.check_integrity()
+
+
+def test_an_end_that_raises_near_the_deadline_still_reaches_the_client(bench, monkeypatch):
+    key, _ = bench.run(deadline=1.0)
+    bench.advance(0.5)
+    plant(monkeypatch, Attempt, "leave", lambda _self, one: one == key, before=False)
+    bench.decode.end(key, 10)
+    assert bench.core.errors.fresh is False and bench.core.dropped[METRIC] >= 1
+    monkeypatch.undo()
+    bench.advance(3.0)
+    assert key in ends(bench)
 
 
 def test_part_of_the_timers_that_raises_leaves_the_other_parts(bench, monkeypatch):
