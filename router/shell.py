@@ -10,6 +10,7 @@ slowly, and messages above the bound are dropped.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import msgspec
 
@@ -312,36 +313,45 @@ class RouterShell:
     # ------------------------------------------------------------------ out
 
     def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
-            try:
-                self._carry_out(action)
-            except Exception as error:
-                self._report(error, {"action": type(action).__name__})
+        rest = iter(actions)
+        while self._carry_out(rest):
+            pass
         if self.core.broken and not self.exit_code:
             self._break(self.core.broken)
 
-    def _carry_out(self, action: Action) -> None:
-        if type(action) is ToClient:
-            identity, message = action.identity, action.message
-            kind = type(message)
-            if identity in self._held:
-                self._hold(identity, [message])
-            elif kind is Submitted:
-                self._to_clients.put_patient(identity, message)
-            elif kind in _LATEST_COUNTS:
-                self._to_clients.put_latest(identity, message, _merged)
-            else:
-                self._to_clients.put(identity, message)
-        elif type(action) is ToWorker:
-            identity, message = action.identity, action.message
-            if type(message) is TerminalAck:
-                self._to_workers.put_patient(identity, message)
-            else:
-                self._to_workers.put(identity, message)
-        elif type(action) is Log:
-            self._note(action)
-        elif type(action) is Fault:
-            self._report(action.error, action.fields)
+    def _carry_out(self, actions: Iterator[Action]) -> bool:
+        """Perform the actions up to one that raises; return whether there was such an action.
+
+        One loop for all: a call and an exception guard per action take as long as the action.
+        """
+        held, to_clients, to_workers = self._held, self._to_clients, self._to_workers
+        action: Action | None = None
+        try:
+            for action in actions:
+                if type(action) is ToClient:
+                    identity, message = action.identity, action.message
+                    kind = type(message)
+                    if identity in held:
+                        self._hold(identity, [message])
+                    elif kind is Submitted:
+                        to_clients.put_patient(identity, message)
+                    elif kind in _LATEST_COUNTS:
+                        to_clients.put_latest(identity, message, _merged)
+                    else:
+                        to_clients.put(identity, message)
+                elif type(action) is ToWorker:
+                    if type(action.message) is TerminalAck:
+                        to_workers.put_patient(action.identity, action.message)
+                    else:
+                        to_workers.put(action.identity, action.message)
+                elif type(action) is Log:
+                    self._note(action)
+                elif type(action) is Fault:
+                    self._report(action.error, action.fields)
+        except Exception as error:
+            self._report(error, {"action": type(action).__name__})
+            return True
+        return False
 
     def _report(self, error: Exception, fields: dict[str, object]) -> None:
         """Log an exception of our own code with its traceback: at most one every few seconds."""

@@ -57,6 +57,15 @@ def test_an_answer_nobody_waits_for_leaves_with_the_first_tokens(shell):
     assert shell.kinds() == [[Submitted, Tokens]]
 
 
+def test_an_action_that_raises_leaves_the_others(shell, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(shell._to_clients, "put_patient", refuse)
+    turn(shell, SUBMITTED, TOKENS, SUBMITTED, TOKENS)
+    assert shell.kinds() == [[Tokens, Tokens]]
+
+
 def test_it_leaves_alone_when_nothing_follows(shell):
     shell._loop.on_turn_end(shell._flush)
     turn(shell, SUBMITTED, ToWorker(b"worker", TerminalAck(requests=[(KEY, 1)])))
