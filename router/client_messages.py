@@ -30,7 +30,6 @@ from ..proto.wire.messages import (
     Submitted,
     Terminal,
 )
-from ..proto.wire.wire_context import WireSpeechContext
 from .admission import Admission, check_deadline
 from .authorization import Caller
 from .clients import Clients
@@ -334,7 +333,7 @@ class ClientMessages:
         request.pool = message.pool
         request.strict = strict
         request.unchecked = card is None
-        if isinstance(context, WireSpeechContext):
+        if request.speaks:
             audio = None if card is None else card.audio
             new = request.max_new
             request.media_bytes = new * MEDIA_BYTES if audio is None else audio.nbytes(new)

@@ -265,9 +265,9 @@ class Request:
     base: int = field(init=False)
     next: int = field(init=False)
     max_new: int = field(init=False)
-    embeds: bool = field(init=False)  # its result is an embedding, without tokens
-    draws: bool = field(init=False)  # its result is a picture; its tokens count the steps
-    speaks: bool = field(init=False)  # its tokens become samples of speech
+    embeds: bool = False  # its result is an embedding, without tokens
+    draws: bool = False  # its result is a picture; its tokens count the steps
+    speaks: bool = False  # its tokens become samples of speech
     image_tokens: int = 0  # of the prompt
     encoder_tokens: int = 0  # of the prompts of its picture
     token_rows: int = 1  # work of a generated token: a step of a picture has many
@@ -322,16 +322,22 @@ class Request:
         self.limit = self.deadline
         self.base = self.next = len(context.tokens.array)
         self.max_new = new_tokens(context)
-        self.embeds = context.task == "embed"
-        self.draws = context.task == "draw"
+        if context.task != "generate":
+            self.embeds = context.task == "embed"
+            self.draws = context.task == "draw"
+        if type(context) is not WireContext:
+            self._derive_kind(context)
+        self.emitted = array("i")
+        self.logprobs = [] if context.log_probabilities else None
+
+    def _derive_kind(self, context: WireContext) -> None:
+        """Derive the fields that a text request does not have."""
         self.speaks = isinstance(context, WireSpeechContext)
         if isinstance(context, WireVisionContext):
             self.image_tokens = sum(image.end_idx - image.start_idx for image in context.images)
         elif isinstance(context, WirePixelContext):
             self.encoder_tokens = encoder_tokens(context)
             self.token_rows = step_rows(context)
-        self.emitted = array("i")
-        self.logprobs = [] if context.log_probabilities else None
 
     def step(self, step: Step) -> None:
         """Take a step; raises InternalError for a step that is not in the table."""

@@ -3,8 +3,8 @@
 While an ended request has a record, its :class:`Story` is made of the record. After that the story
 is kept as msgpack bytes, without prompt, tokens and embedding, and decoded when it is asked for.
 As objects it would take three times the memory, and it takes 2 µs to free so many small objects
-that are in no cache any more. For the same reason each story is built once, and its log line is
-made while its objects are in the cache.
+that are in no cache any more. For the same reason each story is built once, when its record is
+dropped, and its log line is made soon after that.
 
 Workers report durations, because the clocks of processes differ. The times of this router are
 monotonic seconds.
@@ -15,20 +15,16 @@ most :data:`STORY_BYTES` bytes each. Pure.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import TypeVar
 
 import msgspec
-import numpy as np
-from msgspec.structs import replace
 
 from ..proto.errors import BatonError
 from ..proto.limits import MAX_REQUEST_ID_CHARS
 from ..proto.wire.messages import HandoffReport, Resume, Submit, Terminal, WorkerTimes
-from ..proto.wire.wire_context import WireContext, WireTokens
 from .authorization import ANYBODY, Caller
 from .placement import Route
 from .requests import NEVER, Attempt, Request
@@ -43,8 +39,6 @@ A request without replays takes 0.4 KB, one with eight replays 1 KB. The rest is
 longest names and texts that the decoder admits, of characters with 4 bytes each."""
 MAX_FRESH = 16_384
 """Stories that wait to be taken, of each kind; above this the oldest is dropped."""
-MAX_UNENCODED = 128
-"""Dropped records that wait to be encoded: enough to profit, and few enough for the cache."""
 MAX_LATE = 4096
 """Latest ended requests among which the request of a late report is searched."""
 MAX_MESSAGE_CHARS = 512
@@ -161,8 +155,6 @@ T = TypeVar("T", Request, Story)
 _HEXADECIMAL = frozenset("0123456789abcdef")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Story).decode
-_NO_CONTEXT = WireContext(tokens=WireTokens(np.empty(0, np.int32)), max_length=1)
-_NO_TOKENS: array[int] = array("i")
 
 
 class Stories:
@@ -175,13 +167,13 @@ class Stories:
     def __init__(self, keep: int, *, fresh: bool = False) -> None:
         self._ended: dict[bytes, Request] = {}  # since the last take_fresh, and have a record
         self._recorded: dict[bytes, Request] = {}  # ended earlier, and still have a record
-        self._dropped: list[Request] = []  # not encoded yet, without a record
         self._kept: deque[bytes] = deque(maxlen=keep)
         self._failed: deque[bytes] = deque(maxlen=keep)  # apart: successes do not push them out
         self._refused: deque[Story] = deque(maxlen=keep)
         self._complete: deque[Story] = deque(maxlen=MAX_FRESH)
         self._waiting: deque[Story] = deque(maxlen=MAX_FRESH)  # a report may still join them
         self._fresh = fresh
+        self._keeps = keep > 0
         self._on = bool(keep or fresh)
 
     # ------------------------------------------------------------------ what happens
@@ -200,40 +192,18 @@ class Stories:
         self.ended(request, Terminal(request=request.key), now)
 
     def forgotten(self, request: Request) -> None:
-        """Free the prompt, the tokens and the result of a request whose record is dropped.
-
-        Encoding is left for later: many at once take less time.
-        """
-        if not self._on:
-            return
-        request.context = _NO_CONTEXT
-        request.emitted = _NO_TOKENS
-        request.logprobs = request.hashes = request.media = None
-        terminal = request.terminal
-        if terminal is None:
-            pass
-        elif terminal.message or terminal.media is not None or terminal.embedding is not None:
-            text = terminal.message[:MAX_MESSAGE_CHARS]
-            request.terminal = replace(terminal, embedding=None, media=None, message=text)
+        """Make the story of an ended request whose record is dropped."""
         if self._ended.pop(request.key, None) is not None:
-            self._dropped.append(request)
-            if len(self._dropped) >= MAX_UNENCODED:
-                self._encode_dropped()
-        elif self._recorded.pop(request.key, None) is not None:
-            self._keep(story_of(request))
-
-    def _encode_dropped(self) -> None:
-        """Encode the requests whose records were dropped since the last call."""
-        for request in self._dropped:
             story = story_of(request)
             self._keep(story)
             if self._fresh:
                 reported = request.past is None and request.attempt.report is not None
                 (self._complete if reported else self._waiting).append(story)
-        self._dropped.clear()
+        elif self._recorded.pop(request.key, None) is not None:
+            self._keep(story_of(request))
 
     def _keep(self, story: Story) -> None:
-        if self._kept.maxlen:
+        if self._keeps:
             (self._failed if story.state == _FAILED else self._kept).append(_encode(story))
 
     def refused(
@@ -260,7 +230,6 @@ class Stories:
 
         ``worker``: its sender. A report of a worker that did not run the attempt is ignored.
         """
-        self._encode_dropped()
         recorded = self._ended.get(report.request) or self._recorded.get(report.request)
         if recorded is not None:
             for past in recorded.past or ():
@@ -286,7 +255,6 @@ class Stories:
         Call it now and then, and not at once: a handoff's report may arrive after the request's
         end.
         """
-        self._encode_dropped()
         found = [*self.take_complete(), *self._waiting]
         self._waiting.clear()
         if self._fresh:
@@ -319,7 +287,6 @@ class Stories:
 
         They are the latest ones of each kind, latest last.
         """
-        self._encode_dropped()
 
         def seen(story: Story) -> bool:
             return caller.operator or story.owner == caller.key
@@ -352,7 +319,6 @@ class Stories:
             return filter(wanted, seen)
 
         most = max(0, most)
-        self._encode_dropped()
         found = [*islice(chosen(reversed(self._refused)), most)]
         for kept in (self._kept, self._failed):
             found += islice(chosen(_decoded(kept, caller, parts)), most)
@@ -362,12 +328,11 @@ class Stories:
 
     def _with_record(self) -> Iterator[Request]:
         """Yield the ended requests that have a record, the latest first."""
-        if not self._kept.maxlen:
+        if not self._keeps:
             return iter(())
         return chain(reversed(self._ended.values()), reversed(self._recorded.values()))
 
     def __len__(self) -> int:
-        self._encode_dropped()
         records = len(self._ended) + len(self._recorded)
         return len(self._kept) + len(self._failed) + records + len(self._refused)
 
@@ -426,11 +391,14 @@ def story_of(request: Request, now: float = NEVER) -> Story:
     attempts = [_attempt(request.attempt)]
     if past is not None:
         attempts[:0] = map(_attempt, past)
+    task = _GENERATE
+    if request.embeds or request.draws:
+        task = "embed" if request.embeds else "draw"
     return Story(
         request.key, request.request_id, request.identity, request.owner, request.gateway,
         request.traceparent, state, request.began, request.first_at, request.token_at,
         now if ended == NEVER else ended, request.base, request.next - request.base, cached,
-        _task(request), request.submitted_at == NEVER, attempts, status, code, message,
+        task, request.submitted_at == NEVER, attempts, status, code, message,
         request.times, request.decoded,
     )  # fmt: skip
 
@@ -439,17 +407,11 @@ _FAILED = "failed"
 _GENERATE, _OTHER_TASKS = "generate", ("embed", "draw")
 
 
-def _task(request: Request) -> str:
-    """Return the task of a request, whose context may be freed."""
-    embed, draw = _OTHER_TASKS
-    return embed if request.embeds else draw if request.draws else _GENERATE
-
-
 def _attempt(attempt: Attempt) -> StoryAttempt:
     prefill, decode, report = attempt.prefill, attempt.decode, attempt.report
+    name, incarnation = ("", 0) if prefill is None else (prefill.id, prefill.incarnation)
     return StoryAttempt(
-        attempt.number, "" if prefill is None else prefill.id,
-        0 if prefill is None else prefill.incarnation, "" if decode is None else decode.id,
+        attempt.number, name, incarnation, "" if decode is None else decode.id,
         attempt.assigned_at, attempt.route,
         None if report is None else _handoff(report), attempt.reported_at,
         attempt.ended_at, attempt.cause,

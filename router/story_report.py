@@ -80,17 +80,19 @@ class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
 def request_line(story: Story) -> RequestLine:
     """Return a request's log line; it has neither prompt nor tokens."""
     attempts = story.attempts
-    last = attempts[-1] if attempts else None
-    report = None if last is None else last.report
+    prefill = decode = transport = cause = ""
+    if attempts:
+        last = attempts[-1]
+        prefill, decode, cause = last.prefill, last.decode, last.cause
+        if last.report is not None:
+            transport = last.report.transport
     return RequestLine(
         story.state, story.request_id, story.key.hex(), _client(story.identity), story.gateway,
-        story.status, story.code, story.message or ("" if last is None else last.cause),
+        story.status, story.code, story.message or cause,
         story.prompt_tokens, story.cached_tokens, story.new_tokens,
         _rounded(story.ended - story.began),
         _rounded(story.queued), _rounded(story.ttft), _rounded(story.itl),
-        "" if last is None else last.prefill, "" if last is None else last.decode,
-        "" if report is None else report.transport,
-        len(attempts) if len(attempts) > 1 else None,
+        prefill, decode, transport, len(attempts) if len(attempts) > 1 else None,
     )  # fmt: skip
 
 

@@ -188,8 +188,8 @@ class Logger:
         for some in (
             records[i : i + LINES_PER_WRITE] for i in range(0, len(records), LINES_PER_WRITE)
         ):
-            lines = [begin + _encode_json(record)[1:-1] + rest for record in some]
-            _writer.write(b"".join(lines), len(lines))
+            fields = [_encode_json(record)[1:-1] for record in some]
+            _writer.write(begin + (rest + begin).join(fields) + rest, len(fields))
 
     def warning(self, event: str, **keys: object) -> None:
         """Log a problem that was handled."""

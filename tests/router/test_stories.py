@@ -21,7 +21,7 @@ from baton.proto.wire.messages import (
     Terminal,
     WorkerTimes,
 )
-from baton.router import metrics, status, stories
+from baton.router import metrics, status
 from baton.router.authorization import Caller
 from baton.router.config import AdmissionConfig
 from baton.router.queries import merge_queries
@@ -179,8 +179,7 @@ def test_a_late_report_joins_a_story_that_the_log_has_not_taken(make_bench):
     assert told(bench, "r")[0]["attempts"][0]["handoff"]["frames"] == 2
 
 
-def test_a_story_that_no_report_can_join_need_not_wait_for_the_tick(make_bench, monkeypatch):
-    monkeypatch.setattr(stories, "MAX_UNENCODED", 1)
+def test_a_story_that_no_report_can_join_need_not_wait_for_the_tick(make_bench):
     bench = make_bench(fresh_stories=True)
     prefill, decode = bench.pair()
     for name in ("one", "two"):
@@ -208,15 +207,11 @@ def test_a_story_is_fresh_once_though_its_record_is_kept(make_bench):
     assert told(bench, "r")[0]["state"] == "finished"
 
 
-@pytest.mark.parametrize("waiting", [1, 2, 128])
-def test_stories_are_the_same_before_and_after_they_are_encoded(make_bench, monkeypatch, waiting):
-    monkeypatch.setattr(stories, "MAX_UNENCODED", waiting)
+def test_stories_are_the_same_before_and_after_they_are_encoded(make_bench):
     bench = make_bench(trace_requests=4)
     bench.pair()
     for number in range(6):
         key = serve(bench, f"request-{number}")
-        assert len(bench.core.stories._dropped) < waiting
-        told(bench, last=9)  # encodes those that are acknowledged
         before = told(bench, f"request-{number}")
         assert len(before) == 1
         bench.ack(key)
