@@ -89,6 +89,6 @@ def resume_secret(cluster_key: bytes, request: bytes) -> bytes:
 
 @lru_cache(maxsize=8)
 def _keyed(cluster_key: bytes) -> blake2b:
-    """Return the keyed digest, cached: setting the key takes longer than hashing a request."""
-    key = cluster_key if len(cluster_key) <= 64 else blake2b(cluster_key).digest()
-    return blake2b(digest_size=KEY_BYTES, key=key, person=b"baton-resume")
+    """Return the common start of all secrets, cached; see :func:`.wire.proofs._bound`."""
+    secret = blake2b(cluster_key, digest_size=32, person=b"baton-secret").digest()
+    return blake2b(secret, digest_size=KEY_BYTES, person=b"baton-resume")
