@@ -27,26 +27,40 @@ class Cors:
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
+            allow_private_network=True,  # asked for by a browser whose page comes from the internet
         )
 
     def preflight(self, scope: Scope) -> Response | None:
         """Return the answer if a browser asks whether a page may send a request, else None."""
         headers = Headers(scope=scope)
-        asks = "origin" in headers and "access-control-request-method" in headers
-        if scope["method"] != "OPTIONS" or not asks:
-            return None
-        return self._rules.preflight_response(request_headers=headers)
+        return (
+            self._rules.preflight_response(request_headers=headers)
+            if _asks(headers, scope)
+            else None
+        )
 
     async def headers(self, scope: Scope) -> Lines:
-        """Return the headers that the answer of another request has besides its own."""
+        """Return the headers that an answer has besides its own.
+
+        A preflight's own are complete: browsers refuse an answer that names its origin twice.
+        """
+        headers = Headers(scope=scope)
+        if _asks(headers, scope):
+            return []
         found: Lines = []
 
         async def take(message: Message) -> None:
             found.extend(message["headers"])
 
         start: dict[str, Any] = {"type": "http.response.start", "headers": []}
-        await self._rules.send(start, take, request_headers=Headers(scope=scope))
+        await self._rules.send(start, take, request_headers=headers)
         return found
+
+
+def _asks(headers: Headers, scope: Scope) -> bool:
+    """True for a preflight."""
+    asks = "origin" in headers and "access-control-request-method" in headers
+    return scope["method"] == "OPTIONS" and asks
 
 
 async def _no_app(_scope: Scope, _receive: Receive, _send: Send) -> None:

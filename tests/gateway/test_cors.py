@@ -40,13 +40,15 @@ def ask(app: Any, method: str, path: str, **headers: str) -> tuple[int, dict[str
         "headers": [(n.replace("_", "-").encode(), v.encode()) for n, v in headers.items()],
     }  # fmt: skip
     asyncio.run(app(scope, receive, send))
-    found = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
+    pairs = [(name.decode().lower(), value.decode()) for name, value in sent[0]["headers"]]
+    found = dict(pairs)
+    assert len(found) == len(pairs), pairs  # browsers refuse an origin that is named twice
     return sent[0]["status"], found
 
 
-def preflight(app: Any, origin: str) -> tuple[int, dict[str, str]]:
+def preflight(app: Any, origin: str, **headers: str) -> tuple[int, dict[str, str]]:
     return ask(
-        app, "OPTIONS", "/v1/chat/completions", origin=origin,
+        app, "OPTIONS", "/v1/chat/completions", **headers, origin=origin,
         access_control_request_method="POST",
         access_control_request_headers="authorization,content-type",
     )  # fmt: skip
@@ -59,6 +61,8 @@ def test_a_preflight_needs_no_key(digests):
     assert (status, found["access-control-allow-origin"]) == (200, PAGE)
     assert "POST" in found["access-control-allow-methods"]
     assert "authorization" in found["access-control-allow-headers"]
+    status, found = preflight(app, PAGE, access_control_request_private_network="true")
+    assert (status, found["access-control-allow-private-network"]) == (200, "true")
     status, found = preflight(app, "https://evil.example")
     assert (status, "access-control-allow-origin" in found) == (400 if digests else 403, False)
 
