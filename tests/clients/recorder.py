@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _HOST = re.compile(rb"(?i)^(host|referer):[^\r]*", re.MULTILINE)
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
@@ -92,6 +93,15 @@ def _form(request: bytes) -> object:
     fields = decoded if isinstance(decoded, dict) else {}
     flags = (fields.get("stream"), str(fields.get("encoding_format")), str(fields.get("stop")))
     return head.split(b"\r\n")[0], tuple(sorted(fields)), flags
+
+
+def body_of(request: bytes) -> Any:
+    """Return the decoded JSON of a request's body, or None."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    if _CHUNKED.search(head):
+        sizes_and_parts = body.split(b"\r\n")
+        body = b"".join(sizes_and_parts[1::2])
+    return json.loads(body) if body else None
 
 
 def write_recording(path: Path, requests: list[tuple[int, bytes]]) -> None:

@@ -5,12 +5,14 @@
 
 import http.client
 import json
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
-from ..clients.recorder import read_recording
+from ..clients.conformance import ignored_in, rows_of
+from ..clients.recorder import body_of, read_recording
 
 pytestmark = pytest.mark.cluster
 
@@ -30,6 +32,8 @@ def test_recorded_requests_get_their_answers(gateway, path):
         line = request.partition(b"\r\n")[0]
         found, kind, body = exchange(gateway.port, request)
         assert found == status, (line, body)
+        if found == 200 and line.startswith(b"POST"):
+            check_warnings(line, request, body.decode())
         if "event-stream" in kind:
             check_stream(line, body)
         elif found == 200 and b"/v1/" in line:
@@ -45,6 +49,19 @@ def check_stream(line: bytes, body: bytes) -> None:
         contents.pop()
     assert all("error" not in json.loads(data) for data in contents), line
     assert len(contents) > 1, line
+
+
+def check_warnings(line: bytes, request: bytes, body: str) -> None:
+    """The answer names the fields that docs/http.md lists as ignored, and no other."""
+    route = line.split(b" ")[1].decode()
+    if rows_of(route) is None:
+        return
+    first = body if body.startswith("{") else body.partition("data: ")[2].partition("\n")[0]
+    answer = json.loads(first)
+    warnings = answer.get("warnings") or answer.get("response", {}).get("warnings") or []
+    named = {one.partition(" is ignored")[0] for one in warnings}
+    own = {name for name in named if not re.search(r"[.\[ ]", name)}
+    assert own == ignored_in(route, body_of(request)), (line, warnings)
 
 
 def exchange(port: int, request: bytes) -> tuple[int, str, bytes]:
