@@ -109,7 +109,8 @@ test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (do
 	$(RAY_BIN)/python -m pytest -q -m deploy --ignore tests/deploy_ray $(ARGS)
 
 # Each client has an environment of its own. RECORD=1 writes tests/data/http anew.
-CLIENTS ?= openai_python openai_node litellm_client langchain_client schemathesis aiperf guidellm
+CLIENTS ?= openai_python openai_node litellm_client langchain_client instructor_client agents_client lm_eval \
+	schemathesis aiperf guidellm
 test-clients: $(VENV)/.installed $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed)  ## OpenAI's clients and load generators against a gateway (downloads 3 GB; CLIENTS="openai_python ..." less)
 	CLIENT_VENVS="$(abspath $(CLIENT_VENVS))" $(BIN)/python -m pytest -q -n 0 -m clients tests/cluster/test_clients.py $(ARGS)
 
@@ -218,10 +219,14 @@ $(RAY_VENV)/.installed: $(RAY_VENV)/.locked $(BUILD_INPUTS) $(RAY_CONSTRAINTS)
 PACKAGES_openai_python := "openai>=3"
 PACKAGES_litellm_client := litellm
 PACKAGES_langchain_client := langchain-openai
+PACKAGES_instructor_client := instructor
+PACKAGES_agents_client := openai-agents
+PACKAGES_lm_eval := "lm_eval[api,hf]"
 PACKAGES_schemathesis := schemathesis
 PACKAGES_aiperf := aiperf
-PACKAGES_guidellm := guidellm # its torch is a build for the CPU where the index has one
-$(CLIENT_VENVS)/guidellm/.installed: TORCH := "torch==2.13.0"
+PACKAGES_guidellm := guidellm
+# Their torch is a build for the CPU where the index has one.
+$(CLIENT_VENVS)/guidellm/.installed $(CLIENT_VENVS)/lm_eval/.installed: TORCH := "torch==2.13.0"
 
 $(CLIENT_VENVS)/openai_node/.installed:
 	@npm install --silent --no-audit --no-fund --prefix "$(@D)" openai

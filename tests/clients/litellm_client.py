@@ -27,6 +27,12 @@ def main() -> None:
     ]
     hosted = litellm.completion(**{**fixed, "model": f"hosted_vllm/{MODEL}"})
     assert hosted.choices[0].message.content == text
+    asked = {**fixed, "allowed_openai_params": ["reasoning_effort"]}  # it does not name the model
+    for model in ("openai", "hosted_vllm"):
+        effort = litellm.completion(
+            **{**asked, "model": f"{model}/{MODEL}"}, reasoning_effort="low"
+        )
+        assert effort.choices[0].message.content == text
     old = litellm.text_completion(
         model=f"text-completion-openai/{MODEL}", api_base=URL, api_key="k", prompt="Once",
         max_tokens=4,

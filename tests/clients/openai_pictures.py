@@ -33,6 +33,8 @@ def main() -> None:
     assert answer.usage.input_tokens_details.text_tokens == answer.usage.input_tokens > 0
     assert (answer.size, answer.output_format, answer.background) == ("64x32", "png", "opaque")
     streamed(client)
+    plain = client.images.generate(prompt=PROMPT)
+    assert base64.b64decode(plain.data[0].b64_json).startswith(b"\x89PNG")
     linked = client.images.generate(prompt=PROMPT, response_format="url")
     assert linked.data[0].url.startswith("data:image/png;base64,")
     refused = [{"size": "1000x1000"}, {"n": 2, "stream": True}]

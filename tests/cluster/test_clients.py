@@ -9,12 +9,17 @@ import json
 import os
 import shutil
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from ..clients.recorder import Recorder, write_recording
+from .chromium import Chromium
+from .conftest import wait_until
 from .http import Gateway
+from .speaker import make_speaker
 
 pytestmark = [pytest.mark.cluster, pytest.mark.clients, pytest.mark.timeout(900)]
 
@@ -24,7 +29,9 @@ SCRIPTS = ROOT / "tests" / "clients"
 RECORDINGS = ROOT / "tests" / "data" / "http"
 MODEL = "demo_model"
 FLUX = ROOT / "tests" / "data" / "pictures" / "flux"
-SCRIPTED = ("openai_python", "litellm_client", "langchain_client")
+SCRIPTED = (
+    "openai_python", "litellm_client", "langchain_client", "instructor_client", "agents_client",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +93,50 @@ def test_scripts(name, url, tmp_path):
     assert said.rstrip().endswith(": ok")
 
 
-def test_openai_python_draws(start_cluster, tmp_path):
+def speaker(folder: Path) -> Path:
+    """A speech model without named voices."""
+    about = make_speaker(folder) / "speech.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "voices": []}))
+    return folder
+
+
+@pytest.mark.parametrize("script", ["pictures", "speech"])
+def test_openai_python_with_other_models(start_cluster, tmp_path, script):
+    """Pictures and speech, also with the client's defaults."""
     python = environment("openai_python") / "bin" / "python"
-    painter = start_cluster(model=FLUX, prefill=1, decode=1)
-    gateway = Gateway(painter, tmp_path).wait_ready()
+    model = FLUX if script == "pictures" else speaker(tmp_path / "speaker")
+    served = start_cluster(model=model, prefill=1, decode=1)
+    gateway = Gateway(served, tmp_path).wait_ready()
     recorder = Recorder(gateway.port) if os.environ.get("RECORD") else None
     try:
         url = f"http://127.0.0.1:{(recorder or gateway).port}/v1"
-        said = run([python, SCRIPTS / "openai_pictures.py", url, "flux"], tmp_path)
+        said = run([python, SCRIPTS / f"openai_{script}.py", url, model.name], tmp_path)
         assert said.rstrip().endswith(": ok")
         if recorder is not None:
-            write_recording(RECORDINGS / "pictures" / "openai_python.http", recorder.close())
-        painter.wait_idle()
+            (RECORDINGS / script).mkdir(exist_ok=True)
+            write_recording(RECORDINGS / script / "openai_python.http", recorder.close())
+        served.wait_idle()
+    finally:
+        assert gateway.end() == 0, gateway.text()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_lm_eval_scores_choices_as_transformers(start_cluster, tmp_path, family):
+    """A random checkpoint behind ``local-completions`` and with lm-eval's ``hf``."""
+    script = [environment("lm_eval") / "bin" / "python", SCRIPTS / "lm_eval_client.py"]
+    model = tmp_path / MODEL
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    run([*script, "make", family, model, ROOT / "deploy" / "demo_model"], tmp_path, **offline)
+    served = start_cluster(model=model, prefill=1, decode=1).wait_ready()
+    gateway = Gateway(served, tmp_path).wait_ready()
+    recorder = Recorder(gateway.port) if os.environ.get("RECORD") else None
+    try:
+        url = f"http://127.0.0.1:{(recorder or gateway).port}/v1"
+        said = run([*script, "compare", model, url, MODEL], tmp_path, **offline)
+        assert said.rstrip().endswith(": ok")
+        if recorder is not None:
+            write_recording(RECORDINGS / "lm_eval_client.http", recorder.close())
+        served.wait_idle()
     finally:
         assert gateway.end() == 0, gateway.text()
 
@@ -106,6 +145,66 @@ def test_openai_node(url, tmp_path):
     folder = environment("openai_node")
     said = run(["node", SCRIPTS / "openai_node.mjs", f"{url}/v1", MODEL, folder], tmp_path)
     assert said.rstrip().endswith(": ok")
+
+
+PAGE = """<!doctype html><title>-</title><script>
+const ask = async (url) => {
+  const answer = await fetch(url + "/v1/chat/completions", {method: "POST",
+    headers: {"Content-Type": "application/json", "Authorization": "Bearer sesame"},
+    body: JSON.stringify({messages: [{role: "user", content: "Who are you?"}], temperature: 0,
+      max_tokens: 8, stream: true})});
+  return [answer.status, answer.headers.get("x-request-id"), await answer.text()];
+};
+const found = {};
+const start = (url) => ask(url).then(
+  (one) => found[url] = one, (error) => found[url] = [error.name]);
+</script>"""
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    """Serves ``PAGE``."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(PAGE.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_page_of_another_origin(pools, tmp_path):
+    """Chromium lets a page read answers if its origin is allowed, and blocks it otherwise."""
+    browser = Chromium(tmp_path)
+    pages = [ThreadingHTTPServer(("127.0.0.1", 0), PageHandler) for _ in range(2)]
+    keys = tmp_path / "keys"
+    keys.write_text("sesame\n")
+    keys.chmod(0o600)
+    origins = [f"http://127.0.0.1:{page.server_address[1]}" for page in pages]
+    for page in pages:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+    flags = (f"--api-key-file={keys}", f"--allowed-origins={origins[0]}")
+    gateway = Gateway(pools, tmp_path, *flags).wait_ready()
+
+    def asked_from(origin: str) -> list:
+        browser.open(origin)
+        wait_until(lambda: browser.run("location.origin + typeof start") == f"{origin}function", 60)
+        url = f"http://127.0.0.1:{gateway.port}"
+        browser.run(f"start('{url}'), 0")
+        return json.loads(wait_until(lambda: browser.run(f"JSON.stringify(found['{url}'])"), 60))
+
+    try:
+        status, request_id, text = asked_from(origins[0])
+        assert status == 200 and request_id and text.rstrip().endswith("data: [DONE]")
+        assert asked_from(origins[1]) == ["TypeError"]
+    finally:
+        browser.end()
+        for page in pages:
+            page.shutdown()
+            page.server_close()
+        assert gateway.end() == 0, gateway.text()
+    pools.wait_idle()
 
 
 @pytest.mark.skipif(not shutil.which("java"), reason="java runs this client")
