@@ -140,7 +140,7 @@ class Handoffs:
                     return [ToPeer(peer, stale)]
                 return [*receiver.on_commit(peer, message, now, key=key)]
             case Release():
-                if not self._invited(message, key) and not self._owns(message, key):
+                if not self._invited(message, key, now) and not self._owns(message, key):
                     # The sender has no grant for this attempt, and must not end another's.
                     gone = Released(request=message.request, attempt=message.attempt)
                     return [ToPeer(peer, gone)]
@@ -161,7 +161,7 @@ class Handoffs:
     # ------------------------------------------------------------------ grants
 
     def _reserve(self, peer: bytes, message: Reserve, key: bytes, now: float) -> list[Output]:
-        if not self._invited(message, key):
+        if not self._invited(message, key, now):
             return [ToPeer(peer, self._uninvited(message))]
         if self._member.draining and not self._receiver.holds(message):
             return [ToPeer(peer, _busy(message, "draining"))]
@@ -169,10 +169,10 @@ class Handoffs:
         outputs = self._receiver.on_reserve(peer, message, now, key=key, in_place=in_place)
         return [*outputs, *self._prepare(message)]
 
-    def _invited(self, message: Reserve | Release, key: bytes) -> bool:
+    def _invited(self, message: Reserve | Release, key: bytes, now: float) -> bool:
         """True if a router assigned this attempt to the sender, for handoff to this worker."""
         holder = Holder(message.incarnation, key)
-        return self._member.invited(message.request, message.attempt, holder, message.ticket)
+        return self._member.invited(message.request, message.attempt, holder, message.ticket, now)
 
     def _uninvited(self, message: Reserve) -> Message:
         """Return the answer to a Reserve without a valid ticket; nothing is reserved.

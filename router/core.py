@@ -98,8 +98,9 @@ class RouterCore:
         stories = self.stories = Stories(config.trace_requests, fresh=fresh_stories)
         errors = self.errors = OwnErrors(out, table, registry, admission, clients, metrics)
         lifecycle = self._lifecycle = Lifecycle(
-            config, out, table, registry, placement, admission, clients, metrics, stories, errors
-        )
+            config, out, table, registry, placement, admission, clients, metrics, stories, errors,
+            incarnation,
+        )  # fmt: skip
         recovery = self._recovery = Recovery(config, out, table, placement, lifecycle, metrics)
         takeover = Takeover(config, out, table, registry, lifecycle, recovery, metrics, errors, now)
         pairs = placement.failed_pairs

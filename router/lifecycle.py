@@ -58,9 +58,12 @@ class Lifecycle:
         metrics: Metrics,
         stories: Stories,
         errors: OwnErrors,
+        incarnation: int,
     ) -> None:
+        """``incarnation``: of this router."""
         self._config = config
         self._key = config.key
+        self._incarnation = incarnation
         self._out = out
         self._table = table
         self._registry = registry
@@ -131,7 +134,7 @@ class Lifecycle:
             return
         there = decode.holder if decode else None
         proof, decode_proof, ticket = assignment(
-            self._key, request.key, attempt.number, prefill.holder, there
+            self._key, request.key, attempt.number, prefill.holder, there, self._incarnation
         )
         waited = now - request.submitted_at
         message = Assign(

@@ -133,7 +133,7 @@ class WorkerRegistration:
     def _welcome(self, identity: bytes) -> None:
         name = self._config.name
         worker = self._registry.by_identity(identity)
-        key = worker_key(self._config.key, worker.holder) if worker else b""
+        key = worker_key(self._config.key, worker.holder, self._incarnation) if worker else b""
         welcome = Welcome(router=name, incarnation=self._incarnation, key=key)
         self._out.append(ToWorker(identity, welcome))
 

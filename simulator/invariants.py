@@ -111,7 +111,7 @@ class Watcher:
     def ticket_keys(self) -> set[bytes]:
         """Return the keys with which the cluster's own decode workers check tickets."""
         return {
-            worker_key(router.cluster_key, Holder(node.incarnation, node.key))
+            worker_key(router.cluster_key, Holder(node.incarnation, node.key), router.incarnation)
             for router in self._cluster.routers
             for node in self._cluster.decodes
             if router.alive and not is_rogue(node.key)

@@ -303,7 +303,7 @@ class WorkerCore(ABC):
             case Rejected() as message:
                 return list(self._member.rejected(router, message, now))
             case Welcome(key=key):
-                self._member.welcomed(router, key)
+                self._member.welcomed(router, key, now)
                 return []
             case message:
                 return self._assigned(router, message, now)

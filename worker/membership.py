@@ -42,6 +42,8 @@ HOPELESS = frozenset({"version_mismatch", "model_mismatch", "config", "access_de
 DECLARED_DEAD = "endpoint_dead"
 """Rejection code of an incarnation that was declared dead."""
 TERMINAL_REPEAT_S = 0.5
+TICKET_S = 600.0
+"""Seconds for which the tickets of a restarted router's earlier incarnation are valid."""
 HELLO_PAUSE_S = 0.1
 HELLO_REPEAT_S = 1.0
 """Seconds to wait for Welcome before Hello is repeated; without it no ticket can be checked."""
@@ -155,6 +157,7 @@ class Membership:
         self._introduced_at = float("-inf")
         self._hello_at: dict[str, float] = {}  # by router: time of the last Hello
         self._keys: dict[str, bytes] = {}  # by router: the key for reserve tickets
+        self._former_keys: dict[bytes, float] = {}  # of ended routers: valid until
         self.draining = False
         self.dropped: Counter[str] = Counter()
         """Messages this worker could not use, by reason; heartbeats report them."""
@@ -227,8 +230,15 @@ class Membership:
         self._welcome.discard(router)
         self._taken.pop(router, None)
 
-    def welcomed(self, router: str, key: bytes) -> None:
-        """Note a router's Welcome; ``key`` authenticates the reserve tickets it issues."""
+    def welcomed(self, router: str, key: bytes, now: float) -> None:
+        """Note a router's Welcome; ``key`` authenticates the reserve tickets it issues.
+
+        The tickets of its earlier incarnation are valid for :data:`TICKET_S` more, because the
+        attempts that it assigned go on.
+        """
+        former = self._keys.get(router, key)
+        if former != key:
+            self._former_keys[former] = now + TICKET_S
         self._welcome.add(router)
         self._refused.pop(router, None)
         self._keys[router] = key
@@ -283,11 +293,15 @@ class Membership:
         pending = self._pending.get(key)
         return b"" if pending is None else pending.proof
 
-    def invited(self, request: bytes, attempt: int, holder: Holder, ticket: bytes) -> bool:
+    def invited(
+        self, request: bytes, attempt: int, holder: Holder, ticket: bytes, now: float
+    ) -> bool:
         """Whether a router assigned this attempt to prefill worker ``holder`` and this worker."""
+        if self._former_keys:
+            self._former_keys = {k: until for k, until in self._former_keys.items() if now < until}
         return any(
             same(ticket, reserve_ticket(key, request, attempt, holder))
-            for key in set(self._keys.values())
+            for key in {*self._keys.values(), *self._former_keys}
         )
 
     @property

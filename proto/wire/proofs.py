@@ -41,9 +41,14 @@ def seal_of(secret: bytes) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def worker_key(cluster_key: bytes, holder: Holder) -> bytes:
-    """Return 16 bytes known only to routers and worker ``holder``; sent in Welcome."""
-    return _bound(cluster_key, b"baton-worker", holder).digest()
+def worker_key(cluster_key: bytes, holder: Holder, router: int) -> bytes:
+    """Return 16 bytes known only to routers and worker ``holder``; sent in Welcome.
+
+    ``router``: incarnation of the router, so that tickets end with it.
+    """
+    start = _bound(cluster_key, b"baton-worker", holder).copy()
+    start.update(router.to_bytes(8, "little"))
+    return start.digest()
 
 
 def reserve_ticket(key: bytes, request: bytes, attempt: int, holder: Holder) -> bytes:
@@ -55,13 +60,18 @@ def reserve_ticket(key: bytes, request: bytes, attempt: int, holder: Holder) -> 
 
 
 def assignment(
-    cluster_key: bytes, request: bytes, attempt: int, prefill: Holder, decode: Holder | None
+    cluster_key: bytes,
+    request: bytes,
+    attempt: int,
+    prefill: Holder,
+    decode: Holder | None,
+    router: int,
 ) -> tuple[bytes, bytes, bytes]:
     """Return the prefill worker's proof, the decode worker's proof and the ticket of an Assign.
 
-    Without a decode worker, the last two are empty.
+    Without a decode worker, the last two are empty. ``router``: incarnation of the router.
     """
-    first, second, third = _pair(cluster_key, prefill, decode)
+    first, second, third = _pair(cluster_key, prefill, decode, router)
     what = attempt.to_bytes(8, "little") + request  # as _what, which costs a call
     proof = first.copy()
     proof.update(what)
@@ -106,10 +116,10 @@ def _bound(key: bytes, person: bytes, holder: Holder) -> blake2b:
 
 @lru_cache(maxsize=4096)
 def _pair(
-    cluster_key: bytes, prefill: Holder, decode: Holder | None
+    cluster_key: bytes, prefill: Holder, decode: Holder | None, router: int
 ) -> tuple[blake2b, blake2b | None, blake2b | None]:
     proof = _bound(cluster_key, b"baton-assigned", prefill)
     if decode is None:
         return proof, None, None
-    ticket = _bound(worker_key(cluster_key, decode), b"baton-ticket", prefill)
+    ticket = _bound(worker_key(cluster_key, decode, router), b"baton-ticket", prefill)
     return proof, _bound(cluster_key, b"baton-assigned", decode), ticket

@@ -308,6 +308,21 @@ def test_a_prefill_worker_cannot_speak_for_another(running, folder):
             assert thief.hear()["type"] == "Aborted"
 
 
+def router_incarnation(running, folder) -> int:
+    """As the router states it in the Welcome of a worker that takes no requests."""
+    keys = keys_of(folder, "prefill-9", "router")
+    with running.client() as client:
+        card = msgspec.to_builtins(client.describe().card)
+    hello = {
+        **hello_map(), "worker": "prefill-9", "role": "prefill", "draining": True, "requests": [],
+        "model": card, "endpoint": "tcp://127.0.0.1:9", **life_of(keys),
+    }  # fmt: skip
+    with RawPeer(worker_address(running), keys=keys) as peer:
+        peer.send(envelope(hello))
+        said = peer.hear_until(lambda message: message["type"] in ("Welcome", "Rejected"))[-1]
+    return said["incarnation"]
+
+
 def test_blocks_for_another_workers_grant_are_refused(running, folder):
     """Whoever guesses a grant cannot write into it: a frame counts with its owner's key alone."""
     ports = ports_of(running)["decode-0"]
@@ -321,7 +336,7 @@ def test_blocks_for_another_workers_grant_are_refused(running, folder):
         _sample("Reserve"), request=os.urandom(16), incarnation=ours, hashes=[], num_tokens=8
     )
     there = Holder(running.workers()["decode-0"]["incarnation"], keys.servers[0])
-    theirs = worker_key(cluster_key(running), there)
+    theirs = worker_key(cluster_key(running), there, router_incarnation(running, folder))
     ticket = reserve_ticket(theirs, reserve.request, reserve.attempt, Holder(ours, keys.public))
     reserve = msgspec.structs.replace(reserve, ticket=ticket)
     with RawPeer(decode, keys=keys) as owner:

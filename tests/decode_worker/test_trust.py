@@ -113,6 +113,21 @@ def test_a_ticket_is_good_only_over_a_connection_with_its_key(keyed, incarnation
     assert keyed.to_peer(Grant)
 
 
+def test_tickets_of_a_router_end_ten_minutes_after_its_restart(keyed):
+    """A rogue may keep the tickets of its requests; the attempts of honest workers go on."""
+    keyed.hear(Welcome(router=ROUTER, incarnation=4, key=b"n" * 16))
+    keyed.mine(reserving(MINE))
+    assert keyed.to_peer(Grant)
+    keyed.later(599.0, step=1.0)
+    keyed.mine(reserving(MINE, OTHER))
+    assert keyed.to_peer(Grant)
+    keyed.later(2.0)
+    keyed.to_peer(Grant)  # again, of the running handoff
+    keyed.mine(reserving(MINE, b"a hoarded ticket"))
+    assert not keyed.to_peer(Grant)
+    assert keyed.member.dropped["peer_uninvited"] == 1
+
+
 def test_a_router_without_a_key_for_tickets_invites_nobody():
     bench = Bench(welcomed=False)
     bench.hear(Welcome(router=ROUTER, incarnation=3))

@@ -181,8 +181,9 @@ def test_another_key_with_a_known_incarnation_is_told_to_take_another(keyed):
 
 
 def test_what_a_key_may_show_is_made_for_that_key():
-    cluster, decode = b"c" * 32, worker_key(b"c" * 32, Holder(9, VICTIM))
-    assert decode != worker_key(cluster, Holder(9, ROGUE))
+    cluster, decode = b"c" * 32, worker_key(b"c" * 32, Holder(9, VICTIM), 1)
+    assert decode != worker_key(cluster, Holder(9, ROGUE), 1)
+    assert decode != worker_key(cluster, Holder(9, VICTIM), 2)  # after the router's restart
     mine, theirs = Holder(5, ROGUE), Holder(5, VICTIM)
     assert assignment_proof(cluster, KEY, 1, mine) != assignment_proof(cluster, KEY, 1, theirs)
     assert reserve_ticket(decode, KEY, 1, mine) != reserve_ticket(decode, KEY, 1, theirs)
@@ -201,7 +202,7 @@ def test_a_proof_shown_with_another_key_counts_for_nothing(keyed):
 def test_a_welcome_gives_a_key_that_only_this_key_can_use(keyed):
     rogue = keyed.join("decode", ROGUE, "decode-0", incarnation=77)
     welcome = keyed.bench.one(rogue, Welcome)
-    assert welcome.key == worker_key(keyed.bench.config.key, Holder(77, ROGUE))
+    assert welcome.key == worker_key(keyed.bench.config.key, Holder(77, ROGUE), welcome.incarnation)
 
 
 def test_reports_about_unknown_requests_leave_little_behind(keyed):

@@ -32,7 +32,7 @@ def states(bench):
 
 def test_a_worker_is_welcomed(bench):
     worker = bench.join("decode")
-    key = worker_key(bench.config.key, Holder(worker.hello.incarnation))
+    key = worker_key(bench.config.key, Holder(worker.hello.incarnation), 77)
     assert bench.one(worker, Welcome) == Welcome(router="router", incarnation=77, key=key)
     assert states(bench) == {"decode-0": "ready"}
 

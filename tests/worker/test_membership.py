@@ -128,7 +128,7 @@ def test_some_rejections_end_the_process(code, restart):
 
 def test_hello_says_whether_another_router_has_the_worker(member):
     assert not up(member)[0].message.elsewhere
-    member.welcomed("one", b"k" * 16)
+    member.welcomed("one", b"k" * 16, 0.0)
     assert not up(member)[0].message.elsewhere
     assert up(member, "two")[0].message.elsewhere
     member.down("one")
@@ -142,7 +142,7 @@ def test_what_one_router_refuses_another_may_take(member):
     """During a rolling update the routers have two versions."""
     up(member)
     up(member, "two")
-    member.welcomed("two", b"k" * 16)
+    member.welcomed("two", b"k" * 16, 0.0)
     assert isinstance(member.rejected("one", MISMATCH, 1.0)[0], Log)
     assert not exits(member, 100.0)
     member.down("two")
@@ -162,7 +162,7 @@ def test_a_refused_worker_waits_a_while_for_the_other_router(member):
 
 def test_a_router_that_takes_a_worker_after_all_has_not_refused_it(member):
     member.rejected("one", MISMATCH, 1.0)
-    member.welcomed("one", b"k" * 16)
+    member.welcomed("one", b"k" * 16, 0.0)
     member.down("one")
     assert not exits(member, 100.0)
 
