@@ -6,11 +6,13 @@ import argparse
 import os
 import typing
 from collections.abc import Callable, Container
+from functools import partial
 
 import msgspec
 
 from ..deploy.config import CHOICES, RENAMED, RENAMED_VALUES, ServeSettings
 from ..deploy.local.cluster import LocalCluster
+from ..deploy.local.service import READY, STOPPING, notify
 from ..deploy.local.terminal import terminal
 from ..deploy.plan.hub import with_local_model
 from ..deploy.plan.plan import describe_plan
@@ -123,7 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
         plan = make_plan(settings, folder=None)
         print(msgspec.json.format(msgspec.json.encode(describe_plan(plan)), indent=2).decode())
         return 0
-    return run_cluster(LocalCluster(settings, terminal))
+    cluster = LocalCluster(settings, terminal)
+    cluster.on_ready(partial(notify, READY))
+    cluster.on_stopping(partial(notify, STOPPING))
+    return run_cluster(cluster)
 
 
 def run_cluster(cluster: LocalCluster) -> int:

@@ -102,6 +102,7 @@ class LocalCluster:
         self._out = out if self._json is None else lambda line: out(json_line(SUPERVISOR, line))
         self._log = log
         self._on_ready: Callable[[], object] | None = None
+        self._on_stopping: Callable[[], object] | None = None
         self._lock: AddressLock | None = None
         self._http_port: HttpPort | None = None
         self._backend: LocalBackend | None = None
@@ -195,6 +196,10 @@ class LocalCluster:
         """
         self._on_ready = callback
 
+    def on_stopping(self, callback: Callable[[], object]) -> None:
+        """Set a callback for the moment when a signal begins the stop. It must not block."""
+        self._on_stopping = callback
+
     def interrupt(self) -> None:
         """Start an orderly shutdown. Safe from any thread."""
         self._loop.post(lambda: self._shell.feed(Down()))
@@ -202,6 +207,8 @@ class LocalCluster:
     def _on_signal(self, times: int) -> None:
         self.interrupted = True
         self._cut_short = times > 1
+        if self._on_stopping is not None:
+            self._on_stopping()
         self._shell.feed(Down())
 
     def _overview(self) -> Overview:

@@ -137,6 +137,7 @@ def test_the_unit_starts_serve_and_gives_it_time_to_end(tmp_path):
     settings = serves([str(file) if word == "/etc/baton/baton.toml" else word for word in words])
     assert settings.decode == 2
     assert int(unit()["TimeoutStopSec"]) > settings.grace + 5
+    assert unit()["Type"] == "notify" and unit()["TimeoutStartSec"] == "infinity"
     assert (unit()["KillMode"], unit()["RestartPreventExitStatus"]) == ("mixed", "2")
 
 
