@@ -47,11 +47,12 @@ from .synthetic import (
     worker_link,
 )
 
-BARS = {"requests/CPU-s": 25_000, "tokens/CPU-s, 16 runs": 400_000}
+BARS = {"requests/CPU-s": 25_000, "220 KB prompts/CPU-s": 1_000, "tokens/CPU-s, 16 runs": 400_000}
 CLIENTS, WINDOW = 4, 64
 STREAMS = 16
 LEAST_REQUESTS = 5_000
 """Requests of a measurement, however long they take beside other processes of the machine."""
+LONG_PROMPT = 55_000  # tokens, of four bytes each
 
 
 class Cluster:
@@ -70,6 +71,7 @@ class Cluster:
         for link in self.links:
             self.poller.register(link.socket, zmq.POLLIN)
         self._beat_at = 0.0
+        self.prompt = PROMPT  # tokens of each prompt
         self.flush()
 
     @property
@@ -131,7 +133,7 @@ def serve_decodes(cluster: Cluster) -> None:
 def answer_assign(cluster: Cluster, number: int, assign: Assign) -> None:
     """A whole handoff in no time: first token, report, second token and the end."""
     key = assign.request
-    first = TokenRun(key, assign.attempt, PROMPT, [11])
+    first = TokenRun(key, assign.attempt, cluster.prompt, [11])
     cluster.prefills[number].out += [
         Accepted(request=key, attempt=assign.attempt),
         Tokens(runs=[first]),
@@ -142,9 +144,9 @@ def answer_assign(cluster: Cluster, number: int, assign: Assign) -> None:
         ),
     ]  # fmt: skip
     decode = cluster.decodes[assign.decode]
-    runs = [first, TokenRun(key, assign.attempt, PROMPT + 1, [12])]
+    runs = [first, TokenRun(key, assign.attempt, cluster.prompt + 1, [12])]
     end = Terminal(
-        request=key, attempt=assign.attempt, position=PROMPT + 2, status="maximum_length"
+        request=key, attempt=assign.attempt, position=cluster.prompt + 2, status="maximum_length"
     )
     decode.out += [Tokens(runs=runs), end]
 
@@ -166,27 +168,31 @@ def pump_requests(cluster: Cluster, next_submit: Callable[[], Submit]) -> int:
     return ended
 
 
-def measure_requests(cluster: Cluster, pid: int, seconds: float) -> float:
+def measure_requests(
+    cluster: Cluster, pid: int, seconds: float, *, prompt: int = PROMPT, least: int = LEAST_REQUESTS
+) -> float:
     """Requests per CPU-second of the router, over whole lives from Submit to FinalAck."""
     numbers = iter(range(10_000_000))
-    submits = [new_submit(i, 2) for i in range(20_000)]
+    cluster.prompt = prompt
+    submits = [new_submit(i, 2, prompt) for i in range(min(20_000, 20_000_000 // prompt))]
 
     def next_submit() -> Submit:
         number = next(numbers)
         context = submits[number % len(submits)].context
-        return Submit(request_id=str(number), context=context)
+        return Submit(request_id=f"{prompt}-{number}", context=context)
 
     for client in cluster.clients:
-        client.out += [next_submit() for _ in range(WINDOW)]
+        client.out += [next_submit() for _ in range(WINDOW if prompt == PROMPT else 4)]
     cluster.flush()
     warm = time.monotonic() + 0.5
     while time.monotonic() < warm:
         pump_requests(cluster, next_submit)
     ended, cpu, end = 0, cpu_seconds(pid), time.monotonic() + seconds
-    while time.monotonic() < end or ended < LEAST_REQUESTS:
+    while time.monotonic() < end or ended < least:
         ended += pump_requests(cluster, next_submit)
     rate = ended / (cpu_seconds(pid) - cpu)
     settle(cluster)
+    cluster.prompt = PROMPT
     return rate
 
 
@@ -283,6 +289,7 @@ def measure_proxy(address: str, pid: int, seconds: float, up: Frame, down: Frame
     poller.register(worker, zmq.POLLIN)
     for _ in range(256):
         client.send(up)
+    poller.poll(60_000)  # until the proxy runs
     done, cpu, end_at = 0, cpu_seconds(pid), time.monotonic() + seconds
     while time.monotonic() < end_at:
         for socket, _ in poller.poll(100):
@@ -314,6 +321,9 @@ def figures(seconds: float) -> dict[str, float]:
             cluster = Cluster(config.client_address, config.worker_address)
             found = {
                 "requests/CPU-s": measure_requests(cluster, pid, seconds),
+                "220 KB prompts/CPU-s": measure_requests(
+                    cluster, pid, seconds, prompt=LONG_PROMPT, least=500
+                ),
                 "tokens/CPU-s, 1 run": measure_tokens(cluster, pid, seconds, 1),
                 f"tokens/CPU-s, {STREAMS} runs": measure_tokens(cluster, pid, seconds, STREAMS),
             }
@@ -321,8 +331,9 @@ def figures(seconds: float) -> dict[str, float]:
     return found
 
 
-def report(name: str, value: float, peer: float, bar: float | None) -> None:
-    line = f"{name:<28}{value:>12,.0f}   proxy {peer:>12,.0f}"
+def report(name: str, value: float, peer: float | None, bar: float | None) -> None:
+    beside = "-" if peer is None else f"{peer:,.0f}"
+    line = f"{name:<28}{value:>12,.0f}   proxy {beside:>12}"
     print(line + (f"   bar {bar:>9,.0f}" if bar is not None else ""))
 
 
@@ -357,7 +368,7 @@ def main(arguments: list[str] | None = None) -> None:
     with scratch_folder() as folder:
         proxy = proxy_figures(str(folder), options.seconds / 2)
     for name, value in found.items():
-        report(name, value, proxy[name], BARS.get(name))
+        report(name, value, proxy.get(name), BARS.get(name))
 
 
 if __name__ == "__main__":

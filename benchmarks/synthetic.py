@@ -92,12 +92,12 @@ def worker_link(
     return link
 
 
-def new_submit(number: int, new: int) -> Submit:
-    """A request for ``new`` tokens after a prompt of PROMPT tokens."""
-    tokens = np.arange(number, number + PROMPT, dtype=np.int32) % CARD.vocab_size
+def new_submit(number: int, new: int, prompt: int = PROMPT) -> Submit:
+    """A request for ``new`` tokens after a prompt of ``prompt`` tokens."""
+    tokens = np.arange(number, number + prompt, dtype=np.int32) % CARD.vocab_size
     sampling = WireSampling(temperature=0.8, top_p=0.95, max_new_tokens=new, seed=number)
     context = WireContext(
-        tokens=WireTokens(tokens), max_length=PROMPT + new, sampling=sampling, eos_token_ids=[2]
+        tokens=WireTokens(tokens), max_length=prompt + new, sampling=sampling, eos_token_ids=[2]
     )
     return Submit(request_id=str(number), context=context)
 
