@@ -332,6 +332,7 @@ def kinds_of_load() -> Iterator[tuple[str, bytes, int, bool]]:
     short = {**ids, "max_tokens": 4}
     for at_once in (1, 16, 64):
         yield f"request of ids, {at_once} at a time", _completion(short), at_once, False
+    yield "whole answer of 100, 16 at a time", _completion({**ids, "max_tokens": 100}), 16, False
     streamed = {**short, "stream": True}
     yield "stream of ids, 16 at a time", _completion(streamed), 16, False
     for streams in (1, 16, 64):

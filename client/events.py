@@ -32,6 +32,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_retries: int = 0
     gateway: str = ""
     traceparent: str = ""
+    whole: bool = False
 
 
 # --------------------------------------------------------------------------------- events

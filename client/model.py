@@ -336,6 +336,8 @@ def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> R
         max_retries=options.get("max_retries", 0),
         gateway=options.get("gateway", ""),
         traceparent=options.get("traceparent", ""),
+        # A stop text may end the request here, so its tokens must come at once.
+        whole=options.get("whole", False) and not wire.sampling.stop,
     )
 
 

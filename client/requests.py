@@ -271,6 +271,7 @@ class Request:
             serial=self.serial,
             gateway=spec.gateway,
             traceparent=spec.traceparent,
+            whole=spec.whole,
         )
 
     def _resume(self, now: float) -> Resume:

@@ -159,6 +159,7 @@ async def _respond(
     if body.stream_options is not None and not body.stream:
         raise ParameterError("stream_options needs stream: true", "stream_options")
     options = options_of(body) | origin_of(request) | target_of(request)
+    options["whole"] = not body.stream
     number = body.n or 1
     if len(starts) * number > MAX_PROMPTS:
         text = f"{len(starts)} prompts with n={number} are {len(starts) * number} answers"

@@ -219,6 +219,7 @@ class ClientMessages:
             self._refuse(identity, key, request_id, error)
             self._stories.refused(key, message, identity, self._owner(identity), error, now)
             return
+        request.whole = message.whole
         self._attach(identity, request)
         self._lifecycle.start(request, now)
 

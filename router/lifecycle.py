@@ -348,10 +348,13 @@ class Lifecycle:
         """Send the terminal, and repeat it until it is acknowledged."""
         client = request.client
         if client is not None and request.terminal is not None:
-            if not client.behind:
+            if client.behind:
+                if request.sent < 0:
+                    request.sent = request.next
+            elif request.sent >= 0:
+                self.resend(request, request.sent)
+            else:
                 self._out.append(ToClient(client.identity, request.terminal))
-            elif request.sent < 0:
-                request.sent = request.next
         self._table.repeat_later(request, now, NEVER)
 
     def drop_moved(self, request: Request, router: str, now: float) -> None:

@@ -103,6 +103,7 @@ class Record:
             deadline=self.deadline,
             pin=self.pin,
             fallback=self.fallback,
+            whole=self.max_new_tokens % 2 == 0,
         )
 
 

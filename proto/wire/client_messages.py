@@ -100,6 +100,7 @@ class Submit(Message, frozen=True, kw_only=True):
     serial: Word = 0  # number of the request at its client; distinguishes requests of one name
     gateway: Name = ""  # name of the gateway that sends it for an HTTP client
     traceparent: Name = ""  # trace that the request belongs to, as in W3C Trace Context
+    whole: bool = False  # after its first tokens, send the others with the terminal
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 

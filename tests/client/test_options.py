@@ -49,6 +49,7 @@ WRONG = {
     "pin": [*NO_TEXT, "", "maybe", "STRICT"],
     "fallback": ["yes", 0, 1, 1.0, [], object()],
     "show_text": ["yes", 0, 1, 1.0, [], object()],
+    "whole": ["yes", 0, 1, 1.0, [], object()],
     "max_retries": ["1", 1.5, True, -1, [1], math.nan],
     "request_id": [*NO_TEXT, "", LONG, "\ud800"],
     "log_probabilities": ["1", 1.0, True, -1, 21, [1], math.nan],

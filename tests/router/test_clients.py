@@ -482,6 +482,54 @@ def test_expired_work_is_never_started(bench):
     assert not [m for w in bench.workers for m in bench.take(w, Assign)]
 
 
+# ------------------------------------------------------------------ whole answers
+
+
+def test_a_whole_answer_comes_as_its_first_tokens_and_its_rest(bench):
+    _, decode = bench.pair()
+    key, _ = bench.run(whole=True)
+    decode.tokens(key, 10, 5)
+    for position in range(11, 15):
+        decode.tokens(key, position, position)
+    assert bench.streamed(key) == [(10, 5)]
+    decode.end(key, 15)
+    assert len(bench.take(b"client", Tokens)) == 2
+    bench.advance(2.0)  # repeats the terminal alone
+    assert len(bench.terminals(key)) > 1
+    assert not bench.take(b"client", Tokens)
+    bench.ack(key)
+    bench.assert_nothing_kept()
+
+
+def test_a_whole_answer_goes_on_after_a_lost_message_and_a_cancel(bench):
+    _, decode = bench.pair()
+    key, _ = bench.run(whole=True)
+    submitted = bench.one(b"client", Submitted)
+    decode.tokens(key, 10, 5)
+    decode.tokens(key, 11, 6, 7)
+    bench.take(b"client", Tokens)
+    bench.client(bench.resume_message(submitted, [5]))
+    assert bench.streamed(key) == [(11, 6), (12, 7)]
+    decode.tokens(key, 13, 8)
+    assert bench.streamed(key) == [(11, 6), (12, 7)]
+    bench.client(Cancel(request_id="r"))
+    assert bench.streamed(key) == [(11, 6), (12, 7), (13, 8)]
+    assert [t.status for t in bench.terminals(key)] == ["cancelled"]
+
+
+def test_a_slow_client_of_a_whole_answer_gets_it_when_it_reads_again(bench):
+    _, decode = bench.pair()
+    key, _ = bench.run(whole=True)
+    decode.tokens(key, 10, 5)
+    bench.feed(ClientFull(b"client"))
+    decode.tokens(key, 11, 6)
+    decode.end(key, 12)
+    assert bench.streamed(key) == [(10, 5)]
+    bench.feed(ClientWritable(b"client"))
+    assert bench.streamed(key) == [(10, 5), (11, 6)]
+    assert len(bench.terminals(key)) == 1
+
+
 # ------------------------------------------------------------------ slow clients
 
 
