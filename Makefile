@@ -39,7 +39,7 @@ JOBS ?= 3
 DEALT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test check test-all test-cluster test-compat test-cuda test-tools beside \
-	test-oracle test-deploy test-clients try-uvicorn test-third-party soak bench gpu-check gpu-bench gpu-wheels wheel clean lock
+	test-oracle test-deploy test-clients try-uvicorn test-mutants test-third-party soak bench gpu-check gpu-bench gpu-wheels wheel clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -108,6 +108,17 @@ test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (do
 	@$(RAY_BIN)/python -m compileall -q $(CURDIR)/src/baton/* # nobody, who runs them, cannot
 	tests/deploy_ray/in_namespaces $(RAY_BIN)/python -m pytest -q -p no:cacheprovider tests/deploy_ray $(ARGS)
 	$(RAY_BIN)/python -m pytest -q -m deploy --ignore tests/deploy_ray $(ARGS)
+
+SAMPLE ?= 100
+SEED ?= 1
+MUTANTS_VENV ?= .venv-mutants
+test-mutants: $(VENV)/.installed $(MUTANTS_VENV)/.installed  ## SAMPLE=100 SEED=1, how many small errors at random places the tests catch
+	$(MUTANTS_VENV)/bin/python tests/suite/mutants.py --python "$(abspath $(BIN))/python" \
+		--sample $(SAMPLE) --seed $(SEED) $(ARGS)
+
+$(MUTANTS_VENV)/.installed: | $(MUTANTS_VENV)/bin/python
+	@"$(MUTANTS_VENV)/bin/python" -m pip install $(PIP_QUIET) "cosmic-ray>=8.4"
+	@touch "$@"
 
 # Each client has an environment of its own. RECORD=1 writes tests/data/http anew.
 CLIENTS ?= openai_python openai_node litellm_client langchain_client instructor_client agents_client lm_eval \
@@ -178,7 +189,7 @@ $(WHEEL_VENV)/.installed: | $(WHEEL_VENV)/bin/python
 	@touch "$@"
 
 clean:  ## remove everything the other verbs made
-	rm -rf $(VENV) $(ORACLE_VENV) $(RAY_VENV) $(WHEEL_VENV) $(CLIENT_VENVS) build dist .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(ORACLE_VENV) $(RAY_VENV) $(WHEEL_VENV) $(CLIENT_VENVS) $(MUTANTS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis .coverage src/*.egg-info engine/kernels/_cpu*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
