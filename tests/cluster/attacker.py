@@ -180,6 +180,7 @@ class Flood:
 
 
 def main() -> None:
+    os.nice(19)  # a rogue has processors of its own: here it gets what the cluster leaves
     flood = Flood(msgspec.json.decode(sys.argv[1], type=Attack))
     print("begun", flush=True)
     flood.run()

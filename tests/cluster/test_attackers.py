@@ -20,13 +20,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
+from baton.runtime.keys.curve import apply_client_keys
+from baton.runtime.keys.identity_owners import key_tag
 from baton.runtime.keys.keyring import add_key, make_folder
 
 from ..processes import wait_until
 from .attacker import BATCH, Attack
 from .driver import Job, greedy
 from .reference import DATA, cases_of
+from .scan import keys_of
 from .test_keys import free_port, worker_address
 
 pytestmark = pytest.mark.cluster
@@ -35,8 +39,13 @@ MODEL = "llama_plain"
 STREAMS, LENGTH = 6, 200
 GAP_S = 3.0
 """Longest time that a stream may wait for its next token beyond the wait without rogues."""
+LONG_S = 45.0
+"""Seconds of the long form, in which rogues send as fast as they can."""
 ATTACK_S = 3.0
 """Seconds of the short form's floods."""
+CONNECTIONS = 400
+CONNECTION_BYTES = 256 << 10
+"""Memory that one connection may cost a router."""
 ROOT = Path(__file__).resolve().parents[2]
 RATE = 300.0
 """Messages per second of each rogue in the short form: two busy processors can serve as well."""
@@ -181,17 +190,20 @@ def test_claims_during_a_restart_lock_nobody_out(running, folder, victim):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_long_attack_delays_no_stream(running, folder):
-    """Tens of thousands of messages of each rogue. The machine must be idle otherwise."""
+    """Messages without a limit. The machine must be idle otherwise."""
     truth, calm = streamed(running)
     most = 0.0
     with attacked(attacks(running, folder, 1e9)) as reports:
-        for _ in range(8):
+        end, number = time.monotonic() + LONG_S, 0
+        while time.monotonic() < end:
+            number += 1
             tokens, longest = streamed(running)
             assert tokens == truth
             most = max(most, longest)
+            print(f"round {number}: longest wait {longest:.2f} s", flush=True)
     check(reports)
-    assert all(report["sent"] > 20_000 for report in reports), sums(reports)
-    assert most < calm + GAP_S, (most, calm)
+    assert all(report["sent"] > 5_000 for report in reports), sums(reports)
+    assert most <= GAP_S, (most, calm)
     print(f"longest wait {most:.2f} s, without rogues {calm:.2f} s, {sums(reports)}")
 
 
@@ -209,3 +221,44 @@ def check(reports: list[dict]) -> None:
 
 def sums(reports: list[dict]) -> list[tuple[int, dict]]:
     return [(report["sent"], report["heard"]) for report in reports]
+
+
+def test_many_connections_of_one_key_harm_nobody(running, folder):
+    """Each costs a descriptor and some memory, which come back when they close."""
+    truth, calm = streamed(running)
+    pid = running.pids()["router"]
+    before, worker = descriptors(pid), worker_address(running)
+    memory = resident(pid)
+    keys = keys_of(folder, "prefill@elsewhere", "router")
+    with zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, 2 * CONNECTIONS)
+        peers = []  # a socket without a reference is closed
+        for _ in range(CONNECTIONS):
+            peer = context.socket(zmq.DEALER)
+            peer.linger = 0
+            peer.routing_id = key_tag(keys.public) + os.urandom(8)
+            apply_client_keys(peer, keys)
+            peer.connect(worker)
+            peers.append(peer)
+        wait_until(lambda: descriptors(pid) >= before + CONNECTIONS, what="all connections")
+        tokens, longest = streamed(running)
+        grown, open_there = resident(pid) - memory, descriptors(pid) - before
+        context.destroy(linger=0)
+    assert tokens == truth
+    assert grown < CONNECTIONS * CONNECTION_BYTES
+    wait_until(lambda: descriptors(pid) <= before + 8, what="closed connections")
+    assert all_ready(running)
+    print(
+        f"{open_there} connections: {grown / open_there / 1024:.0f} KiB each, longest wait"
+        f" {longest:.2f} s, without them {calm:.2f} s"
+    )
+
+
+def descriptors(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process in memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
