@@ -167,6 +167,7 @@ class ClientMessages:
                 request.limit = min(request.deadline, now + window)
                 self._table.wake(request, request.retry_at, now)
 
+        self._queries.gone(event.identity)
         self._errors.each(self._clients.gone(event.identity), lose)
 
     def full(self, event: ClientFull, _now: float) -> None:

@@ -113,6 +113,14 @@ class Queries:
         for identity in self._drains.pop(worker_id, ()):
             self.answer(identity, Drained(worker=worker_id, message="drained"))
 
+    def gone(self, identity: bytes) -> None:
+        """Remove a lost connection from the clients that wait for a Drained."""
+        for worker_id, waiting in list(self._drains.items()):
+            if identity in waiting:
+                waiting.remove(identity)
+                if not waiting:
+                    del self._drains[worker_id]
+
     def answer(self, identity: bytes, message: Message) -> None:
         """Send an answer, unless the client reads too slowly."""
         client = self._clients.get(identity)

@@ -643,6 +643,22 @@ def test_drain_gives_no_new_work_and_tells_the_operator_when_done(served):
     )
 
 
+def test_a_drain_is_confirmed_to_the_operators_who_asked_and_are_connected(served):
+    """Each drain of a name is its own: earlier askers get nothing from the next one."""
+    for operator in (b"left", b"first"):
+        served.client(Drain(worker="decode-0"), operator)
+    served.client_gone(b"left")
+    served.workers[1].say(Drained(worker="decode-0"))
+    assert [m.message for m in served.take(b"left", Drained)] == ["draining"]
+    assert [m.message for m in served.take(b"first", Drained)] == ["draining", "drained"]
+    served.workers[1].gone()
+    again = served.join("decode", 0)
+    served.client(Drain(worker="decode-0"), b"second")
+    again.say(Drained(worker="decode-0"))
+    assert [m.message for m in served.take(b"second", Drained)] == ["draining", "drained"]
+    assert served.take(b"first", Drained) == []
+
+
 def test_who_can_be_drained_is_said_in_one_line(served):
     served.client(Drain(worker="nobody"), b"operator")
     answer = served.one(b"operator", Drained)
