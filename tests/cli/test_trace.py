@@ -94,6 +94,7 @@ def test_a_perfetto_file_has_a_process_per_worker_and_nested_slices():
     content = json.loads(json.dumps(content))
     assert content.keys() == {"traceEvents", "displayTimeUnit"}
     names: dict[int, str] = {}
+    shown: dict[tuple[int, int], str] = {}
     threads: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for event in content["traceEvents"]:
         assert {"name", "ph", "pid", "tid", "args"} <= event.keys()
@@ -102,12 +103,17 @@ def test_a_perfetto_file_has_a_process_per_worker_and_nested_slices():
         if event["ph"] == "M":
             if event["name"] == "process_name":
                 names[event["pid"]] = event["args"]["name"]
+            else:
+                shown[event["pid"], event["tid"]] = event["args"]["name"]
             continue
         assert event["ph"] == "X"
         assert event["dur"] >= 0
         threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     assert sorted(names.values()) == ["decode-0", "prefill-0", "router-0"]
     assert {pid for pid, _ in threads} == names.keys()
+    assert shown.keys() == threads.keys()
+    requests = ["chatcmpl-mine", "chatcmpl-mine transfer", "other", "other transfer"]
+    assert sorted(set(shown.values())) == requests
     for slices in threads.values():
         check_stack(slices)
     first = min(start for slices in threads.values() for start, _ in slices)

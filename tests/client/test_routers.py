@@ -85,6 +85,16 @@ def test_a_silent_router_is_left_sooner_than_the_only_one():
     assert moves(single.later(1.7)) == []
 
 
+@pytest.mark.parametrize(
+    ("addresses", "step", "left"),
+    [((A,), 1.0, [A]), ((A,), 3.1, []), ((A, B), 0.4, [B]), ((A, B), 1.6, [])],
+)
+def test_a_late_tick_excuses_a_router_only_if_it_is_as_late_as_a_suspension(addresses, step, left):
+    """A client with several routers has shorter limits for both."""
+    bench = opened(*addresses)
+    assert moves(bench.later(4.0, step))[:1] == left
+
+
 def test_a_router_that_answers_pings_is_not_left():
     bench = opened(A, B)
     for _ in range(60):

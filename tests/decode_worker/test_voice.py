@@ -95,6 +95,18 @@ def test_each_chunk_comes_with_the_token_that_completes_it(count):
     assert reader.media == expected(tokens)
 
 
+def test_a_chunk_whose_frames_are_just_complete_does_not_wait_for_the_end():
+    """At the end of the stream, the first chunk has just the frames that it needs."""
+    audio = [101, 111, 121, 131, 141, 151, 161] * (1 + CODEC.reach)
+    tokens = [*audio, 5, 5]
+    voice, reader = Voice(CODEC, FIRST, tokens), Reader()
+    voice.seek(FIRST)
+    voice.status = END
+    pump(voice, reader)
+    assert (reader.tokens, reader.media) == (tokens, expected(tokens))
+    assert min(reader.media) == FIRST + len(audio) - 1
+
+
 def test_tokens_before_the_completing_one_do_not_wait_for_the_codec():
     tokens = stream(200)
     voice, reader, late = Voice(CODEC, FIRST, tokens[:1]), Reader(), []

@@ -117,6 +117,15 @@ def test_a_heartbeat_without_a_turn_of_the_clock_is_no_sign_of_life():
     assert found == [("router", 30)]
 
 
+def test_quiet_is_the_time_since_the_last_heartbeat():
+    hangs = begun()
+    assert hangs.quiet("decode-0", 100.0) is None
+    for second in (100.0, 103.0, 107.0):
+        hangs.alive("decode-0", second)
+    assert hangs.quiet("decode-0", 109.0) == 2.0
+    assert hangs.quiet("router", 109.0) is None
+
+
 def test_a_router_that_shows_life_never_hangs():
     hangs = begun()
     watch(hangs, 0, 2, SEEN)

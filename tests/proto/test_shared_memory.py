@@ -228,6 +228,12 @@ def test_a_file_that_no_encoder_made_is_refused(store, planted, owned, copy):
             msgpack_numpy_decoder(np.ndarray, copy=copy)(named(name))
 
 
+def test_threshold_zero_puts_every_array_with_content_into_shared_memory(store):
+    message = encode(ARRAY[:1, :1], 0)
+    assert msgspec.msgpack.decode(message)["__shm__"]
+    assert np.array_equal(decode(message), ARRAY[:1, :1])
+
+
 def test_a_name_is_good_for_its_own_size_and_owner_alone(store):
     name = msgspec.msgpack.decode(encode(ARRAY))["name"]
     for shape in ((50, 99), (50, 101)):
@@ -255,9 +261,11 @@ def test_a_segment_that_somebody_changed_is_refused(store, change):
     else:
         path.unlink()
         path.symlink_to("/etc/hostname") if change == "link" else os.mkfifo(path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for codec in (decode, view):
         with pytest.raises(DecodeFailed):
             codec(named(name))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_small_message_cannot_take_much_memory(store, monkeypatch):

@@ -135,6 +135,18 @@ def test_a_submit_goes_above_what_workers_report(bench):
     assert bench.one(prefill, Assign).attempt == 3
 
 
+def test_tokens_of_a_resume_are_checked_once_the_model_is_known(bench, submitted):
+    """A new router without workers has no model yet, so it accepts what any model may have."""
+    bench.client(bench.resume_message(submitted, [7, 1000]))
+    assert bench.terminals(KEY) == []
+    prefill, _ = bench.pair()
+    bench.deny(KEY)
+    bench.advance(5.0)
+    end = bench.terminals(KEY)[0]
+    assert (end.code, end.message) == ("input", "an emitted token id is outside 0 to 999")
+    assert not bench.take(prefill, Assign)
+
+
 def test_a_worker_that_joins_with_the_same_attempt_is_no_holder(bench):
     prefill = bench.join("prefill")
     bench.join("decode", 0)

@@ -93,6 +93,8 @@ def test_a_story_has_tokens_times_workers_and_the_handoff(bench):
         assert (attempt["prefill"], attempt["decode"]) == ("prefill-0", "decode-0")
         assert attempt["handoff"]["transport"] == "shm"
         assert attempt["handoff"]["bytes_sent"] == 4096
+        assert attempt["handoff"]["seconds"] == 1.25
+        assert attempt["handoff"]["reported_s"] == near(1.75)
         # The report came 0.25 s later than the worker's own times explain: half of it each way.
         assert attempt["prefill_times"]["received_s"] == near(0.125)
         assert attempt["prefill_times"]["granted_s"] == near(0.625)

@@ -74,6 +74,19 @@ def test_failures_and_bugs_are_counted_and_the_thread_goes_on():
     assert exporter.sent == 0
 
 
+def test_a_failing_collector_is_logged_once_until_it_takes_spans_again(capfd):
+    answers = iter([False, False, True, False])
+    exporter = SpanExporter(lambda one: [one] * BATCH_SPANS, lambda _: next(answers))
+    for _ in range(4):
+        exporter.put(span())
+    exporter.start()
+    exporter.close(60)
+    assert exporter.sent == BATCH_SPANS
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all("spans.not_sent" in line and str(BATCH_SPANS) in line for line in lines)
+
+
 def test_urls():
     for endpoint in ("http://c:4318", "http://c:4318/", "http://c:4318/v1/traces"):
         assert traces_url(endpoint) == "http://c:4318/v1/traces"
