@@ -13,6 +13,7 @@ the user.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -293,14 +294,16 @@ class Tokenizer:
         return self._core.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token in a byte-level vocabulary; empty for an unknown id."""
+        """Return the bytes that a token stands for inside a text; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             try:
                 token = self._core.id_to_token(token_id) if token_id >= 0 else None
             except TokenizerFailed as error:
                 raise CheckpointError(f"the model's tokenizer cannot decode: {error}") from None
-            known = self._bytes[token_id] = _bytes_of(token or "")
+            is_spelled = not self.is_byte_level and token not in self.added_tokens
+            spelled = _piece_bytes if is_spelled else _bytes_of
+            known = self._bytes[token_id] = spelled(token or "")
         return known
 
     # ------------------------------------------------------------------------- chats
@@ -372,6 +375,15 @@ def _bytes_of(token: str) -> bytes:
         return bytes([table[char] for char in token])
     except KeyError:  # an added token with other characters is plain text
         return token.encode()
+
+
+def _piece_bytes(token: str) -> bytes:
+    """Undo SentencePiece's spelling: a lower block for a space, and bytes in hexadecimal."""
+    byte = _BYTE_PIECE.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _fill_byte_table() -> dict[str, int]:

@@ -251,3 +251,12 @@ def test_importing_text_loads_neither_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stdout.strip() == b"0"
+
+
+@pytest.mark.parametrize("text", ["Hello world", "two  spaces", "naïve 漢字 🙂", "<0x41> ▁", ""])
+def test_the_bytes_of_pieces_make_the_text(sentencepiece, text):
+    """Log-probabilities show each token as the text and the bytes that it stands for."""
+    ids = sentencepiece.encode(text, add_special_tokens=False)
+    pieces = [sentencepiece.token_bytes(int(one)) for one in ids]
+    assert b"".join(pieces).removeprefix(b" ") == text.replace("▁", " ").encode()
+    assert sentencepiece.token_bytes(1) == b"<s>"
