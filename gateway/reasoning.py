@@ -53,7 +53,7 @@ class ReasoningSplitter:
         held, self._held = self._held, ""
         if self._state is _State.REASONING:
             return held if self._began else held.lstrip(), ""
-        return "", "" if self._state is _State.AFTER else held
+        return "", held
 
     def _find_open(self) -> None:
         text = self._held.lstrip()

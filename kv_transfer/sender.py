@@ -59,7 +59,6 @@ class Sender:
         self._live: dict[Key, Handoff] = {}
         self._by_grant: dict[tuple[str, GrantRef], Key] = {}  # a grant is unique per endpoint only
         self._arrived: dict[str, float] = {}  # by endpoint: last time a frame was known to arrive
-        self.stale = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -166,7 +165,6 @@ class Sender:
         key = (message.request, message.attempt)
         handoff = self._live.get(key)
         if handoff is None or handoff.endpoint != endpoint:
-            self.stale += 1
             release = Release(
                 request=key[0], attempt=key[1], grant=message.grant, incarnation=self._incarnation
             )
@@ -379,7 +377,4 @@ class Sender:
 
     def _of(self, endpoint: str, grant: GrantRef) -> Handoff | None:
         key = self._by_grant.get((endpoint, grant))
-        if key is None:
-            self.stale += 1
-            return None
-        return self._live.get(key)
+        return None if key is None else self._live.get(key)
