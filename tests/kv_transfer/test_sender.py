@@ -45,14 +45,16 @@ KEY = (REQUEST, 1)
 REF = GrantRef(77, 0, 0)
 ENDPOINT = "ipc://d"
 BIG = 1 << 30
+T = 1000.0
+"""When the handoffs start: a clock at 0 would hide a time taken for a duration."""
 
 
 def started(credit: int = BIG, cached: int = 0, tokens: int = 10, frame_bytes: int = 128):
     sender = make_sender(frame_bytes)
-    (first,) = sender.start(ENDPOINT, 0, reserve(tokens), 0.0)
+    (first,) = sender.start(ENDPOINT, 0, reserve(tokens), T)
     assert isinstance(first.message, Reserve)
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=cached, credit=credit)
-    assert sender.on_grant(ENDPOINT, grant, 0.0) == [Granted(KEY, cached)]
+    assert sender.on_grant(ENDPOINT, grant, T) == [Granted(KEY, cached)]
     return sender
 
 
@@ -60,7 +62,7 @@ def frames(outputs) -> list:
     return [o.frame for o in outputs if isinstance(o, SendFrame)]
 
 
-def pack(sender, outputs, now: float = 0.0) -> list:
+def pack(sender, outputs, now: float = T) -> list:
     """Do what the shell does until nothing is left to pack."""
     done = []
     for output in outputs:
@@ -88,9 +90,9 @@ def cells(found) -> np.ndarray:
 @pytest.mark.parametrize("cached", [0, 4, 8])
 def test_frames_cover_every_uncached_cell_once(frame_bytes, cached):
     sender = started(cached=cached, frame_bytes=frame_bytes)
-    found = frames(sender.ready(KEY, layer_end=1, token_end=6, last=False, now=0.0))
-    found += frames(sender.ready(KEY, layer_end=2, token_end=6, last=False, now=0.0))
-    found += frames(sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    found = frames(sender.ready(KEY, layer_end=1, token_end=6, last=False, now=T))
+    found += frames(sender.ready(KEY, layer_end=2, token_end=6, last=False, now=T))
+    found += frames(sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T))
     covered = cells(found)
     assert (covered[:, cached // 4 :] == 1).all()
     assert (covered[:, : cached // 4] == 0).all()
@@ -113,26 +115,24 @@ def test_only_what_travels_is_cut_for_overlap(tokens, shared, sizes):
     """1.5 to 24 MiB in KiB a frame: small layers travel together."""
     layout = KVLayout(num_layers=12, num_kv_heads=4, head_dim=64, block_size=16)
     sender = Sender(2, layout, SenderConfig())
-    sender.start(ENDPOINT, 0, reserve(tokens), 0.0, shared=shared)
+    sender.start(ENDPOINT, 0, reserve(tokens), T, shared=shared)
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=BIG)
-    sender.on_grant(ENDPOINT, grant, 0.0)
-    found = frames(sender.ready(KEY, layer_end=12, token_end=tokens, last=True, now=0.0))
+    sender.on_grant(ENDPOINT, grant, T)
+    found = frames(sender.ready(KEY, layer_end=12, token_end=tokens, last=True, now=T))
     assert [frame.nbytes >> 10 for frame in found] == sizes
 
 
 def test_a_partial_block_waits_for_the_prompts_end():
     sender = started()
-    assert (
-        cells(frames(sender.ready(KEY, layer_end=2, token_end=7, last=False, now=0.0))).sum() == 2
-    )
+    assert cells(frames(sender.ready(KEY, layer_end=2, token_end=7, last=False, now=T))).sum() == 2
 
 
 def test_nothing_is_sent_beyond_credit_and_commit_waits_for_all_frames():
     sender = started(credit=LAYOUT.block_bytes * 2, frame_bytes=LAYOUT.block_bytes)
-    out = pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    out = pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T))
     assert len(frames(out)) == 2
-    assert sender.finish(KEY, maker, 0.0) == []
-    out = pack(sender, sender.on_credit(ENDPOINT, Credit(grant=REF, credit=BIG), 0.0))
+    assert sender.finish(KEY, maker, T) == []
+    out = pack(sender, sender.on_credit(ENDPOINT, Credit(grant=REF, credit=BIG), T))
     assert len(frames(out)) == 4
     assert isinstance(out[-1], Send)
     assert isinstance(out[-1].message, Commit)
@@ -142,33 +142,33 @@ def test_nothing_is_sent_beyond_credit_and_commit_waits_for_all_frames():
 
 def committed_sender():
     sender = started()
-    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
-    (send,) = sender.finish(KEY, maker, 0.0)
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T))
+    (send,) = sender.finish(KEY, maker, T)
     return sender, send.message
 
 
 def test_done_reports_what_was_sent_and_received():
     sender, message = committed_sender()
     answer = Committed(request=REQUEST, attempt=1, grant=REF, bytes=message.bytes, frames=3)
-    (done,) = sender.on_committed(answer, 0.5)
+    (done,) = sender.on_committed(answer, T + 0.5)
     assert isinstance(done, Done)
     assert done.bytes_sent == done.bytes_received == message.bytes
     assert done.seconds == 0.5
     assert len(sender) == 0
-    assert sender.on_committed(answer, 0.6) == []
+    assert sender.on_committed(answer, T + 0.6) == []
 
 
 def test_unanswered_messages_are_repeated_with_growing_pauses():
     sender = make_sender()
-    (first,) = sender.start(ENDPOINT, 0, reserve(), 0.0)
-    assert sender.tick(0.1) == []
-    (again,) = sender.tick(0.25)
+    (first,) = sender.start(ENDPOINT, 0, reserve(), T)
+    assert sender.tick(T + 0.1) == []
+    (again,) = sender.tick(T + 0.25)
     assert again.message.serial == first.message.serial
     assert again.message.deadline == 60.0 - 0.25
-    assert sender.tick(0.4) == []
-    assert len(sender.tick(0.7)) == 1
+    assert sender.tick(T + 0.4) == []
+    assert len(sender.tick(T + 0.7)) == 1
     sender, message = committed_sender()
-    (again,) = sender.tick(0.3)
+    (again,) = sender.tick(T + 0.3)
     assert again.message.digest == message.digest
 
 
@@ -183,12 +183,12 @@ def test_refused_frames_are_sent_again_and_committed_again():
         credit=BIG,
         round=1,
     )
-    out = pack(sender, sender.on_refused(refused, 0.1))
+    out = pack(sender, sender.on_refused(refused, T + 0.1))
     assert [f.index for f in frames(out)] == [1]
     assert isinstance(out[-1].message, Commit)
     assert out[-1].message.bytes == message.bytes
     answer = Committed(request=REQUEST, attempt=1, grant=REF, bytes=message.bytes, frames=3)
-    (done,) = sender.on_committed(answer, 0.5)
+    (done,) = sender.on_committed(answer, T + 0.5)
     assert done.resent == 1
     assert done.bytes_sent == message.bytes
 
@@ -199,18 +199,18 @@ def test_refused_frames_wait_for_credit_the_other_side_has_written_off():
         request=REQUEST, attempt=1, grant=REF, code="frames_missing", frames=[1], credit=BIG,
         counted=BIG, round=1,
     )  # fmt: skip
-    assert frames(pack(sender, sender.on_refused(refused, 0.1))) == []
+    assert frames(pack(sender, sender.on_refused(refused, T + 0.1))) == []
     sender.check_integrity()
-    out = pack(sender, sender.on_credit(ENDPOINT, Credit(grant=REF, credit=BIG + 128), 0.2))
+    out = pack(sender, sender.on_credit(ENDPOINT, Credit(grant=REF, credit=BIG + 128), T + 0.2))
     assert [f.index for f in frames(out)] == [1]
 
 
 def test_a_wrong_count_cannot_exceed_the_credit():
     sender = make_sender()
-    sender.start(ENDPOINT, 0, reserve(), 0.0)
+    sender.start(ENDPOINT, 0, reserve(), T)
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=256, counted=BIG)
-    sender.on_grant(ENDPOINT, grant, 0.0)
-    assert frames(sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0)) == []
+    sender.on_grant(ENDPOINT, grant, T)
+    assert frames(sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T)) == []
     sender.check_integrity()
 
 
@@ -225,8 +225,8 @@ def test_a_refusal_said_again_asks_for_nothing():
         credit=BIG,
         round=1,
     )
-    pack(sender, sender.on_refused(refused, 0.1))
-    assert sender.on_refused(refused, 0.2) == []
+    pack(sender, sender.on_refused(refused, T + 0.1))
+    assert sender.on_refused(refused, T + 0.2) == []
 
 
 def test_repeated_frames_keep_to_the_credit():
@@ -236,50 +236,51 @@ def test_repeated_frames_keep_to_the_credit():
     )
     first = message.bytes // message.frames
     sender._of(ENDPOINT, REF).credit = message.bytes
-    out = pack(sender, sender.on_refused(refused, 0.1))
+    out = pack(sender, sender.on_refused(refused, T + 0.1))
     assert not frames(out)
     out = pack(
-        sender, sender.on_credit(ENDPOINT, Credit(grant=REF, credit=message.bytes + 2 * first), 0.2)
+        sender,
+        sender.on_credit(ENDPOINT, Credit(grant=REF, credit=message.bytes + 2 * first), T + 0.2),
     )
     assert len(frames(out)) == 2
 
 
 def test_a_lost_credit_is_asked_for_by_repeating_the_reserve():
     sender = started(credit=LAYOUT.block_bytes, frame_bytes=LAYOUT.block_bytes)
-    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
-    (again,) = sender.tick(0.3)
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T))
+    (again,) = sender.tick(T + 0.3)
     assert isinstance(again.message, Reserve)
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=BIG)
-    assert len(frames(pack(sender, sender.on_grant(ENDPOINT, grant, 0.4)))) == 5
-    assert sender.tick(9.0) == []
+    assert len(frames(pack(sender, sender.on_grant(ENDPOINT, grant, T + 0.4)))) == 5
+    assert sender.tick(T + 9.0) == []
 
 
 def test_a_peer_without_credit_is_waited_for_as_long_as_it_answers():
     sender = started(credit=LAYOUT.block_bytes, frame_bytes=LAYOUT.block_bytes)
-    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T))
     size = LAYOUT.block_bytes
     grant = Grant(
         request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=size, counted=size
     )  # all that was sent has arrived
     for second in range(1, 20):
-        assert isinstance(sender.tick(second)[0], Send)
-        assert sender.on_grant(ENDPOINT, grant, second + 0.1) == []
-    assert [isinstance(o, Failed) for o in sender.tick(30.0)] == [False, True]
+        assert isinstance(sender.tick(T + second)[0], Send)
+        assert sender.on_grant(ENDPOINT, grant, T + second + 0.1) == []
+    assert [isinstance(o, Failed) for o in sender.tick(T + 30.0)] == [False, True]
 
 
 def test_a_peer_that_answers_while_no_frame_arrives_is_given_up():
     size = LAYOUT.block_bytes
     sender = started(credit=size, frame_bytes=size)
-    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T))
     for tenth in range(1, 30):
         counted = tenth // 6 * size  # frames written off as lost get new credit
         grant = Grant(
             request=REQUEST, attempt=1, grant=REF, cached_tokens=0,
             credit=counted + size, counted=counted, arrived=0,
         )  # fmt: skip
-        assert not any(isinstance(o, Failed) for o in sender.tick(tenth / 10))
-        sender.on_grant(ENDPOINT, grant, tenth / 10)
-    (failed,) = [o for o in sender.tick(3.3) if isinstance(o, Failed)]
+        assert not any(isinstance(o, Failed) for o in sender.tick(T + tenth / 10))
+        sender.on_grant(ENDPOINT, grant, T + tenth / 10)
+    (failed,) = [o for o in sender.tick(T + 3.3) if isinstance(o, Failed)]
     assert failed.lost_peer
 
 
@@ -287,29 +288,29 @@ def test_frames_of_another_handoff_that_arrive_keep_one_waiting():
     """They share a connection: its own frames may follow those."""
     size = LAYOUT.block_bytes
     sender = started(credit=size, frame_bytes=size)
-    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    pack(sender, sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T))
     other = msgspec.structs.replace(reserve(10), request=b"o" * 16)
-    sender.start(ENDPOINT, 0, other, 0.0)
+    sender.start(ENDPOINT, 0, other, T)
     ref = GrantRef(77, 1, 0)
     grant = Grant(request=b"o" * 16, attempt=1, grant=ref, cached_tokens=0, credit=size)
-    sender.on_grant(ENDPOINT, grant, 0.0)
-    sender.ready((b"o" * 16, 1), layer_end=2, token_end=10, last=True, now=0.0)
+    sender.on_grant(ENDPOINT, grant, T)
+    sender.ready((b"o" * 16, 1), layer_end=2, token_end=10, last=True, now=T)
     for second in range(1, 6):
-        sender.on_credit(ENDPOINT, Credit(grant=ref, credit=(second + 1) * size), second)
-        assert not any(isinstance(o, Failed) for o in sender.tick(second + 0.5))
+        sender.on_credit(ENDPOINT, Credit(grant=ref, credit=(second + 1) * size), T + second)
+        assert not any(isinstance(o, Failed) for o in sender.tick(T + second + 0.5))
 
 
 def test_time_spent_computing_is_no_silence():
     sender = started(credit=0, frame_bytes=LAYOUT.block_bytes)
-    sender.ready(KEY, layer_end=2, token_end=10, last=True, now=100.0)
-    assert sender.tick(100.1) == []
+    sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T + 100.0)
+    assert sender.tick(T + 100.1) == []
 
 
 def test_a_replaced_grant_fails_the_handoff():
     sender = started()
     other = GrantRef(REF.incarnation, REF.slot, REF.generation + 1)
     grant = Grant(request=REQUEST, attempt=1, grant=other, cached_tokens=0, credit=BIG)
-    outputs = sender.on_grant(ENDPOINT, grant, 0.1)
+    outputs = sender.on_grant(ENDPOINT, grant, T + 0.1)
     assert isinstance(outputs[-1], Failed)
     assert isinstance(outputs[0].message, Release)
 
@@ -317,12 +318,12 @@ def test_a_replaced_grant_fails_the_handoff():
 def test_a_grant_nobody_waits_for_is_given_back():
     sender = make_sender()
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=BIG)
-    (send,) = sender.on_grant(ENDPOINT, grant, 0.0)
+    (send,) = sender.on_grant(ENDPOINT, grant, T)
     assert (send.endpoint, send.message.grant) == (ENDPOINT, REF)
     assert isinstance(send.message, Release)
     started = make_sender()
-    started.start(ENDPOINT, 0, reserve(), 0.0)
-    (send,) = started.on_grant("ipc://elsewhere", grant, 0.0)
+    started.start(ENDPOINT, 0, reserve(), T)
+    (send,) = started.on_grant("ipc://elsewhere", grant, T)
     assert send.endpoint == "ipc://elsewhere"
 
 
@@ -334,33 +335,33 @@ def test_a_revoked_grant_nobody_knows_is_fenced():
 def test_final_refusal_fails_the_handoff():
     sender, _ = committed_sender()
     refused = Refused(request=REQUEST, attempt=1, grant=REF, code="handoff_failed", message="no")
-    outputs = sender.on_refused(refused, 0.1)
+    outputs = sender.on_refused(refused, T + 0.1)
     assert outputs[-1] == Failed(KEY, "handoff_failed", "no", lost_peer=False)
     assert len(sender) == 0
 
 
 def test_busy_ends_the_handoff():
     sender = make_sender()
-    sender.start(ENDPOINT, 0, reserve(), 0.0)
+    sender.start(ENDPOINT, 0, reserve(), T)
     assert sender.on_busy(Busy(request=REQUEST, attempt=1, retry_after=0.3)) == [Refusal(KEY, 0.3)]
     assert len(sender) == 0
 
 
 def test_release_is_repeated_until_confirmed():
     sender = started()
-    (send,) = sender.release(KEY, 0.0)
+    (send,) = sender.release(KEY, T)
     assert isinstance(send.message, Release)
-    assert sender.release(KEY, 0.0) == []
-    assert sender.tick(0.2) == [send]
+    assert sender.release(KEY, T) == []
+    assert sender.tick(T + 0.2) == [send]
     assert sender.on_gone(*KEY) == [Gone(KEY)]
-    assert sender.release(KEY, 1.0) == [Gone(KEY)]
+    assert sender.release(KEY, T + 1.0) == [Gone(KEY)]
 
 
 def test_release_that_crosses_committed_is_gone_too():
     sender, message = committed_sender()
-    sender.release(KEY, 0.0)
+    sender.release(KEY, T)
     answer = Committed(request=REQUEST, attempt=1, grant=REF, bytes=message.bytes, frames=3)
-    assert sender.on_committed(answer, 0.1) == [Gone(KEY)]
+    assert sender.on_committed(answer, T + 0.1) == [Gone(KEY)]
 
 
 def test_stale_grant_fails_the_handoff():
@@ -380,22 +381,22 @@ def test_dead_peer_fails_its_handoffs_only():
 
 def test_a_transfer_without_credit_is_given_up():
     sender = started(credit=0)
-    sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0)
-    assert isinstance(sender.tick(1.0)[0], Send)
-    assert any(isinstance(o, Failed) for o in sender.tick(10.0))
+    sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T)
+    assert isinstance(sender.tick(T + 1.0)[0], Send)
+    assert any(isinstance(o, Failed) for o in sender.tick(T + 10.0))
 
 
 def test_a_transfer_that_waits_for_compute_needs_no_timer():
     sender = started()
     assert sender.next_timer() is None
-    assert sender.tick(1e6) == []
+    assert sender.tick(T + 1e6) == []
 
 
 def test_an_unanswered_reserve_ends_with_its_deadline():
     sender = make_sender()
-    sender.start(ENDPOINT, 0, reserve(deadline=1.0), 0.0)
-    sender.tick(0.9)
-    (failed,) = sender.tick(3.0)
+    sender.start(ENDPOINT, 0, reserve(deadline=1.0), T)
+    sender.tick(T + 0.9)
+    (failed,) = sender.tick(T + 3.0)
     assert isinstance(failed, Failed)
     assert failed.code == "worker_lost"
 
@@ -412,11 +413,11 @@ def test_a_frame_names_all_blocks_of_a_gpu_that_became_final():
     group = 8 * layout.blocks_for(8192) * layout.block_bytes
     for limit, count in ((1 << 40, 1), (16 << 20, group // (16 << 20))):
         sender = Sender(5, layout, SenderConfig())
-        sender.start(ENDPOINT, 0, reserve(8192), 0.0, limit, shared=True, fenced=True)
+        sender.start(ENDPOINT, 0, reserve(8192), T, limit, shared=True, fenced=True)
         grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=1 << 40)
-        sender.on_grant(ENDPOINT, grant, 0.0)
+        sender.on_grant(ENDPOINT, grant, T)
         for layer_end in (8, 16, 24, 32):
-            outputs = sender.ready(KEY, layer_end=layer_end, token_end=8192, last=True, now=0.0)
+            outputs = sender.ready(KEY, layer_end=layer_end, token_end=8192, last=True, now=T)
             assert len(frames(outputs)) == count
             assert sum(frame.nbytes for frame in frames(outputs)) == group
 
@@ -424,11 +425,11 @@ def test_a_frame_names_all_blocks_of_a_gpu_that_became_final():
 def being_read() -> Sender:
     """A handoff whose blocks the decode worker reads where they are."""
     sender = make_sender()
-    sender.start(ENDPOINT, 0, reserve(10), 0.0, shared=True, fenced=True)
+    sender.start(ENDPOINT, 0, reserve(10), T, shared=True, fenced=True)
     grant = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=BIG)
-    sender.on_grant(ENDPOINT, grant, 0.0)
+    sender.on_grant(ENDPOINT, grant, T)
     assert not sender.may_be_read(KEY)
-    assert frames(sender.ready(KEY, layer_end=2, token_end=10, last=True, now=0.0))
+    assert frames(sender.ready(KEY, layer_end=2, token_end=10, last=True, now=T))
     assert sender.may_be_read(KEY)
     return sender
 
@@ -440,19 +441,19 @@ def being_read() -> Sender:
         lambda s: s.on_gone(*KEY),
         lambda s: s.on_revoke(ENDPOINT, Revoke(grant=REF)),
         lambda s: s.unreachable(ENDPOINT, "no connection"),
-        lambda s: s.tick(1000.0),
+        lambda s: s.tick(T + 1000.0),
     ],
 )
 def test_blocks_that_are_read_stay_until_the_reader_has_said_that_it_does_not(fail):
     sender = being_read()
     credit = Grant(request=REQUEST, attempt=1, grant=REF, cached_tokens=0, credit=0)
-    sender.on_grant(ENDPOINT, credit, 0.0)
+    sender.on_grant(ENDPOINT, credit, T)
     sender._live[KEY].queue.append(sender._live[KEY].frames[0])  # waits for credit
     outputs = fail(sender)
     assert [type(o) for o in outputs if not isinstance(o, Send)] == [Failed]
     assert sender.may_be_read(KEY)
     for now in (1000.0, 2000.0, 1e6):  # long past the deadline
-        (again,) = sender.tick(now)
+        (again,) = sender.tick(T + now)
         assert isinstance(again.message, Release)
     assert sender.may_be_read(KEY)
     assert sender.on_gone(*KEY) == [Gone(KEY)]
@@ -461,7 +462,7 @@ def test_blocks_that_are_read_stay_until_the_reader_has_said_that_it_does_not(fa
 
 def test_blocks_of_a_dead_reader_are_free():
     sender = being_read()
-    sender.release(KEY, 0.0)
+    sender.release(KEY, T)
     assert sender.may_be_read(KEY)
     assert sender.peer_lost(ENDPOINT, "died", 999) == []
     assert sender.may_be_read(KEY)
