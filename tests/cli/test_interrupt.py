@@ -4,8 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
+
+import baton.cli.__main__ as entry
 
 LOADING = """
 import os, signal, sys
@@ -40,6 +43,34 @@ def test_an_interrupt_while_it_loads_is_silent(module):
     # A shell starts background processes with SIGINT ignored.
     ended = interrupted_at(module, lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("at_start", "handlers"),
+    [
+        (signal.default_int_handler, [entry._leave, signal.default_int_handler, entry._leave]),
+        (signal.SIG_IGN, [signal.SIG_IGN] * 3),
+    ],
+    ids=["heeded", "ignored"],
+)
+def test_only_the_command_itself_sees_an_interrupt(at_start, handlers, monkeypatch):
+    """The handler while the command is imported, while it runs, and afterwards."""
+    seen = []
+
+    class Command(ModuleType):
+        @property
+        def main(self):
+            seen.append(signal.getsignal(signal.SIGINT))
+            return lambda: seen.append(signal.getsignal(signal.SIGINT)) or 5
+
+    monkeypatch.setitem(sys.modules, "baton.cli.command", Command("command"))
+    before = signal.signal(signal.SIGINT, at_start)
+    try:
+        assert entry.main() == 5
+        seen.append(signal.getsignal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == handlers
 
 
 def test_it_stays_ignored_where_it_was():

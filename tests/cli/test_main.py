@@ -469,6 +469,17 @@ def test_demo_refuses_two_kinds_and_a_folder_without_use(options, error):
         demo.kind_of(build_parser().parse_args(["demo", *options.split()]))
 
 
+def test_demo_checks_the_model_before_it_starts_or_writes_anything(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "demo_flux_folder", lambda: tmp_path / "none")
+    monkeypatch.setattr(demo, "LocalCluster", lambda *_, **__: pytest.fail("a cluster was made"))
+    output = tmp_path / "pictures"
+    arguments = build_parser().parse_args(["demo", "--pictures", "--output", str(output)])
+    with pytest.raises(ConfigError, match="no model folder"):
+        demo.run(arguments)
+    assert capsys.readouterr().out == ""
+    assert not output.exists()
+
+
 def test_demo_timing_counts_from_the_start():
     timing = demo_steps.Timing(began=1.0)
     timing.count(0, 1.1)

@@ -12,6 +12,7 @@ from baton.engine.loading.model_config import (
 )
 from baton.engine.loading.tiled_config import MLLAMA
 from baton.engine.loading.vision_config import QWEN2_5_VL, QWEN3_VL
+from baton.proto.errors import CheckpointError
 
 PARSERS = {
     "BertModel": parse_bert_config,
@@ -95,6 +96,16 @@ def test_each_default(architecture, part, key):
         assert "config.json" in str(error) or key in str(error)
     else:
         assert changed != without
+
+
+@pytest.mark.parametrize(("positions", "side"), [(1, 1), (49, 7), (48, None), (50, None)])
+def test_the_positions_of_a_tower_are_a_square(positions, side):
+    raw = settings(QWEN3_VL, "vision_config", num_position_embeddings=positions)
+    if side is None:
+        with pytest.raises(CheckpointError, match="num_position_embeddings must be a square"):
+            parsed(QWEN3_VL, raw)
+    else:
+        assert parsed(QWEN3_VL, raw).vision.side == side
 
 
 def test_a_window_without_a_size_is_the_familys():

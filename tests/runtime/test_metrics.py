@@ -284,6 +284,15 @@ def test_only_ports_that_stay_in_use_are_a_warning(serve, monkeypatch, capfd):
 
 
 @pytest.mark.integration
+def test_a_connection_that_asks_for_nothing_is_closed(serve, monkeypatch):
+    monkeypatch.setattr(listener, "TIMEOUT_S", 0.05)
+    served = serve()
+    idle = socket.create_connection(("127.0.0.1", served.port), timeout=20)
+    with idle, contextlib.suppress(ConnectionError):
+        assert idle.recv(1) == b""
+
+
+@pytest.mark.integration
 def test_connections_are_limited(serve):
     served = serve()
     held = []
