@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import subprocess
@@ -12,13 +13,14 @@ import time
 import numpy as np
 import pytest
 
-from baton.client import Client
+from baton.client import AsyncClient, Client
+from baton.client.connection import Connection
 from baton.client.events import Ended, NewTokens, RequestSpec
 from baton.client.model import ModelCache
 from baton.proto import ConnectionLost, InputError, SamplingParams, TextContext
 from baton.proto.errors import DecodeFailed
 from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from baton.proto.wire.messages import ClientToRouter, Ping, Pong, Rejected
+from baton.proto.wire.messages import ClientToRouter, Describe, Ping, Pong, Rejected, Status
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.runtime.net.sockets import RouterChannel
 from baton.runtime.process.log_limit import INTERVAL_S
@@ -189,6 +191,30 @@ def test_calls_that_waited_for_a_failed_fetch_share_its_failure():
         pytest.fail("it waited for the first one and must not try again")
     with models.attempt(models.failures):
         pass  # a later call fetches again
+
+
+@pytest.mark.integration
+def test_the_model_is_fetched_once_for_all_calls_over_a_connection(cluster, monkeypatch):
+    asked, ask = [], Connection.ask
+
+    def counted(connection, query, timeout, sink):
+        asked.append(type(query))
+        ask(connection, query, timeout, sink)
+
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            await client.status()  # it is connected now
+            return [await client.model() for _ in range(3)]
+
+    monkeypatch.setattr(Connection, "ask", counted)
+    with Client(cluster.address) as client:
+        client.status()
+        found = [client.model() for _ in range(3)]
+    assert found == found[:1] * 3
+    found = asyncio.run(main())
+    assert found == found[:1] * 3
+    # Each client asks whether it knows the model, and then for the files.
+    assert asked == [Status, Describe, Describe] * 2
 
 
 @pytest.mark.integration

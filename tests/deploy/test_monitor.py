@@ -14,10 +14,15 @@ import pytest
 import zmq
 
 from baton.deploy.config import demo_model_folder
+from baton.deploy.controller import shell
 from baton.deploy.controller.shell import StatusMonitor
 from baton.deploy.plan.addresses import free_ports
+from baton.deploy.report import ClusterReport
+from baton.proto.wire.envelope import EnvelopeEncoder
+from baton.proto.wire.messages import StatusReport
 from baton.router.config import RouterConfig
 from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import RouterChannel
 
 pytestmark = pytest.mark.integration
 
@@ -93,6 +98,34 @@ def router(tmp_path):
     yield clients
     process.kill()
     process.wait()
+
+
+def test_a_connection_stays_while_reports_come_however_long(monkeypatch, tmp_path):
+    monkeypatch.setattr(shell, "POLL_INTERVAL", 0.01)
+    loop, context, now = Loop(), zmq.Context(), 1000.0
+    monkeypatch.setattr(loop, "now", lambda: now)
+    encoder, asked = EnvelopeEncoder(), []
+
+    def answer(identity: bytes, _frames: object) -> None:
+        asked.append(identity)
+        report = StatusReport(report=msgspec.json.encode(ClusterReport()))
+        router.send(identity, encoder.encode([report]))
+
+    def on_report(_report: object) -> None:
+        nonlocal now
+        now += 0.6 * shell.PATIENCE
+        if len(asked) > 5:
+            loop.stop()
+
+    router = RouterChannel(context, f"ipc://{tmp_path}/router")
+    router.attach(loop, answer)
+    monitor = StatusMonitor(loop, context, f"ipc://{tmp_path}/router", on_report)
+    loop.run()
+    monitor.close()
+    router.close()
+    context.destroy(linger=0)
+    loop.close()
+    assert len(set(asked)) == 1
 
 
 def test_a_router_answers_again_after_its_network_was_lost(router):

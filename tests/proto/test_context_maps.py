@@ -19,6 +19,7 @@ from baton.proto import (
     InputError,
     LimitExceeded,
     PixelContext,
+    RequestID,
     SamplingParams,
     TextAndVisionContext,
     TextContext,
@@ -350,6 +351,13 @@ def test_images_that_contradict_the_tokens_are_refused():
     decode(frames)
     with pytest.raises(DecodeFailed, match="filled"):
         decode(changed(frames, vision_token_ids=[11]))
+
+
+def test_what_a_map_of_a_picture_leaves_out_has_the_default_of_the_class():
+    whole = PixelContext(tokens=np.arange(5, dtype=np.int64), request_id=RequestID("r"))
+    message = msgspec.msgpack.decode(msgpack_numpy_encoder()(whole))
+    short = {name: message[name] for name in ("type", "tokens", "request_id")}
+    assert msgpack_numpy_decoder(PixelContext)(msgspec.msgpack.encode(short)) == whole
 
 
 def test_one_context_and_nothing_else():
