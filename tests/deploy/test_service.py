@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,13 @@ def manager(request, tmp_path, monkeypatch) -> Iterator[socket.socket]:
         yield receiver
 
 
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """A folder in which the paths of sockets have less than 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder:
+        yield folder
+
+
 def test_a_state_reaches_the_manager(manager):
     notify(READY)
     notify(STOPPING)
@@ -41,18 +49,9 @@ def test_without_a_manager_nothing_is_sent(monkeypatch, address):
 
 
 @pytest.mark.parametrize("manager", ["file"], indirect=True)
-def test_serve_is_ready_with_its_workers_and_says_when_it_stops(manager, tmp_path):
-    words = [
-        "serve",
-        "--no-http",
-        "--kv-memory",
-        "16MiB",
-        "--decode",
-        "1",
-        "--run-dir",
-        str(tmp_path),
-    ]
-    address = ["--address", f"ipc://{tmp_path}/c", "--admin", f"ipc://{tmp_path}/a"]
+def test_serve_is_ready_with_its_workers_and_says_when_it_stops(manager, tmp_path, short_folder):
+    words = ["serve", "--no-http", "--kv-memory=16MiB", "--decode=1", f"--run-dir={short_folder}"]
+    address = ["--address", f"ipc://{short_folder}/c", "--admin", f"ipc://{short_folder}/a"]
     log = tmp_path / "log"
     with log.open("w") as out:
         serve = subprocess.Popen(

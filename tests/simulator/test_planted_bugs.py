@@ -585,7 +585,7 @@ PLANTS = [
     (lost_connections_are_deaths, "cut-off", 3),
     (certificates_need_no_secret, "certificates-forged", 3),
     (drain_asked_once, "rolling-noise", 10),
-    (ends_are_kept_for_clients_that_never_come, "noise", 5),
+    (ends_are_kept_for_clients_that_never_come, "noise", 20),
     (orphans_have_no_time_of_grace, "orphans", 5),
     (what_is_given_back_while_its_request_waits_is_not_let_go, "drains", 10),
     (vectors_of_the_batch_mixed_up, CROWDED, 5),

@@ -59,7 +59,7 @@ FIGURES = {
     "raises-links": ["raised", "faults"],
     "rogue": ["rogue_heard Rejected", "rogue_heard Stale", "rogue_refused", "foreign_frames"],
     "rogue-failover": ["rogue_heard Adopt", "rogue_malformed"],
-    "rogue-greedy": ["surrendered", "replays"],
+    "rogue-greedy": ["surrendered"],
     "structured": ["grammars", "grammars_dropped", "preemptions", "replays"],
 }
 """The events that a scenario must contain to deserve its name."""

@@ -17,7 +17,7 @@ from baton.simulator.workers import Sizes
 SHAPE = Shape(
     prefill=1, decode=1, routers=2, clients=1, restart_s=9.0, sizes=Sizes(decode_blocks=600)
 )
-ANSWER = 1600
+ANSWER = 1601  # odd: the client asks for a stream, not for the whole answer
 PROMPT = [99]
 """The model's answer to it ends no earlier."""
 
