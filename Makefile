@@ -123,7 +123,7 @@ $(MUTANTS_VENV)/.installed: | $(MUTANTS_VENV)/bin/python
 # Each client has an environment of its own. RECORD=1 writes tests/data/http anew.
 CLIENTS ?= openai_python openai_node litellm_client langchain_client instructor_client agents_client lm_eval \
 	schemathesis aiperf guidellm
-test-clients: $(VENV)/.installed $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed)  ## OpenAI's clients and load generators against a gateway (downloads 3 GB; CLIENTS="openai_python ..." less)
+test-clients: $(VENV)/.installed $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed)  ## OpenAI's clients and load generators against a gateway (5 GB on the disk; CLIENTS="openai_python ..." less)
 	CLIENT_VENVS="$(abspath $(CLIENT_VENVS))" $(BIN)/python -m pytest -q -n 0 -m clients tests/cluster/test_clients.py $(ARGS)
 
 # The gateway extends private classes of uvicorn, so pyproject.toml has an upper bound.

@@ -122,7 +122,7 @@ class OwnErrors:
         self._send_rest()
 
     def _end(self, request: Request, lifecycle: Lifecycle, now: float) -> None:
-        """End a harmed request; drop the record of one that had ended before, if it is due."""
+        """End a harmed request. If it had ended before and is due, drop its record."""
         if request.state is State.FORGOTTEN or (request.done and now >= request.limit):
             self._drop(request)
             return

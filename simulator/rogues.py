@@ -1,4 +1,4 @@
-"""Rogues of a simulated cluster: processes with a valid key that send whatever its role may send.
+"""Rogues of a simulated cluster: processes with a valid key that send every message of its role.
 
 A rogue has seen every message of the cluster except secrets. It repeats them over its own
 connections, as they were or with other requests, attempts, incarnations, grants, proofs and
@@ -375,16 +375,26 @@ class Rogue(Node):
 # ---------------------------------------------------------------------- at the sockets
 
 
+def _decoded(
+    router: RouterNode,
+    decoder: EnvelopeDecoder[Any],
+    frames: list[Any],
+    rejected: Callable[[ProtocolError], ClientInputRejected | WorkerInputRejected],
+) -> list[Any]:
+    """Decode an envelope. A malformed one is fed to the router as rejected and has no message."""
+    try:
+        return list(decoder.decode(frames))
+    except ProtocolError as error:
+        router.cluster.stats["rogue_malformed"] += 1
+        router.feed(rejected(error))
+        return []
+
+
 def at_workers(
     router: RouterNode, identity: bytes, decoder: EnvelopeDecoder[Any], frames: list[Any]
 ) -> None:
     """Pass an envelope through the checks of a router's socket for workers."""
-    try:
-        messages = decoder.decode(frames)
-    except ProtocolError as error:
-        router.cluster.stats["rogue_malformed"] += 1
-        router.feed(WorkerInputRejected(identity, error))
-        return
+    messages = _decoded(router, decoder, frames, partial(WorkerInputRejected, identity))
     passed = []
     for message in messages:
         refused = refusal(identity, message)
@@ -393,24 +403,20 @@ def at_workers(
         else:
             router.cluster.stats["rogue_refused"] += 1
             router.feed(WorkerInputRejected(identity, refused))
-    router.feed(FromWorker(identity, passed))
+    if messages:
+        router.feed(FromWorker(identity, passed))
 
 
 def at_clients(
     router: RouterNode, identity: bytes, decoder: EnvelopeDecoder[Any], frames: list[Any]
 ) -> None:
     """Pass an envelope through the checks of a router's socket for clients."""
-    try:
-        messages = decoder.decode(frames)
-    except ProtocolError as error:
-        router.cluster.stats["rogue_malformed"] += 1
-        router.feed(ClientInputRejected(identity, error))
-        return
+    messages = _decoded(router, decoder, frames, partial(ClientInputRejected, identity))
     for message in messages:
         if isinstance(message, Submit):
             own = request_key(identity, message.request_id, message.serial)
             router.cluster.watcher.surrender(own)
-    if not client_refusals(ALLOWED.get(key_behind(identity)), messages):
+    if messages and not client_refusals(ALLOWED.get(key_behind(identity)), messages):
         router.feed(FromClient(identity, messages))
 
 
