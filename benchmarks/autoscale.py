@@ -15,10 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..deploy.autoscale.metrics import ROLES
-from ..deploy.autoscale.policy import Autoscaler
-from ..deploy.autoscale.settings import ScaleSettings
-from ..deploy.plan.bounds import Bounds
+from baton.deploy.autoscale.metrics import ROLES
+from baton.deploy.autoscale.policy import Autoscaler
+from baton.deploy.autoscale.settings import ScaleSettings
+from baton.deploy.plan.bounds import Bounds
+
 from .replay.cases import GOAL, SLOS, VARIATIONS, WHERE_ANY_CAN, Case, Variation, case
 from .replay.cluster import Outcome, Targets
 from .replay.oracle import Schedule, refine, search, smallest

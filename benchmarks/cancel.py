@@ -31,17 +31,18 @@ from typing import IO, cast
 import numpy as np
 import zmq
 
-from ..proto.ids import request_key
-from ..proto.layout import ModelCard
-from ..proto.wire.messages import (
+from baton.proto.ids import request_key
+from baton.proto.layout import ModelCard
+from baton.proto.wire.messages import (
     Cancel,
     FinalAck,
     Submit,
     Terminal,
     Tokens,
 )
-from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
-from ..runtime.process.os_settings import limit_blas_threads
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
+from baton.runtime.process.os_settings import limit_blas_threads
+
 from .checkpoints import SHAPES, write_checkpoint
 from .scratch import scratch_folder
 from .served import Peer, Served, served_card

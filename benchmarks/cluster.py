@@ -22,10 +22,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.llm import LLMEngine
-from ..engine.loading.loader import RunnerConfig, load_runner
-from ..proto.sampling import SamplingParams
-from ..runtime.process.os_settings import limit_blas_threads
+from baton.engine.llm import LLMEngine
+from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.proto.sampling import SamplingParams
+from baton.runtime.process.os_settings import limit_blas_threads
+
 from .checkpoints import SHAPES, write_checkpoint
 from .scratch import scratch_folder
 from .served import Served
@@ -91,7 +92,7 @@ class Alone:
 
     def run(self, prompts: Prompts, params: SamplingParams) -> list[list[float]]:
         """Arrival times of all tokens."""
-        from ..proto.contexts.text import TextContext
+        from baton.proto.contexts.text import TextContext
 
         stamps: dict[bytes, list[float]] = {}
         for prompt in prompts:

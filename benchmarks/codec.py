@@ -19,22 +19,22 @@ import msgspec
 import numpy as np
 import zmq
 
-from ..proto import (
+from baton.proto import (
     TextContext,
     TokenBuffer,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
     update_batch,
 )
-from ..proto.contexts.text import wrap_tokens
-from ..proto.errors import ProtocolError
-from ..proto.wire.envelope import (
+from baton.proto.contexts.text import wrap_tokens
+from baton.proto.errors import ProtocolError
+from baton.proto.wire.envelope import (
     EnvelopeDecoder,
     EnvelopeEncoder,
     decode_kv_header,
     encode_kv_header,
 )
-from ..proto.wire.messages import (
+from baton.proto.wire.messages import (
     ClientToRouter,
     GrantRef,
     KVFrame,
@@ -43,7 +43,8 @@ from ..proto.wire.messages import (
     Tokens,
     WorkerToRouter,
 )
-from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens, WireVisionContext
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens, WireVisionContext
+
 from .scratch import scratch_folder
 
 Call = Callable[[], object]

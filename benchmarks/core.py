@@ -20,9 +20,9 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from ..proto.limits import PROTOCOL_VERSION
-from ..proto.wire import messages
-from ..proto.wire.messages import (
+from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.wire import messages
+from baton.proto.wire.messages import (
     Accepted,
     Assign,
     FinalAck,
@@ -34,10 +34,11 @@ from ..proto.wire.messages import (
     TokenRun,
     Tokens,
 )
-from ..proto.wire.wire_context import WireContext, WireTokens
-from ..router.config import AdmissionConfig, RouterConfig
-from ..router.core import RouterCore
-from ..router.events import Action, Event, FromClient, FromWorker, Tick, ToWorker
+from baton.proto.wire.wire_context import WireContext, WireTokens
+from baton.router.config import AdmissionConfig, RouterConfig
+from baton.router.core import RouterCore
+from baton.router.events import Action, Event, FromClient, FromWorker, Tick, ToWorker
+
 from .synthetic import CARD, PROMPT, new_submit
 
 REQUESTS, WINDOW, RUNS = 2048, 64, 25

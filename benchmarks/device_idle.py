@@ -26,17 +26,18 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from ..deploy.config import demo_model_folder
-from ..engine.grammar.constraint import GrammarCompiler, GrammarMatcher, GrammarTask
-from ..engine.kernels.backend import Gpu
-from ..engine.kernels.cuda.backend import CudaBackend
-from ..engine.kernels.cuda.device import Kernel
-from ..engine.kernels.cuda.tuning import Tuning
-from ..engine.llm import LLMEngine
-from ..engine.loading.loader import RunnerConfig, load_runner
-from ..engine.scheduling.events import TokenEvent
-from ..engine.scheduling.scheduler import SchedulerConfig
-from ..proto.sampling import SamplingParams
+from baton.deploy.config import demo_model_folder
+from baton.engine.grammar.constraint import GrammarCompiler, GrammarMatcher, GrammarTask
+from baton.engine.kernels.backend import Gpu
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.device import Kernel
+from baton.engine.kernels.cuda.tuning import Tuning
+from baton.engine.llm import LLMEngine
+from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.scheduling.events import TokenEvent
+from baton.engine.scheduling.scheduler import SchedulerConfig
+from baton.proto.sampling import SamplingParams
+
 from .checkpoints import Shape, write_checkpoint
 from .scratch import scratch_folder
 

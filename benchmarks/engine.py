@@ -23,10 +23,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.loading.loader import RunnerConfig, load_runner
-from ..engine.scheduling.plan import Chunk, SampleSpec, StepPlan
-from ..proto.sampling import SamplingParams
-from ..runtime.process.os_settings import limit_blas_threads
+from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
+from baton.proto.sampling import SamplingParams
+from baton.runtime.process.os_settings import limit_blas_threads
+
 from .checkpoints import SHAPES, Shape, write_checkpoint
 from .scratch import scratch_folder
 

@@ -38,9 +38,10 @@ from typing import Any, cast
 
 import uvloop
 
-from ..client import Client
-from ..deploy.config import demo_model_folder
-from ..proto.sampling import SamplingParams
+from baton.client import Client
+from baton.deploy.config import demo_model_folder
+from baton.proto.sampling import SamplingParams
+
 from .scratch import scratch_folder
 from .synthetic import child, environment_of, router_in
 

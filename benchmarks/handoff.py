@@ -31,26 +31,33 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from ..engine.cache.paged_cache import Allocation, PagedCache
-from ..engine.kernels import load_backend
-from ..engine.pipeline.model import make_pool
-from ..kv_transfer.checksums import envelope_digest
-from ..kv_transfer.frames import BufferPool, FramePacker, FrameWriter
-from ..kv_transfer.receiver import Receiver
-from ..kv_transfer.receiver_grants import Handover, ReceiverConfig, Reply
-from ..kv_transfer.receiver_grants import Output as ReceiverOutput
-from ..kv_transfer.sender import Sender
-from ..kv_transfer.sender_handoff import CommitMaker, Done, Output, Send, SenderConfig, SendFrame
-from ..kv_transfer.shared_pool import PoolOwner, map_pool
-from ..proto.layout import KVLayout
-from ..proto.wire.context_maps import grown_map
-from ..proto.wire.envelope import (
+from baton.engine.cache.paged_cache import Allocation, PagedCache
+from baton.engine.kernels import load_backend
+from baton.engine.pipeline.model import make_pool
+from baton.kv_transfer.checksums import envelope_digest
+from baton.kv_transfer.frames import BufferPool, FramePacker, FrameWriter
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.receiver_grants import Handover, ReceiverConfig, Reply
+from baton.kv_transfer.receiver_grants import Output as ReceiverOutput
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender_handoff import (
+    CommitMaker,
+    Done,
+    Output,
+    Send,
+    SenderConfig,
+    SendFrame,
+)
+from baton.kv_transfer.shared_pool import PoolOwner, map_pool
+from baton.proto.layout import KVLayout
+from baton.proto.wire.context_maps import grown_map
+from baton.proto.wire.envelope import (
     EnvelopeDecoder,
     EnvelopeEncoder,
     decode_kv_header,
     encode_kv_header,
 )
-from ..proto.wire.messages import (
+from baton.proto.wire.messages import (
     Commit,
     Committed,
     Credit,
@@ -61,8 +68,9 @@ from ..proto.wire.messages import (
     PrefillToDecode,
     Reserve,
 )
-from ..proto.wire.wire_context import WireContext, WireTokens
-from ..runtime.process.os_settings import limit_blas_threads, recycle_large_buffers
+from baton.proto.wire.wire_context import WireContext, WireTokens
+from baton.runtime.process.os_settings import limit_blas_threads, recycle_large_buffers
+
 from .scratch import scratch_folder
 
 # The 125M-parameter Llama of docs/benchmarks.md.

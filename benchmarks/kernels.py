@@ -18,11 +18,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.kernels import load_backend
-from ..engine.kernels.backend import F32, Backend
-from ..engine.pipeline.model import make_pool
-from ..proto.layout import KVLayout
-from ..runtime.process.os_settings import limit_blas_threads
+from baton.engine.kernels import load_backend
+from baton.engine.kernels.backend import F32, Backend
+from baton.engine.pipeline.model import make_pool
+from baton.proto.layout import KVLayout
+from baton.runtime.process.os_settings import limit_blas_threads
 
 Call = Callable[[], object]
 

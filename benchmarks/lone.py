@@ -19,8 +19,8 @@ from pathlib import Path
 
 import zmq
 
-from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.wire.messages import (
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import (
     Accepted,
     Assign,
     FinalAck,
@@ -34,6 +34,7 @@ from ..proto.wire.messages import (
     TokenRun,
     Tokens,
 )
+
 from .scratch import scratch_folder
 from .synthetic import (
     PROMPT,

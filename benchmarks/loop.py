@@ -17,8 +17,9 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from ..runtime.net.loop import Loop
-from ..runtime.net.sockets import DealerChannel, RouterChannel
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import DealerChannel, RouterChannel
+
 from .scratch import scratch_folder
 
 ROUNDS = 3000

@@ -17,7 +17,7 @@ from itertools import islice
 import msgspec
 import zmq
 
-from ..proto.wire.messages import (
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -28,6 +28,7 @@ from ..proto.wire.messages import (
     TokenRun,
     Tokens,
 )
+
 from .synthetic import CARD, Link, worker_link
 
 _TOKEN = 400  # of the embedded model's vocabulary; a part of a word

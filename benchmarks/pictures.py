@@ -22,21 +22,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..engine.kernels import load_backend
-from ..engine.pictures.configs import (
+from baton.engine.kernels import load_backend
+from baton.engine.pictures.configs import (
     ClipConfig,
     FluxConfig,
     SchedulerConfig,
     T5Config,
     VaeConfig,
 )
-from ..engine.pictures.family import StepInputs
-from ..engine.pictures.flux_family import FluxFamily
-from ..engine.pictures.folder import PictureFolder
-from ..engine.pictures.pipeline import Denoiser
-from ..proto.contexts.pixels import PixelContext, encode_png
-from ..proto.contexts.tokens import TokenBuffer
-from ..runtime.process.os_settings import limit_blas_threads
+from baton.engine.pictures.family import StepInputs
+from baton.engine.pictures.flux_family import FluxFamily
+from baton.engine.pictures.folder import PictureFolder
+from baton.engine.pictures.pipeline import Denoiser
+from baton.proto.contexts.pixels import PixelContext, encode_png
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.runtime.process.os_settings import limit_blas_threads
+
 from .scratch import scratch_folder
 
 FLUX: dict[str, Any] = {

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import zmq
 
-from ..proto.wire.arrays import Frame
-from ..proto.wire.envelope import EnvelopeEncoder
-from ..proto.wire.messages import (
+from baton.proto.wire.arrays import Frame
+from baton.proto.wire.envelope import EnvelopeEncoder
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -33,7 +33,8 @@ from ..proto.wire.messages import (
     TokenRun,
     Tokens,
 )
-from ..proto.wire.wire_context import WireContext
+from baton.proto.wire.wire_context import WireContext
+
 from .scratch import scratch_folder
 from .synthetic import (
     CARD,

@@ -12,12 +12,12 @@ from typing import Self
 
 import zmq
 
-from ..client import Client
-from ..proto.errors import BatonError
-from ..proto.layout import ModelCard
-from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.wire.messages import Message, RouterToClient
-from ..runtime.process.os_settings import die_with_parent
+from baton.client import Client
+from baton.proto.errors import BatonError
+from baton.proto.layout import ModelCard
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import Message, RouterToClient
+from baton.runtime.process.os_settings import die_with_parent
 
 READY_S = 120.0
 END_S = 30.0

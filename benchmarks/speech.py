@@ -24,14 +24,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ..client import AsyncClient
-from ..client.speech import I16
-from ..deploy.config import demo_model_folder
-from ..engine.audio.snac import DILATIONS, TAPS, Rows, SnacDecoder
-from ..engine.audio.snac_weights import SnacConfig
-from ..engine.kernels import load_backend
-from ..proto.sampling import SamplingParams
-from ..runtime.process.os_settings import limit_blas_threads
+from baton.client import AsyncClient
+from baton.client.speech import I16
+from baton.deploy.config import demo_model_folder
+from baton.engine.audio.snac import DILATIONS, TAPS, Rows, SnacDecoder
+from baton.engine.audio.snac_weights import SnacConfig
+from baton.engine.kernels import load_backend
+from baton.proto.sampling import SamplingParams
+from baton.runtime.process.os_settings import limit_blas_threads
+
 from .checkpoints import Shape, write_checkpoint
 from .scratch import scratch_folder
 from .served import Served

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from ..proto.layout import KVLayout, ModelCard
-from ..proto.limits import PROTOCOL_VERSION
-from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.wire.messages import Hello, Message, RouterToWorker, Submit
-from ..proto.wire.wire_context import WireContext, WireSampling, WireTokens
-from ..router.config import AdmissionConfig, RouterConfig
-from ..runtime.process.main import dump_settings
+from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import Hello, Message, RouterToWorker, Submit
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
+from baton.router.config import AdmissionConfig, RouterConfig
+from baton.runtime.process.main import dump_settings
 
 PROMPT = 32
 CARD = ModelCard(

@@ -21,16 +21,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ..engine.loading.loader import Runner, RunnerConfig, load_runner
-from ..engine.models.vision_decoder import VisionDecoder
-from ..engine.pipeline.model import lay_out
-from ..engine.scheduling.plan import Chunk, StepPlan
-from ..engine.scheduling.sequence import Sequence
-from ..proto.contexts.images import ImageMetadata
-from ..proto.contexts.tokens import TokenBuffer
-from ..proto.contexts.vision import TextAndVisionContext
-from ..proto.sampling import SamplingParams
-from ..runtime.process.os_settings import limit_blas_threads
+from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.models.vision_decoder import VisionDecoder
+from baton.engine.pipeline.model import lay_out
+from baton.engine.scheduling.plan import Chunk, StepPlan
+from baton.engine.scheduling.sequence import Sequence
+from baton.proto.contexts.images import ImageMetadata
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.contexts.vision import TextAndVisionContext
+from baton.proto.sampling import SamplingParams
+from baton.runtime.process.os_settings import limit_blas_threads
+
 from .scratch import scratch_folder
 
 IMAGE = 4000

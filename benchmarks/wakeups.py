@@ -17,9 +17,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-from ..proto.requests import check_wire_context
-from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.wire.messages import Message, Submit
+from baton.proto.requests import check_wire_context
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import Message, Submit
+
 from .synthetic import CARD, new_submit
 
 IDLE_S = 0.002

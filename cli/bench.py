@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from ..client import AsyncClient
-from ..client.environment import KEYS_VARIABLE, find_cluster
-from ..loadgen.http import EMBEDDINGS, ENDPOINTS, HttpTarget, Server
-from ..loadgen.plan import Lengths, Shape, constant, poisson, random_jobs, trace_jobs
-from ..loadgen.run import LIMIT_S, NativeEmbeddings, NativeTarget, Runner, Target, until
-from ..loadgen.statistics import (
+from baton.client import AsyncClient
+from baton.client.environment import KEYS_VARIABLE, find_cluster
+from baton.loadgen.http import EMBEDDINGS, ENDPOINTS, HttpTarget, Server
+from baton.loadgen.plan import Lengths, Shape, constant, poisson, random_jobs, trace_jobs
+from baton.loadgen.run import LIMIT_S, NativeEmbeddings, NativeTarget, Runner, Target, until
+from baton.loadgen.statistics import (
     OK,
     Record,
     Summary,
@@ -31,8 +31,9 @@ from ..loadgen.statistics import (
     table,
     warning,
 )
-from ..loadgen.traces import read_trace
-from ..proto.errors import ConfigError, InputError, RequestFailed
+from baton.loadgen.traces import read_trace
+from baton.proto.errors import ConfigError, InputError, RequestFailed
+
 from .numbers import count, number, positive, seconds
 from .parser import one_of, shown, warn
 

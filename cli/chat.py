@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..client import Client
-from ..proto.errors import BatonError
-from ..proto.sampling import SamplingParamsInput
+from baton.client import Client
+from baton.proto.errors import BatonError
+from baton.proto.sampling import SamplingParamsInput
+
 from .cluster import add_address, connect
 from .parser import did_you_mean
 from .sampling import add_sampling, sampling_of

@@ -10,9 +10,10 @@ import os
 
 import msgspec
 
-from ..client import Client
-from ..client.environment import ADDRESS_VARIABLE, KEYS_VARIABLE, find_cluster
-from ..deploy.report import ClusterReport
+from baton.client import Client
+from baton.client.environment import ADDRESS_VARIABLE, KEYS_VARIABLE, find_cluster
+from baton.deploy.report import ClusterReport
+
 from .numbers import seconds
 
 TIMEOUT = 5.0

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from baton import __version__
+from baton.proto.errors import BatonError, ConfigError
 
-from ..proto.errors import BatonError, ConfigError
 from .output import open_output, silence_output
 from .parser import EXIT_USAGE, Parser, did_you_mean, warn
 

@@ -10,17 +10,18 @@ import argparse
 import threading
 from collections.abc import Callable
 
-from ..client import Client
-from ..deploy.config import (
+from baton.client import Client
+from baton.deploy.config import (
     ServeSettings,
     demo_flux_folder,
     demo_speech_folder,
     demo_vision_model_folder,
 )
-from ..deploy.local.cluster import LocalCluster, check_model
-from ..deploy.local.terminal import terminal
-from ..proto.errors import BatonError, ConfigError
-from ..proto.sampling import SamplingParamsInput
+from baton.deploy.local.cluster import LocalCluster, check_model
+from baton.deploy.local.terminal import terminal
+from baton.proto.errors import BatonError, ConfigError
+from baton.proto.sampling import SamplingParamsInput
+
 from .demo_media import DrawTour, ImageTour, SpeechTour
 from .demo_steps import KILL_TOKENS, Question, show, show_http, show_kill
 from .parser import warn

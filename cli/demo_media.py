@@ -17,16 +17,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..client import Client
-from ..client.pictures import Picture
-from ..client.speech import audio_card, no_speech, samples_of, speech_context
-from ..deploy.config import demo_flux_folder, demo_vision_model_folder
-from ..deploy.demo_shapes import Thing, draw, random_things
-from ..deploy.report import WorkerReport
-from ..engine.audio.pcm import wav_header
-from ..proto.contexts.pixels import encode_png
-from ..proto.errors import ConfigError, InternalError
-from ..proto.sampling import SamplingParamsInput
+from baton.client import Client
+from baton.client.pictures import Picture
+from baton.client.speech import audio_card, no_speech, samples_of, speech_context
+from baton.deploy.config import demo_flux_folder, demo_vision_model_folder
+from baton.deploy.demo_shapes import Thing, draw, random_things
+from baton.deploy.report import WorkerReport
+from baton.engine.audio.pcm import wav_header
+from baton.proto.contexts.pixels import encode_png
+from baton.proto.errors import ConfigError, InternalError
+from baton.proto.sampling import SamplingParamsInput
+
 from .cluster import parsed
 from .demo_steps import KILL_TOKENS, Question, kill_decode_worker, show, show_http, show_kill
 

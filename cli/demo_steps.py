@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from ..client import Client, Output
-from ..deploy.messages import mebibytes
-from ..deploy.report import HandoffRecord, WorkerReport
-from ..proto.errors import InternalError
-from ..proto.sampling import SamplingParamsInput
+from baton.client import Client, Output
+from baton.deploy.messages import mebibytes
+from baton.deploy.report import HandoffRecord, WorkerReport
+from baton.proto.errors import InternalError
+from baton.proto.sampling import SamplingParamsInput
+
 from .cluster import parsed
 
 REPORT_TIMEOUT = 5.0

@@ -20,23 +20,22 @@ from typing import Any
 import numpy as np
 
 from baton import DISTRIBUTION
-
-from ..deploy.config import ServeSettings, demo_model_folder
-from ..deploy.local.banner import kernels_warning
-from ..deploy.local.run_folder import socket_in_use
-from ..deploy.messages import mebibytes
-from ..deploy.plan.addresses import free_ports, ipc_path
-from ..deploy.plan.memory import PROCESS_BYTES, folder_memory, free_memory, model_memory
-from ..deploy.plan.prepare import visible_gpus_of_children
-from ..deploy.ray.connect import INSTALL_RAY
-from ..engine.kernels import kernels_title, load_backend
-from ..engine.kernels.cuda.cupy_device import INSTALL_CUPY
-from ..engine.loading.checkpoint import load_checkpoint, require_tokenizer
-from ..engine.loading.embedding_config import DRAW
-from ..engine.loading.loader import folder_task
-from ..proto.errors import BatonError, ConfigError
-from ..proto.wire.endpoints import MAX_IPC_PATH_BYTES
-from ..runtime.net.user_address import default_address
+from baton.deploy.config import ServeSettings, demo_model_folder
+from baton.deploy.local.banner import kernels_warning
+from baton.deploy.local.run_folder import socket_in_use
+from baton.deploy.messages import mebibytes
+from baton.deploy.plan.addresses import free_ports, ipc_path
+from baton.deploy.plan.memory import PROCESS_BYTES, folder_memory, free_memory, model_memory
+from baton.deploy.plan.prepare import visible_gpus_of_children
+from baton.deploy.ray.connect import INSTALL_RAY
+from baton.engine.kernels import kernels_title, load_backend
+from baton.engine.kernels.cuda.cupy_device import INSTALL_CUPY
+from baton.engine.loading.checkpoint import load_checkpoint, require_tokenizer
+from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.loader import folder_task
+from baton.proto.errors import BatonError, ConfigError
+from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES
+from baton.runtime.net.user_address import default_address
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _MIN_SHM = 64 << 20

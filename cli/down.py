@@ -9,11 +9,12 @@ import socket
 import time
 from pathlib import Path
 
-from ..deploy.controller.admin import GoDown, Overview, Result
-from ..deploy.controller.admin_client import AdminClient, listens
-from ..deploy.local.address_lock import AddressLock
-from ..deploy.local.run_folder import sweep
-from ..proto.errors import ConnectionLost, RequestFailed
+from baton.deploy.controller.admin import GoDown, Overview, Result
+from baton.deploy.controller.admin_client import AdminClient, listens
+from baton.deploy.local.address_lock import AddressLock
+from baton.deploy.local.run_folder import sweep
+from baton.proto.errors import ConnectionLost, RequestFailed
+
 from .cluster import addresses_of
 from .operator import add_operator, admin_of, has_controller, operator
 
@@ -90,7 +91,7 @@ def is_served(address: str) -> bool:
 
 def end_on_ray(address: str) -> int:
     """Stop the remaining processes of a cluster whose controller is gone."""
-    from ..deploy.ray.launch import end_actors  # Ray is an extra
+    from baton.deploy.ray.launch import end_actors  # Ray is an extra
 
     ended = end_actors(address)
     print(f"ended on Ray: {', '.join(ended) or 'nothing was left'}")

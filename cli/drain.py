@@ -6,10 +6,11 @@ import argparse
 import sys
 import time
 
-from ..client import Client
-from ..deploy.controller.admin import DrainWorker
-from ..deploy.report import DRAINED, ClusterReport, WorkerReport
-from ..proto.errors import BatonError, CapacityError, RequestFailed
+from baton.client import Client
+from baton.deploy.controller.admin import DrainWorker
+from baton.deploy.report import DRAINED, ClusterReport, WorkerReport
+from baton.proto.errors import BatonError, CapacityError, RequestFailed
+
 from .cluster import connect, parsed
 from .numbers import seconds
 from .operator import add_operator, carry_out, has_controller, operator

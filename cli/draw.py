@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from ..client.pictures import Picture
-from ..proto.errors import ConfigError, InputError
+from baton.client.pictures import Picture
+from baton.proto.errors import ConfigError, InputError
+
 from .cluster import add_deadline, connect
 from .media import add_text_and_output, check_output, text_of, write_error
 from .numbers import number, whole

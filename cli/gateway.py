@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..client import Client
-from ..gateway.chat_style import REASONING_PARSERS, TOOL_CALL_PARSERS
-from ..gateway.config import GatewayConfig
-from ..runtime.keys.api_keys import KEY_VARIABLE, api_key_digests
-from ..runtime.metrics.vllm import METRICS_COMPAT
-from ..runtime.process.log import configure
+from baton.client import Client
+from baton.gateway.chat_style import REASONING_PARSERS, TOOL_CALL_PARSERS
+from baton.gateway.config import GatewayConfig
+from baton.runtime.keys.api_keys import KEY_VARIABLE, api_key_digests
+from baton.runtime.metrics.vllm import METRICS_COMPAT
+from baton.runtime.process.log import configure
+
 from .cluster import add_address, addresses_of, keys_of
 from .numbers import count
 from .parser import one_of, shown, warn
@@ -112,7 +113,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Wait for the cluster, print the address, and serve until interrupted."""
-    from ..gateway.server import serve  # uvicorn takes long to import, and --help needs it not
+    from baton.gateway.server import serve  # uvicorn takes long to import, and --help needs it not
 
     routers, keys = addresses_of(arguments), keys_of(arguments)
     api_keys = (arguments.api_key, os.environ.get(KEY_VARIABLE))

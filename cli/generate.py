@@ -7,9 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from ..client import Client, Generation
-from ..client.options import RequestOptions
-from ..proto.errors import ConfigError
+from baton.client import Client, Generation
+from baton.client.options import RequestOptions
+from baton.proto.errors import ConfigError
+
 from .cluster import add_address, add_deadline, connect
 from .sampling import add_sampling, sampling_of
 

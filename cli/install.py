@@ -27,7 +27,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Install, and print each node's result. Return 1 if any node failed, else 0."""
-    from ..deploy.ray.release import install_everywhere, read_wheel  # Ray is an extra
+    from baton.deploy.ray.release import install_everywhere, read_wheel  # Ray is an extra
 
     wheel = read_wheel(arguments.wheel.expanduser())
     found = install_everywhere(wheel, arguments.ray_address)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..proto.errors import ConfigError
-from ..runtime.keys.allowed import ROLES, KeyEntry
-from ..runtime.keys.keyring import (
+from baton.proto.errors import ConfigError
+from baton.runtime.keys.allowed import ROLES, KeyEntry
+from baton.runtime.keys.keyring import (
     KEY_SUFFIX,
     add_key,
     make_folder,
@@ -15,7 +15,8 @@ from ..runtime.keys.keyring import (
     revoke,
     rotate,
 )
-from ..runtime.keys.shares import write_share
+from baton.runtime.keys.shares import write_share
+
 from .parser import one_of, shown
 
 _EPILOG = """\

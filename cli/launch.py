@@ -10,20 +10,21 @@ from typing import Any
 
 import msgspec
 
-from ..client.routers import separated
-from ..deploy.config import ServeSettings, with_present_names
-from ..deploy.controller.admin import Overview
-from ..deploy.controller.admin_client import AdminClient, listens
-from ..deploy.local.banner import kernels_warning
-from ..deploy.local.cluster import LocalCluster
-from ..deploy.local.daemon import Daemon
-from ..deploy.local.terminal import terminal
-from ..deploy.plan.addresses import admin_address, claim_admin, client_addresses, ipc_path
-from ..deploy.plan.hub import is_hub_name, with_local_model
-from ..deploy.plan.plan import key_folder, model_folder, router_names
-from ..deploy.plan.prepare import check_start, gpus_decide, with_task
-from ..proto.errors import ConfigError, ConnectionLost, RequestFailed
-from ..runtime.keys.api_keys import KEY_VARIABLE
+from baton.client.routers import separated
+from baton.deploy.config import ServeSettings, with_present_names
+from baton.deploy.controller.admin import Overview
+from baton.deploy.controller.admin_client import AdminClient, listens
+from baton.deploy.local.banner import kernels_warning
+from baton.deploy.local.cluster import LocalCluster
+from baton.deploy.local.daemon import Daemon
+from baton.deploy.local.terminal import terminal
+from baton.deploy.plan.addresses import admin_address, claim_admin, client_addresses, ipc_path
+from baton.deploy.plan.hub import is_hub_name, with_local_model
+from baton.deploy.plan.plan import key_folder, model_folder, router_names
+from baton.deploy.plan.prepare import check_start, gpus_decide, with_task
+from baton.proto.errors import ConfigError, ConnectionLost, RequestFailed
+from baton.runtime.keys.api_keys import KEY_VARIABLE
+
 from .parser import one_of, shown, warn
 from .serve import add_settings, run_cluster, settings_of
 
@@ -121,7 +122,7 @@ def on_ray(arguments: argparse.Namespace) -> int:
             f"{KEY_VARIABLE} does not reach the gateways under Ray; give --api-key-file instead, a "
             "file on the head"
         )
-    from ..deploy.ray.launch import launch  # Ray is an extra
+    from baton.deploy.ray.launch import launch  # Ray is an extra
 
     facts, found = launch(absolute(settings), arguments.ray_address, per_gpu=per_gpu)
     print(f"{'already running' if found else 'launched'} at {facts.address}")

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from .cluster import add_address
 
 _KNOWN_ENDS = frozenset(

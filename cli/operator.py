@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..deploy.controller.admin import Overview, Progress, Request
-from ..deploy.controller.admin_client import AdminClient, listens
-from ..deploy.plan.addresses import admin_address
-from ..proto.errors import ConfigError, ConnectionLost
+from baton.deploy.controller.admin import Overview, Progress, Request
+from baton.deploy.controller.admin_client import AdminClient, listens
+from baton.deploy.plan.addresses import admin_address
+from baton.proto.errors import ConfigError, ConnectionLost
+
 from .cluster import TIMEOUT, add_address, addresses_of, keys_of
 
 ADMIN_VARIABLE = "BATON_ADMIN"

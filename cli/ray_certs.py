@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..deploy.ray.certificates import DAYS, SHARE, make_certificates
+from baton.deploy.ray.certificates import DAYS, SHARE, make_certificates
 
 _EPILOG = f"""\
 Writes a certificate authority to FOLDER, and one certificate for all hosts to FOLDER/{SHARE}. The

@@ -8,18 +8,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..deploy.ray.certificates import check_certificates
-from ..deploy.ray.cluster_file import (
+from baton.deploy.ray.certificates import check_certificates
+from baton.deploy.ray.cluster_file import (
     FixedCluster,
     check_cluster,
     read_cluster_file,
     write_cluster_file,
 )
-from ..deploy.ray.connect import INSTALL_RAY
-from ..deploy.ray.firewall import firewall_rules
-from ..deploy.ray.key_copies import HEAD_ROLES
-from ..proto.errors import ConfigError
-from ..runtime.keys.shares import check_share
+from baton.deploy.ray.connect import INSTALL_RAY
+from baton.deploy.ray.firewall import firewall_rules
+from baton.deploy.ray.key_copies import HEAD_ROLES
+from baton.proto.errors import ConfigError
+from baton.runtime.keys.shares import check_share
+
 from .numbers import count, number
 
 _EPILOG = """\

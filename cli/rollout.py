@@ -7,13 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..deploy.config import ServeSettings, with_present_names
-from ..deploy.controller.admin import RollOut
-from ..deploy.controller.admin_client import AdminClient
-from ..deploy.plan.plan import model_folder
-from ..deploy.plan.prepare import check_tokenizer
-from ..deploy.supervise.core import Phase
-from ..proto.errors import ConfigError
+from baton.deploy.config import ServeSettings, with_present_names
+from baton.deploy.controller.admin import RollOut
+from baton.deploy.controller.admin_client import AdminClient
+from baton.deploy.plan.plan import model_folder
+from baton.deploy.plan.prepare import check_tokenizer
+from baton.deploy.supervise.core import Phase
+from baton.proto.errors import ConfigError
+
 from .operator import add_operator, assignments, carry_out, operator
 from .parser import did_you_mean, warn
 from .settings import read_file

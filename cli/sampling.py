@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..proto.errors import ConfigError, InputError
-from ..proto.sampling import SamplingParamsInput
+from baton.proto.errors import ConfigError, InputError
+from baton.proto.sampling import SamplingParamsInput
+
 from .numbers import number, whole
 
 _FLAGS = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ..deploy.controller.admin import ScalePools
-from ..proto.errors import ConfigError
+from baton.deploy.controller.admin import ScalePools
+from baton.proto.errors import ConfigError
+
 from .operator import add_operator, assignments, carry_out, operator
 
 POOLS = ("prefill", "decode", "gateway")

@@ -10,14 +10,15 @@ from functools import partial
 
 import msgspec
 
-from ..deploy.config import CHOICES, RENAMED, RENAMED_VALUES, ServeSettings
-from ..deploy.local.cluster import LocalCluster
-from ..deploy.local.service import READY, STOPPING, notify
-from ..deploy.local.terminal import terminal
-from ..deploy.plan.hub import with_local_model
-from ..deploy.plan.plan import describe_plan
-from ..deploy.plan.prepare import check_start, make_plan, with_worker_per_gpu
-from ..proto.errors import RequestFailed
+from baton.deploy.config import CHOICES, RENAMED, RENAMED_VALUES, ServeSettings
+from baton.deploy.local.cluster import LocalCluster
+from baton.deploy.local.service import READY, STOPPING, notify
+from baton.deploy.local.terminal import terminal
+from baton.deploy.plan.hub import with_local_model
+from baton.deploy.plan.plan import describe_plan
+from baton.deploy.plan.prepare import check_start, make_plan, with_worker_per_gpu
+from baton.proto.errors import RequestFailed
+
 from .numbers import count, seconds
 from .parser import one_of, shown, warn
 from .settings import ENV_PREFIX, GROUPS, HELP, flag, resolve

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..deploy.config import (
+from baton.deploy.config import (
     ANY_HTTP_PORT,
     HTTP_PORT,
     RENAMED,
@@ -22,10 +22,11 @@ from ..deploy.config import (
     convert,
     with_present_names,
 )
-from ..proto.codec.shared_memory import KEY_VARIABLE, SWITCH_VARIABLE
-from ..proto.errors import ConfigError
-from ..runtime.keys.api_keys import KEY_VARIABLE as API_KEY_VARIABLE
-from ..runtime.process.otlp import EXTRA, is_installed
+from baton.proto.codec.shared_memory import KEY_VARIABLE, SWITCH_VARIABLE
+from baton.proto.errors import ConfigError
+from baton.runtime.keys.api_keys import KEY_VARIABLE as API_KEY_VARIABLE
+from baton.runtime.process.otlp import EXTRA, is_installed
+
 from .parser import did_you_mean
 
 ENV_PREFIX = "BATON_"

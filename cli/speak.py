@@ -14,14 +14,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..client.model import ServedModel
-from ..client.speech import I16, AudioPrompt, audio_card, speech_format
-from ..engine.audio.chunks import I32, read_layout
-from ..engine.audio.flac import FlacEncoder
-from ..engine.audio.pcm import wav_header
-from ..engine.audio.snac import SnacEncoder
-from ..proto.errors import ConfigError
-from ..text.model_files import SPEECH_FILE
+from baton.client.model import ServedModel
+from baton.client.speech import I16, AudioPrompt, audio_card, speech_format
+from baton.engine.audio.chunks import I32, read_layout
+from baton.engine.audio.flac import FlacEncoder
+from baton.engine.audio.pcm import wav_header
+from baton.engine.audio.snac import SnacEncoder
+from baton.proto.errors import ConfigError
+from baton.text.model_files import SPEECH_FILE
+
 from .cluster import add_deadline, connect
 from .media import add_text_and_output, check_output, text_of, write_error
 from .sampling import add_sampling, sampling_of

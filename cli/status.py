@@ -15,14 +15,15 @@ from typing import Any
 
 import msgspec
 
-from ..client import Client
-from ..deploy.controller.admin import Overview
-from ..deploy.controller.backend import GATEWAY, ROUTER
-from ..deploy.controller.health import DEGRADED
-from ..deploy.messages import duration, mebibytes
-from ..deploy.report import DRAINED, ClusterReport, HandoffRecord, RouterReport, WorkerReport
-from ..deploy.supervise.core import Phase
-from ..proto.errors import BatonError, ConnectionLost, VersionMismatch
+from baton.client import Client
+from baton.deploy.controller.admin import Overview
+from baton.deploy.controller.backend import GATEWAY, ROUTER
+from baton.deploy.controller.health import DEGRADED
+from baton.deploy.messages import duration, mebibytes
+from baton.deploy.report import DRAINED, ClusterReport, HandoffRecord, RouterReport, WorkerReport
+from baton.deploy.supervise.core import Phase
+from baton.proto.errors import BatonError, ConnectionLost, VersionMismatch
+
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count, seconds
 from .operator import add_operator, overview

@@ -13,10 +13,11 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..client import Client
-from ..client.routers import separated
-from ..deploy.controller.admin import DrainWorker
-from ..proto.errors import BatonError
+from baton.client import Client
+from baton.client.routers import separated
+from baton.deploy.controller.admin import DrainWorker
+from baton.proto.errors import BatonError
+
 from .cluster import addresses_of, connect, keys_of, parsed
 from .numbers import seconds
 from .operator import add_operator, has_controller, operator, overview

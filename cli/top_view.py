@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..deploy.messages import duration
-from ..deploy.report import ClusterReport, Percentiles, RequestCounts, WorkerReport
+from baton.deploy.messages import duration
+from baton.deploy.report import ClusterReport, Percentiles, RequestCounts, WorkerReport
 
 HELP = "q quit   s sort   r reverse   up, down select   d drain"
 """The arrows arrive as the keys k and j."""

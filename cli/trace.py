@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..client import Client
-from ..deploy.messages import mebibytes
-from ..proto.errors import BatonError, ConfigError, ConnectionLost, InputError, VersionMismatch
-from ..router.story_slices import slices_of
+from baton.client import Client
+from baton.deploy.messages import mebibytes
+from baton.proto.errors import BatonError, ConfigError, ConnectionLost, InputError, VersionMismatch
+from baton.router.story_slices import slices_of
+
 from .cluster import add_address, addresses_of, keys_of
 from .numbers import at_least_one
 

@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from ..client import Client
-from ..deploy.report import ClusterReport
-from ..proto.errors import AccessDenied, ConnectionLost, TaskMismatch
+from baton.client import Client
+from baton.deploy.report import ClusterReport
+from baton.proto.errors import AccessDenied, ConnectionLost, TaskMismatch
+
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count
 from .operator import add_operator, admin_of, has_controller, operator

@@ -17,10 +17,11 @@ from typing import Any, Self, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import BatonError, ConnectionLost, InputError
-from ..proto.wire.messages import Describe, Described, Drained, Message, StatusReport
-from ..runtime.keys.keyring import GivenKeys, client_keys
-from ..runtime.net.loop import Loop
+from baton.proto.errors import BatonError, ConnectionLost, InputError
+from baton.proto.wire.messages import Describe, Described, Drained, Message, StatusReport
+from baton.runtime.keys.keyring import GivenKeys, client_keys
+from baton.runtime.net.loop import Loop
+
 from .async_generation import AsyncGeneration
 from .calls import Answer, Calls, Draft, Each, OnError, Whole, answer_of_kind, at_prompt
 from .connection import Batch, Connection

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Self
 
-from ..proto.errors import BatonError, InternalError
+from baton.proto.errors import BatonError, InternalError
+
 from .connection import Connection
 from .events import Ended, NewTokens
 from .model import Prepared

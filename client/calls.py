@@ -15,14 +15,15 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 import msgspec
 import numpy as np
 
-from ..images.processor import SharedImage
-from ..proto.contexts.text import TextContext
-from ..proto.errors import BatonError, InputError, InternalError
-from ..proto.ids import RequestID
-from ..proto.requests import check_features
-from ..proto.sampling import MAX_SEED, SamplingParams
-from ..proto.value_checks import choice, whole
-from ..proto.wire.messages import Message
+from baton.images.processor import SharedImage
+from baton.proto.contexts.text import TextContext
+from baton.proto.errors import BatonError, InputError, InternalError
+from baton.proto.ids import RequestID
+from baton.proto.requests import check_features
+from baton.proto.sampling import MAX_SEED, SamplingParams
+from baton.proto.value_checks import choice, whole
+from baton.proto.wire.messages import Message
+
 from .images import split_messages
 from .model import (
     Messages,

@@ -13,17 +13,18 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from ..proto.errors import BatonError, ConnectionLost, InternalError, ProtocolError
-from ..proto.limits import MAX_DESCRIBED_BYTES
-from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.wire.messages import Message, Ping, RouterToClient, StatusReport
-from ..runtime.keys.allowed import ROUTER
-from ..runtime.keys.keyring import Keys, keys_for
-from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
-from ..runtime.net.loop import Loop, Timer
-from ..runtime.net.outbox import Outbox
-from ..runtime.net.sockets import Context, DealerChannel
-from ..runtime.process.log import get_logger
+from baton.proto.errors import BatonError, ConnectionLost, InternalError, ProtocolError
+from baton.proto.limits import MAX_DESCRIBED_BYTES
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import Message, Ping, RouterToClient, StatusReport
+from baton.runtime.keys.allowed import ROUTER
+from baton.runtime.keys.keyring import Keys, keys_for
+from baton.runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
+from baton.runtime.net.loop import Loop, Timer
+from baton.runtime.net.outbox import Outbox
+from baton.runtime.net.sockets import Context, DealerChannel
+from baton.runtime.process.log import get_logger
+
 from .core import TICK_S, ClientCore
 from .events import (
     Action,

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from ..proto.errors import (
+from baton.proto.errors import (
     BatonError,
     CapacityError,
     ConnectionLost,
@@ -22,7 +22,7 @@ from ..proto.errors import (
     VersionMismatch,
     error_from_code,
 )
-from ..proto.wire.messages import (
+from baton.proto.wire.messages import (
     Describe,
     Described,
     Drain,
@@ -38,6 +38,7 @@ from ..proto.wire.messages import (
     Terminal,
     Tokens,
 )
+
 from .events import (
     Action,
     Answered,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..images.settings import SETTINGS_FILES
-from ..proto.errors import InternalError
-from ..proto.layout import ModelCard
-from ..proto.wire.messages import Described
-from ..text.model_files import PICTURE_FILES, SPEECH_FILE
-from ..text.tokenizer import TOKENIZER_FILES
+from baton.images.settings import SETTINGS_FILES
+from baton.proto.errors import InternalError
+from baton.proto.layout import ModelCard
+from baton.proto.wire.messages import Described
+from baton.text.model_files import PICTURE_FILES, SPEECH_FILE
+from baton.text.tokenizer import TOKENIZER_FILES
 
 DESCRIBED_FILES: list[str] = [*TOKENIZER_FILES, *SETTINGS_FILES, SPEECH_FILE, *PICTURE_FILES]
 """The files that clients ask for."""

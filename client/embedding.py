@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from ..proto.errors import DeadlineExceeded, InputError, InternalError, TaskMismatch
-from ..proto.requests import build_embed_context
+from baton.proto.errors import DeadlineExceeded, InputError, InternalError, TaskMismatch
+from baton.proto.requests import build_embed_context
+
 from .events import Ended, RequestSpec
 from .model import ServedModel, TokensOrText, encode, ids_of, make_spec
 from .options import RequestOptions, batch_options, check_options

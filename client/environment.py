@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ..runtime.keys.keyring import GivenKeys
-from ..runtime.net.user_address import trusted_default_address
+from baton.runtime.keys.keyring import GivenKeys
+from baton.runtime.net.user_address import trusted_default_address
+
 from .routers import router_addresses
 
 ADDRESS_VARIABLE = "BATON_ADDRESS"

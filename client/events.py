@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts.outputs import TokenLogProbs
-from ..proto.errors import BatonError
-from ..proto.wire.messages import Message
-from ..proto.wire.wire_context import WireContext
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.errors import BatonError
+from baton.proto.wire.messages import Message
+from baton.proto.wire.wire_context import WireContext
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):

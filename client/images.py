@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..images.processor import Image, ImageProcessor, PreparedImage
-from ..images.tiles import TileSettings
-from ..proto.contexts.rope_positions import GRIDS
-from ..proto.contexts.tiled_images import aspect_ratios, image_row, ratio_args
-from ..proto.errors import CheckpointError, InputError
-from ..proto.layout import ModelCard
-from ..proto.limits import MAX_PIXEL_BYTES, MAX_REQUEST_IMAGES
-from ..proto.vision_requests import with_images
-from ..proto.wire.wire_context import WireContext, WireImage
+from baton.images.processor import Image, ImageProcessor, PreparedImage
+from baton.images.tiles import TileSettings
+from baton.proto.contexts.rope_positions import GRIDS
+from baton.proto.contexts.tiled_images import aspect_ratios, image_row, ratio_args
+from baton.proto.errors import CheckpointError, InputError
+from baton.proto.layout import ModelCard
+from baton.proto.limits import MAX_PIXEL_BYTES, MAX_REQUEST_IMAGES
+from baton.proto.vision_requests import with_images
+from baton.proto.wire.wire_context import WireContext, WireImage
 
 Int32 = npt.NDArray[np.int32]
 Message = Mapping[str, Any]

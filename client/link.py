@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..proto.wire.messages import Ping, Pong
+from baton.proto.wire.messages import Ping, Pong
+
 from .events import Action, Look, Reconnect, Send
 from .routers import Routers
 

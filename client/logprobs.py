@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..proto.contexts.outputs import LogProbabilities
-from ..proto.prompt_log_probs import PromptLogProb
-from ..text.tokenizer import Tokenizer
+from baton.proto.contexts.outputs import LogProbabilities
+from baton.proto.prompt_log_probs import PromptLogProb
+from baton.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,27 +17,28 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts.text import TextContext
-from ..proto.errors import BatonError, InputError, TaskMismatch
-from ..proto.ids import RequestID
-from ..proto.limits import MAX_TOP_K
-from ..proto.requests import build_wire_context
-from ..proto.sampling import (
+from baton.proto.contexts.text import TextContext
+from baton.proto.errors import BatonError, InputError, TaskMismatch
+from baton.proto.ids import RequestID
+from baton.proto.limits import MAX_TOP_K
+from baton.proto.requests import build_wire_context
+from baton.proto.sampling import (
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
     SamplingParamsInput,
 )
-from ..proto.value_checks import shown
-from ..proto.vision_requests import complete_images
-from ..proto.wire.context_maps import request_map
-from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.wire.messages import ClientToRouter, Described, Message, Submit
-from ..proto.wire.wire_context import WireContext, WireRequestID
-from ..text.detokenizer import IncrementalDetokenizer
-from ..text.model_files import PICTURE_FILES, has_tokenizer_files
-from ..text.picture_prompts import PicturePrompts
-from ..text.stop import stop_sequences
-from ..text.tokenizer import Tokenizer
+from baton.proto.value_checks import shown
+from baton.proto.vision_requests import complete_images
+from baton.proto.wire.context_maps import request_map
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import ClientToRouter, Described, Message, Submit
+from baton.proto.wire.wire_context import WireContext, WireRequestID
+from baton.text.detokenizer import IncrementalDetokenizer
+from baton.text.model_files import PICTURE_FILES, has_tokenizer_files
+from baton.text.picture_prompts import PicturePrompts
+from baton.text.stop import stop_sequences
+from baton.text.tokenizer import Tokenizer
+
 from .description import Description
 from .events import RequestSpec
 from .images import ModelImages, PlacedImages, split_messages

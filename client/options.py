@@ -14,16 +14,16 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any, TypedDict, cast
 
-from ..proto.errors import ConfigError, DeadlineExceeded, InputError
-from ..proto.ids import RequestID
-from ..proto.json_schema import (
+from baton.proto.errors import ConfigError, DeadlineExceeded, InputError
+from baton.proto.ids import RequestID
+from baton.proto.json_schema import (
     checked_whitespace,
     grammar_as_schema,
     json_schema_text,
     whitespace_options,
     with_whitespace,
 )
-from ..proto.limits import (
+from baton.proto.limits import (
     MAX_CACHE_SALT_CHARS,
     MAX_DEADLINE_S,
     MAX_LOG_PROBABILITIES,
@@ -31,11 +31,11 @@ from ..proto.limits import (
     MAX_POOL_CHARS,
     MAX_REQUEST_ID_CHARS,
 )
-from ..proto.sampling import ALIASES, SamplingParams
-from ..proto.trace_context import parse_traceparent
-from ..proto.value_checks import Check, choice, flag, shown, text, unknown_name, whole
-from ..proto.wire.endpoints import check_target_endpoint
-from ..proto.wire.messages import Drain, Status
+from baton.proto.sampling import ALIASES, SamplingParams
+from baton.proto.trace_context import parse_traceparent
+from baton.proto.value_checks import Check, choice, flag, shown, text, unknown_name, whole
+from baton.proto.wire.endpoints import check_target_endpoint
+from baton.proto.wire.messages import Drain, Status
 
 MAX_GATEWAY_CHARS = 64
 LONGEST_WAIT_S = MAX_DEADLINE_S

@@ -14,13 +14,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts.outputs import LogProbabilities, TokenLogProbs
-from ..proto.contexts.status import GenerationStatus
-from ..proto.errors import InternalError
-from ..proto.limits import MAX_LOG_PROBABILITIES
-from ..proto.prompt_log_probs import PromptLogProb, read_prompt_log_probs
-from ..text.detokenizer import IncrementalDetokenizer
-from ..text.tokenizer import Tokenizer
+from baton.proto.contexts.outputs import LogProbabilities, TokenLogProbs
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.errors import InternalError
+from baton.proto.limits import MAX_LOG_PROBABILITIES
+from baton.proto.prompt_log_probs import PromptLogProb, read_prompt_log_probs
+from baton.text.detokenizer import IncrementalDetokenizer
+from baton.text.tokenizer import Tokenizer
+
 from .events import Ended, NewTokens
 from .logprobs import TokenLogprob, prompt_logprobs, token_logprobs
 

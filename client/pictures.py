@@ -15,18 +15,19 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts.pixels import PixelContext, decode_png, png_size
-from ..proto.contexts.text import wrap_tokens
-from ..proto.contexts.tokens import TokenBuffer
-from ..proto.errors import InputError, InternalError, TaskMismatch
-from ..proto.limits import MAX_GUIDANCE, MAX_PICTURE_SIDE, MAX_PICTURE_STEPS, MAX_PREVIEWS
-from ..proto.picture_requests import PICTURE_MULTIPLE, check_picture
-from ..proto.requests import check_wire_context
-from ..proto.sampling import MAX_SEED
-from ..proto.value_checks import Check, real, shown, text, whole
-from ..proto.wire.context_maps import to_map
-from ..proto.wire.wire_context import WirePixelContext
-from ..text.prompt_tokens import MAX_PROMPT_CHARS, PromptTokens
+from baton.proto.contexts.pixels import PixelContext, decode_png, png_size
+from baton.proto.contexts.text import wrap_tokens
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.errors import InputError, InternalError, TaskMismatch
+from baton.proto.limits import MAX_GUIDANCE, MAX_PICTURE_SIDE, MAX_PICTURE_STEPS, MAX_PREVIEWS
+from baton.proto.picture_requests import PICTURE_MULTIPLE, check_picture
+from baton.proto.requests import check_wire_context
+from baton.proto.sampling import MAX_SEED
+from baton.proto.value_checks import Check, real, shown, text, whole
+from baton.proto.wire.context_maps import to_map
+from baton.proto.wire.wire_context import WirePixelContext
+from baton.text.prompt_tokens import MAX_PROMPT_CHARS, PromptTokens
+
 from .events import Ended, NewTokens, RequestSpec
 from .model import ServedModel, make_spec
 from .options import RequestOptions, check_options

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from enum import Enum
 
-from ..proto.errors import (
+from baton.proto.errors import (
     BatonError,
     CapacityError,
     ConnectionLost,
@@ -29,9 +29,9 @@ from ..proto.errors import (
     RouterClosing,
     error_from_code,
 )
-from ..proto.ids import request_key
-from ..proto.limits import MAX_DEADLINE_S
-from ..proto.wire.messages import (
+from baton.proto.ids import request_key
+from baton.proto.limits import MAX_DEADLINE_S
+from baton.proto.wire.messages import (
     Cancel,
     FinalAck,
     Message,
@@ -43,7 +43,8 @@ from ..proto.wire.messages import (
     TokenRun,
     Tokens,
 )
-from ..runtime.tables import KeyedHeap
+from baton.runtime.tables import KeyedHeap
+
 from .events import Action, Ended, NewTokens, Raised, RequestSpec, Send
 from .link import Link
 

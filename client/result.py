@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..proto.errors import BatonError, InternalError
+from baton.proto.errors import BatonError, InternalError
+
 from .logprobs import TokenLogprob
 from .output import Output
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..proto.errors import ConfigError, InputError
-from ..proto.wire.endpoints import check_endpoint
+from baton.proto.errors import ConfigError, InputError
+from baton.proto.wire.endpoints import check_endpoint
 
 FIRST_TRY_S = 0.3
 """Seconds for a router to accept a connection, in the first round through the list."""

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts.speech import TTSContext
-from ..proto.contexts.tokens import TokenBuffer
-from ..proto.errors import InputError, TaskMismatch
-from ..proto.layout import AudioCard
-from ..text.model_files import SPEECH_FILE
-from ..text.speech_format import SpeechFormat, check_spoken, parse_speech_format
+from baton.proto.contexts.speech import TTSContext
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.errors import InputError, TaskMismatch
+from baton.proto.layout import AudioCard
+from baton.text.model_files import SPEECH_FILE
+from baton.text.speech_format import SpeechFormat, check_spoken, parse_speech_format
+
 from .model import Sampling, ServedModel, encode, sampling_with_defaults
 
 I16 = npt.NDArray[np.int16]

@@ -12,7 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..proto.errors import DeadlineExceeded
+from baton.proto.errors import DeadlineExceeded
+
 from .events import Ended, NewTokens, RequestSpec
 
 Sink = Callable[[NewTokens | Ended], object]

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import os
 
-from ..engine.audio.chunks import AudioDecoder, load_audio
-from ..engine.audio.codec_kernels import codec_kernels
-from ..engine.loading.embedding_config import DRAW
-from ..engine.loading.loader import StepRunner, folder_task, load_runner
-from ..engine.pictures.loading import load_denoiser
-from ..proto.ids import new_nonce, worker_incarnation
-from ..proto.limits import MAX_KV_FRAME_BYTES
-from ..runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
-from ..runtime.keys.keyring import load_keys
-from ..runtime.keys.zap import Doorkeeper, door
-from ..runtime.net.channel import ChannelOptions
-from ..runtime.net.loop import Loop
-from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.log import get_logger
-from ..runtime.process.main import (
+from baton.engine.audio.chunks import AudioDecoder, load_audio
+from baton.engine.audio.codec_kernels import codec_kernels
+from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.loader import StepRunner, folder_task, load_runner
+from baton.engine.pictures.loading import load_denoiser
+from baton.proto.ids import new_nonce, worker_incarnation
+from baton.proto.limits import MAX_KV_FRAME_BYTES
+from baton.runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
+from baton.runtime.keys.keyring import load_keys
+from baton.runtime.keys.zap import Doorkeeper, door
+from baton.runtime.net.channel import ChannelOptions
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.process.log import get_logger
+from baton.runtime.process.main import (
     LoadProgress,
     leave,
     process_seal,
     run_incarnations,
     run_process,
 )
-from ..worker.membership import Membership, WorkerIdentity
+from baton.worker.membership import Membership, WorkerIdentity
+
 from .config import DecodeWorkerConfig
 from .shell import DecodeShell
 

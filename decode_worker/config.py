@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from ..engine.loading.loader import RunnerConfig
-from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
-from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
-from ..runtime.process.log import Level
+from baton.engine.loading.loader import RunnerConfig
+from baton.kv_transfer.timeout import HANDOFF_TIMEOUT_S
+from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
+from baton.runtime.process.log import Level
 
 
 class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,16 +16,16 @@ from typing import ClassVar, Unpack
 
 import msgspec
 
-from ..engine.cache.paged_cache import Allocation
-from ..engine.grammar.constraint import GrammarDone, grammar_task
-from ..engine.scheduling.events import Event as EngineEvent
-from ..engine.scheduling.events import Failed, Finished, TokenEvent
-from ..engine.scheduling.scheduler import Scheduler
-from ..engine.scheduling.step_time import StepTime
-from ..kv_transfer.receiver import Receiver, check_receiver
-from ..kv_transfer.receiver_grants import Evict, Handover, Reply
-from ..proto.errors import BatonError, DeadlineExceeded, HandoffFailed, InternalError
-from ..proto.wire.messages import (
+from baton.engine.cache.paged_cache import Allocation
+from baton.engine.grammar.constraint import GrammarDone, grammar_task
+from baton.engine.scheduling.events import Event as EngineEvent
+from baton.engine.scheduling.events import Failed, Finished, TokenEvent
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.step_time import StepTime
+from baton.kv_transfer.receiver import Receiver, check_receiver
+from baton.kv_transfer.receiver_grants import Evict, Handover, Reply
+from baton.proto.errors import BatonError, DeadlineExceeded, HandoffFailed, InternalError
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Commit,
@@ -35,14 +35,15 @@ from ..proto.wire.messages import (
     Tokens,
     WorkerLoad,
 )
-from ..proto.wire.token_runs import messages_of
-from ..worker.attempts import Key
-from ..worker.base_core import FORGOTTEN, TOMBSTONE_S, Handler, WorkerCore
-from ..worker.events import Fault, StepDone, Tick, ToRouter
-from ..worker.jobs import Ending, Jobs
-from ..worker.membership import Membership
-from ..worker.own_errors import failure_text
-from ..worker.steps import EngineSteps
+from baton.proto.wire.token_runs import messages_of
+from baton.worker.attempts import Key
+from baton.worker.base_core import FORGOTTEN, TOMBSTONE_S, Handler, WorkerCore
+from baton.worker.events import Fault, StepDone, Tick, ToRouter
+from baton.worker.jobs import Ending, Jobs
+from baton.worker.membership import Membership
+from baton.worker.own_errors import failure_text
+from baton.worker.steps import EngineSteps
+
 from .events import (
     Action,
     ChunkDecoded,

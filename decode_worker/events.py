@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.audio.chunks import I32, Window
-from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
-from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
-from ..worker.attempts import Key
-from ..worker.events import (
+from baton.engine.audio.chunks import I32, Window
+from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
+from baton.proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
+from baton.worker.attempts import Key
+from baton.worker.events import (
     AbandonStep,
     DrainRequested,
     Exit,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarTask, follow
-from ..proto.contexts.matching import Matcher
-from ..proto.errors import BatonError
-from ..worker.attempts import Key
+from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarTask, follow
+from baton.proto.contexts.matching import Matcher
+from baton.proto.errors import BatonError
+from baton.worker.attempts import Key
 
 
 @dataclass(slots=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..engine.cache.paged_cache import Allocation, PagedCache
-from ..engine.grammar.constraint import GrammarTask
-from ..engine.scheduling.scheduler import Scheduler
-from ..kv_transfer.receiver import Receiver
-from ..kv_transfer.receiver_grants import Output as Received
-from ..proto.errors import VersionMismatch
-from ..proto.limits import MAX_NAMED_BYTES, PROTOCOL_VERSION
-from ..proto.wire.messages import (
+from baton.engine.cache.paged_cache import Allocation, PagedCache
+from baton.engine.grammar.constraint import GrammarTask
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.receiver_grants import Output as Received
+from baton.proto.errors import VersionMismatch
+from baton.proto.limits import MAX_NAMED_BYTES, PROTOCOL_VERSION
+from baton.proto.wire.messages import (
     DEVICE,
     SHARED,
     STREAMED,
@@ -40,10 +40,11 @@ from ..proto.wire.messages import (
     Reserve,
     Stale,
 )
-from ..proto.wire.proofs import Holder
-from ..proto.wire.versions import check_version
-from ..worker.events import Log
-from ..worker.membership import Membership
+from baton.proto.wire.proofs import Holder
+from baton.proto.wire.versions import check_version
+from baton.worker.events import Log
+from baton.worker.membership import Membership
+
 from .events import (
     Action,
     FrameStored,

@@ -6,25 +6,26 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Unpack
 
-from ..engine.cache.paged_cache import Allocation
-from ..engine.grammar.constraint import GrammarTask
-from ..engine.models.registry import read_context
-from ..engine.scheduling.sequence import Sequence
-from ..kv_transfer.receiver_grants import Handover
-from ..proto.contexts.outputs import TokenLogProbs
-from ..proto.contexts.speech import TTSContext
-from ..proto.contexts.text import TextContext
-from ..proto.errors import HandoffFailed
-from ..proto.hashing import cache_salt
-from ..proto.ids import RequestID
-from ..proto.layout import ModelCard
-from ..proto.picture_runs import PictureRun, picture_run
-from ..proto.requests import check_continued
-from ..proto.wire.messages import Commit, RequestState, Terminal, TokenRun, WorkerTimes
-from ..proto.wire.wire_context import WirePixelContext
-from ..worker.attempts import Key
-from ..worker.jobs import Ending, engine_name
-from ..worker.token_replay import LOGPROBS_KEPT, runs_again
+from baton.engine.cache.paged_cache import Allocation
+from baton.engine.grammar.constraint import GrammarTask
+from baton.engine.models.registry import read_context
+from baton.engine.scheduling.sequence import Sequence
+from baton.kv_transfer.receiver_grants import Handover
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.contexts.speech import TTSContext
+from baton.proto.contexts.text import TextContext
+from baton.proto.errors import HandoffFailed
+from baton.proto.hashing import cache_salt
+from baton.proto.ids import RequestID
+from baton.proto.layout import ModelCard
+from baton.proto.picture_runs import PictureRun, picture_run
+from baton.proto.requests import check_continued
+from baton.proto.wire.messages import Commit, RequestState, Terminal, TokenRun, WorkerTimes
+from baton.proto.wire.wire_context import WirePixelContext
+from baton.worker.attempts import Key
+from baton.worker.jobs import Ending, engine_name
+from baton.worker.token_replay import LOGPROBS_KEPT, runs_again
+
 from .voice import Codec, Voice
 
 

@@ -14,17 +14,17 @@ from functools import partial
 
 import numpy as np
 
-from ..engine.cache.paged_cache import Allocation
-from ..engine.loading.loader import StepRunner
-from ..kv_transfer.checksums import envelope_digest
-from ..kv_transfer.device_frames import DeviceFrameWriter
-from ..kv_transfer.frames import FrameWriter, Int32
-from ..kv_transfer.receiver import Receiver
-from ..kv_transfer.shared_pool import MappedPools, Mapping, unmap
-from ..proto.errors import AccessDenied, EnvelopeDamaged, ProtocolError
-from ..proto.ids import worker_incarnation
-from ..proto.wire.envelope import EnvelopeDecoder, decode_kv_header
-from ..proto.wire.messages import (
+from baton.engine.cache.paged_cache import Allocation
+from baton.engine.loading.loader import StepRunner
+from baton.kv_transfer.checksums import envelope_digest
+from baton.kv_transfer.device_frames import DeviceFrameWriter
+from baton.kv_transfer.frames import FrameWriter, Int32
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.shared_pool import MappedPools, Mapping, unmap
+from baton.proto.errors import AccessDenied, EnvelopeDamaged, ProtocolError
+from baton.proto.ids import worker_incarnation
+from baton.proto.wire.envelope import EnvelopeDecoder, decode_kv_header
+from baton.proto.wire.messages import (
     KVFrame,
     Message,
     Open,
@@ -34,13 +34,13 @@ from ..proto.wire.messages import (
     Probe,
     Rejected,
 )
-from ..runtime.keys.allowed import PREFILL, AllowedKeys, KeyEntry
-from ..runtime.keys.identity_owners import Callers
-from ..runtime.net.channel import Frames
-from ..runtime.net.loop import Loop
-from ..runtime.net.outbox import Outbox
-from ..runtime.net.sockets import RouterChannel
-from ..runtime.process.log_limit import LimitedLog
+from baton.runtime.keys.allowed import PREFILL, AllowedKeys, KeyEntry
+from baton.runtime.keys.identity_owners import Callers
+from baton.runtime.net.channel import Frames
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.outbox import Outbox
+from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.process.log_limit import LimitedLog
 
 _ANYBODY = (Probe, Ping, Pong)
 

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..engine.audio.chunks import AudioDecoder
-from ..engine.loading.loader import StepRunner
-from ..engine.loading.warm_up import warm_up
-from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from ..engine.scheduling.step_time import StepTime
-from ..kv_transfer.device_frames import DeviceFrameWriter
-from ..kv_transfer.receiver import Receiver
-from ..kv_transfer.receiver_grants import ReceiverConfig
-from ..proto.limits import MAX_KV_FRAME_BYTES
-from ..runtime.keys.keyring import KeyRing
-from ..runtime.net.loop import Loop
-from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.compute import ComputeThread
-from ..worker.host import TextHost
-from ..worker.membership import Membership
+from baton.engine.audio.chunks import AudioDecoder
+from baton.engine.loading.loader import StepRunner
+from baton.engine.loading.warm_up import warm_up
+from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduling.step_time import StepTime
+from baton.kv_transfer.device_frames import DeviceFrameWriter
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.receiver_grants import ReceiverConfig
+from baton.proto.limits import MAX_KV_FRAME_BYTES
+from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.process.compute import ComputeThread
+from baton.worker.host import TextHost
+from baton.worker.membership import Membership
+
 from . import events
 from .config import DecodeWorkerConfig
 from .core import DecodeCore

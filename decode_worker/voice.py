@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..engine.audio.chunks import I32, AudioLayout, Window, chunk_end, next_window
-from ..proto.contexts.outputs import TokenLogProbs
-from ..proto.wire.messages import TokenRun
-from ..worker.attempts import Key
-from ..worker.token_replay import runs_again
+from baton.engine.audio.chunks import I32, AudioLayout, Window, chunk_end, next_window
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.wire.messages import TokenRun
+from baton.worker.attempts import Key
+from baton.worker.token_replay import runs_again
 
 
 class Codec(NamedTuple):

@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from ..engine.loading.embedding_config import TASKS
-from ..gateway.chat_style import REASONING_PARSERS, TOOL_CALL_PARSERS
-from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
-from ..proto.errors import ConfigError
-from ..router.config import MAX_TRACE_REQUESTS, POLICIES
-from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, LEAST_WORKER_TIMEOUT_S
-from ..runtime.metrics.vllm import METRICS_COMPAT
+from baton.engine.loading.embedding_config import TASKS
+from baton.gateway.chat_style import REASONING_PARSERS, TOOL_CALL_PARSERS
+from baton.kv_transfer.timeout import HANDOFF_TIMEOUT_S
+from baton.proto.errors import ConfigError
+from baton.router.config import MAX_TRACE_REQUESTS, POLICIES
+from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, LEAST_WORKER_TIMEOUT_S
+from baton.runtime.metrics.vllm import METRICS_COMPAT
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ..runtime.process.log import timestamp
+from baton.runtime.process.log import timestamp
+
 from .supervise.core import Log
 
 SUPERVISOR = "supervisor"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..proto.errors import DecodeFailed
+from baton.proto.errors import DecodeFailed
 
 ALIVE_STATES = frozenset({"ready", "draining"})
 DEAD = "dead"

@@ -10,10 +10,11 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from ..proto.contexts.text import TextContext
-from ..proto.contexts.tokens import TokenBuffer
-from ..proto.errors import BatonError, error_from_code
-from ..proto.sampling import SamplingParams
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.errors import BatonError, error_from_code
+from baton.proto.sampling import SamplingParams
+
 from .loading.loader import Runner
 from .scheduling.events import Failed
 from .scheduling.scheduler import SchedulerConfig

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ..runtime.process.main import run_process
+from baton.runtime.process.main import run_process
+
 from .config import GatewayConfig
 from .server import serve
 

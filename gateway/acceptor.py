@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
-from ..runtime.process.log import get_logger
+from baton.runtime.process.log import get_logger
+
 from .connections import Connections, Place, address_of
 
 _TURN = 32

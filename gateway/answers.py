@@ -13,12 +13,13 @@ from typing import Any
 
 import msgspec
 
-from ..client.output import Output
-from ..proto.contexts.outputs import LogProbabilities
-from ..proto.contexts.status import GenerationStatus
-from ..proto.prompt_log_probs import PromptLogProb
-from ..text.detokenizer import IncrementalDetokenizer
-from ..text.tokenizer import Tokenizer
+from baton.client.output import Output
+from baton.proto.contexts.outputs import LogProbabilities
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.prompt_log_probs import PromptLogProb
+from baton.text.detokenizer import IncrementalDetokenizer
+from baton.text.tokenizer import Tokenizer
+
 from .reader import MessageReader, ReadMessage, read_message
 from .tool_calls import CallArguments, CallBegin, Event, Reasoning, Text
 

@@ -13,9 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..proto.errors import BatonError, CapacityError, InputError, InternalError
-from ..runtime.keys.allowed_names import FOREIGN, AllowedNames, parse_origins
-from ..runtime.keys.api_keys import ApiKeys
+from baton.proto.errors import BatonError, CapacityError, InputError, InternalError
+from baton.runtime.keys.allowed_names import FOREIGN, AllowedNames, parse_origins
+from baton.runtime.keys.api_keys import ApiKeys
+
 from . import dashboard, routes, text_routes
 from .cors import Cors
 from .errors import (

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta, inspect
 
-from ..proto.errors import InputError
+from baton.proto.errors import InputError
+
 from .errors import ParameterError
 from .field_rules import IGNORED, RECORDS, REFUSED, Rules
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..client.model import ServedModel, encode
-from ..client.options import RequestOptions, check_variables
+from baton.client.model import ServedModel, encode
+from baton.client.options import RequestOptions, check_variables
+
 from .chat_style import ChatStyle, style_of
 from .grammars import Content, Thought, constraint_of
 from .reader import MessageReader

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from .errors import ParameterError
 from .grammars import Thought
 from .reader import MessageReader

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from ..client.routers import router_addresses
-from ..proto.errors import ConfigError
-from ..runtime.keys.allowed_names import AllowedNames
-from ..runtime.keys.api_keys import check_http_access
-from ..runtime.metrics.vllm import METRICS_COMPAT
-from ..runtime.process.log import Level
+from baton.client.routers import router_addresses
+from baton.proto.errors import ConfigError
+from baton.runtime.keys.allowed_names import AllowedNames
+from baton.runtime.keys.api_keys import check_http_access
+from baton.runtime.metrics.vllm import METRICS_COMPAT
+from baton.runtime.process.log import Level
+
 from .bodies import MAX_BODY_BYTES
 from .chat_style import check_parsers
 from .image_fetch import parse_hosts

@@ -19,7 +19,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from ..proto.errors import ConfigError
+from baton.proto.errors import ConfigError
 
 SHARE = 7 / 8
 """Of all connections, what one address may have."""

@@ -16,7 +16,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..proto.errors import BatonError
+from baton.proto.errors import BatonError
+
 from .errors import GatewayBusy
 from .metrics import GatewayMetrics
 from .served import Served

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..proto.errors import (
+from baton.proto.errors import (
     AccessDenied,
     BatonError,
     CapacityError,

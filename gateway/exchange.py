@@ -14,7 +14,8 @@ from typing import Final
 from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from ..proto.errors import InternalError
+from baton.proto.errors import InternalError
+
 from .connections import Place
 from .metrics import GatewayMetrics
 

@@ -14,7 +14,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from ..client.options import RequestOptions
+from baton.client.options import RequestOptions
+
 from .errors import ParameterError
 from .tool_calls import MAX_CALLS
 from .tools import NO_PARAMETERS, Tools

@@ -19,8 +19,9 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httptools
 
-from ..images.processor import MAX_IMAGE_BYTES
-from ..proto.errors import ConfigError, InputError
+from baton.images.processor import MAX_IMAGE_BYTES
+from baton.proto.errors import ConfigError, InputError
+
 from .errors import GatewayBusy
 
 FETCH_TIMEOUT_S = 10.0

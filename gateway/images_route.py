@@ -20,11 +20,12 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..client.pictures import Picture, PictureOptions
-from ..proto.errors import InputError
-from ..proto.limits import MAX_PREVIEWS
-from ..proto.picture_requests import PICTURE_MULTIPLE
-from ..proto.sampling import MAX_SEED
+from baton.client.pictures import Picture, PictureOptions
+from baton.proto.errors import InputError
+from baton.proto.limits import MAX_PREVIEWS
+from baton.proto.picture_requests import PICTURE_MULTIPLE
+from baton.proto.sampling import MAX_SEED
+
 from .bodies import Body, BodyReader, Warnings
 from .errors import ParameterError, RouteNotFound
 from .field_rules import Rules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from ..proto.limits import MAX_JSON_SCHEMA_DEPTH
+from baton.proto.limits import MAX_JSON_SCHEMA_DEPTH
 
 _SPACE = " \t\r\n"
 _WORD = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")

@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from contextvars import ContextVar
 
-from ..client.output import Output
-from ..runtime.metrics.families import (
+from baton.client.output import Output
+from baton.runtime.metrics.families import (
     GAP_S,
     LATENCY_S,
     TOKENS,
@@ -21,7 +21,8 @@ from ..runtime.metrics.families import (
     gauge,
     histogram,
 )
-from ..runtime.process.log import get_logger
+from baton.runtime.process.log import get_logger
+
 from .connections import Connections
 from .shedding import Shedding
 

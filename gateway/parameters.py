@@ -8,14 +8,15 @@ from typing import Any
 
 import msgspec
 
-from ..client.options import RequestOptions
-from ..proto.errors import InputError, PromptTooLong, SchemaTooComplex
-from ..proto.json_schema import check_pattern, whitespace_options
-from ..proto.sampling import (
+from baton.client.options import RequestOptions
+from baton.proto.errors import InputError, PromptTooLong, SchemaTooComplex
+from baton.proto.json_schema import check_pattern, whitespace_options
+from baton.proto.sampling import (
     MAX_SEED,
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
 )
+
 from .bodies import (
     MAX_PROMPTS,
     CompletionBody,

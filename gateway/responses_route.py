@@ -18,9 +18,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..client.async_generation import AsyncGeneration
-from ..client.output import Output
-from ..proto.errors import InputError
+from baton.client.async_generation import AsyncGeneration
+from baton.client.output import Output
+from baton.proto.errors import InputError
+
 from .answers import Choice, TokenTexts
 from .bodies import BodyReader, Warnings
 from .messages import ImageUrl, Unknown

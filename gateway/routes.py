@@ -13,11 +13,12 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from ..client.model import encode, encode_chat
-from ..proto.errors import BatonError
-from ..runtime.metrics.exposition import CONTENT_TYPE, exposition
-from ..runtime.metrics.families import Family
-from ..runtime.metrics.vllm import vllm_families
+from baton.client.model import encode, encode_chat
+from baton.proto.errors import BatonError
+from baton.runtime.metrics.exposition import CONTENT_TYPE, exposition
+from baton.runtime.metrics.families import Family
+from baton.runtime.metrics.vllm import vllm_families
+
 from .bodies import MAX_TEXTS, BodyReader, DetokenizeBody, EmbeddingBody, TokenizeBody, Warnings
 from .errors import ParameterError
 from .messages import Unknown, messages_of

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from ..client.async_client import AsyncClient
-from ..client.images import data_url_content
-from ..client.model import ServedModel
-from ..client.options import RequestOptions
-from ..images.processor import MAX_IMAGE_BYTES, ScaledImage
-from ..proto.errors import InputError, RequestCancelled
-from ..proto.layout import model_name
-from ..proto.limits import MAX_REQUEST_ID_CHARS, MAX_REQUEST_IMAGES
-from ..proto.trace_context import parse_traceparent
+from baton.client.async_client import AsyncClient
+from baton.client.images import data_url_content
+from baton.client.model import ServedModel
+from baton.client.options import RequestOptions
+from baton.images.processor import MAX_IMAGE_BYTES, ScaledImage
+from baton.proto.errors import InputError, RequestCancelled
+from baton.proto.layout import model_name
+from baton.proto.limits import MAX_REQUEST_ID_CHARS, MAX_REQUEST_IMAGES
+from baton.proto.trace_context import parse_traceparent
+
 from .bodies import MAX_BODY_BYTES
 from .chat_plan import ChatPlanner
 from .errors import BodyTooLarge, BodyTooSlow, GatewayBusy, ModelNotFound, ParameterError

@@ -18,15 +18,16 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from ..client.async_client import AsyncClient
-from ..proto.errors import ConfigError
-from ..runtime.metrics.families import Family
-from ..runtime.metrics.listener import MAX_CONNECTIONS as METRICS_CONNECTIONS
-from ..runtime.metrics.listener import MetricsListener
-from ..runtime.metrics.vllm import vllm_families
-from ..runtime.net.descriptors import open_files
-from ..runtime.process.log import get_logger
-from ..runtime.process.main import SIGN_EVERY_S, collect_rarely, favor_event_loop, say_alive
+from baton.client.async_client import AsyncClient
+from baton.proto.errors import ConfigError
+from baton.runtime.metrics.families import Family
+from baton.runtime.metrics.listener import MAX_CONNECTIONS as METRICS_CONNECTIONS
+from baton.runtime.metrics.listener import MetricsListener
+from baton.runtime.metrics.vllm import vllm_families
+from baton.runtime.net.descriptors import open_files
+from baton.runtime.process.log import get_logger
+from baton.runtime.process.main import SIGN_EVERY_S, collect_rarely, favor_event_loop, say_alive
+
 from .acceptor import Acceptor
 from .app import make_app
 from .chat_plan import ChatPlanner

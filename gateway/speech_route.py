@@ -15,13 +15,14 @@ from typing import Any, Literal, Protocol
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ..client.speech import I16, AudioPrompt, audio_card, speech_format
-from ..engine.audio.compressed import CODECS, CompressedEncoder
-from ..engine.audio.flac import FlacEncoder
-from ..engine.audio.pcm import wav_header
-from ..proto.contexts.speech import TTSContext
-from ..proto.errors import InputError, RequestCancelled
-from ..proto.sampling import SamplingParams
+from baton.client.speech import I16, AudioPrompt, audio_card, speech_format
+from baton.engine.audio.compressed import CODECS, CompressedEncoder
+from baton.engine.audio.flac import FlacEncoder
+from baton.engine.audio.pcm import wav_header
+from baton.proto.contexts.speech import TTSContext
+from baton.proto.errors import InputError, RequestCancelled
+from baton.proto.sampling import SamplingParams
+
 from .bodies import Body, BodyReader, Count, Warnings
 from .errors import ParameterError, RouteNotFound
 from .field_rules import Rules

@@ -9,9 +9,10 @@ from typing import Any, TypeVar, cast
 
 from starlette.types import Receive, Scope, Send
 
-from ..client.async_generation import AsyncGeneration
-from ..client.output import Output
-from ..proto.errors import BatonError, InternalError, RequestCancelled
+from baton.client.async_generation import AsyncGeneration
+from baton.client.output import Output
+from baton.proto.errors import BatonError, InternalError, RequestCancelled
+
 from .errors import error_json
 from .metrics import GatewayMetrics, current_clock
 

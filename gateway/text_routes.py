@@ -17,14 +17,15 @@ import msgspec
 import numpy as np
 from starlette.requests import Request
 
-from ..client.async_generation import AsyncGeneration
-from ..client.model import ServedModel, TokensOrText, encode
-from ..client.options import RequestOptions
-from ..client.output import Output
-from ..images.processor import Image, SharedImage
-from ..proto.contexts.status import GenerationStatus
-from ..proto.errors import BatonError, InputError, PromptTooLong, RequestCancelled
-from ..proto.sampling import SamplingParams
+from baton.client.async_generation import AsyncGeneration
+from baton.client.model import ServedModel, TokensOrText, encode
+from baton.client.options import RequestOptions
+from baton.client.output import Output
+from baton.images.processor import Image, SharedImage
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.errors import BatonError, InputError, PromptTooLong, RequestCancelled
+from baton.proto.sampling import SamplingParams
+
 from .answers import (
     DONE,
     Answer,

@@ -10,8 +10,8 @@ import time
 from collections.abc import MutableMapping
 from typing import Any
 
-from ..proto.trace_context import TraceContext, parse_traceparent
-from ..runtime.process.otlp import OtlpSender, Span, SpanExporter
+from baton.proto.trace_context import TraceContext, parse_traceparent
+from baton.runtime.process.otlp import OtlpSender, Span, SpanExporter
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",

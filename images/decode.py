@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-from ..proto.errors import ConfigError, InputError
+from baton.proto.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from .settings import Settings

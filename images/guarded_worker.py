@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import sys
 
-from ..proto.errors import InputError
-from ..runtime.process.helper import limit_process, serve
+from baton.proto.errors import InputError
+from baton.runtime.process.helper import limit_process, serve
+
 from .decode import open_image, pillow, resized_pixels
 from .settings import ImageSettings
 from .tiles import TileSettings

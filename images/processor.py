@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.contexts.images import image_hash
-from ..proto.errors import InputError
-from ..proto.value_checks import shown
-from ..runtime.process.helper import HelperProcess
+from baton.proto.contexts.images import image_hash
+from baton.proto.errors import InputError
+from baton.proto.value_checks import shown
+from baton.runtime.process.helper import HelperProcess
+
 from .decode import check_size, pillow, resized_pixels
 from .settings import Settings, read_settings
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..proto.errors import CheckpointError, InputError
-from ..proto.limits import MAX_IMAGE_PIXEL_BYTES
+from baton.proto.errors import CheckpointError, InputError
+from baton.proto.limits import MAX_IMAGE_PIXEL_BYTES
+
 from .tiles import TILE_PROCESSORS, TileSettings
 
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..proto.contexts.tiled_images import MAX_TILES, aspect_ratios
-from ..proto.errors import CheckpointError, InputError
-from ..proto.limits import MAX_IMAGE_PIXEL_BYTES
+from baton.proto.contexts.tiled_images import MAX_TILES, aspect_ratios
+from baton.proto.errors import CheckpointError, InputError
+from baton.proto.limits import MAX_IMAGE_PIXEL_BYTES
 
 TILE_PROCESSORS = ("MllamaImageProcessor", "MllamaImageProcessorFast", "MllamaImageProcessorPil")
 _BILINEAR = 2

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from ..proto.wire.arrays import Frame
+from baton.proto.wire.arrays import Frame
 
 
 def envelope_digest(parts: Sequence[Frame]) -> int:

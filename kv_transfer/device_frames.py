@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.block_moves import BlockMove, BlockStream
-from ..proto.wire.messages import KVFrame
+from baton.proto.block_moves import BlockMove, BlockStream
+from baton.proto.wire.messages import KVFrame
+
 from .frames import BufferPool, Bytes
 
 Int32 = npt.NDArray[np.int32]

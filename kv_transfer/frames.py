@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import InternalError
-from ..proto.wire.messages import KVFrame
+from baton.proto.errors import InternalError
+from baton.proto.wire.messages import KVFrame
 
 PERIOD_S = 1.0
 """Seconds of the periods in which :class:`BufferPool` measures the bytes in flight."""

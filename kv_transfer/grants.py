@@ -15,8 +15,9 @@ from typing import Generic
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import InternalError, ProtocolError
-from ..proto.wire.messages import Commit, GrantRef, KVFrame, Message, Reserve
+from baton.proto.errors import InternalError, ProtocolError
+from baton.proto.wire.messages import Commit, GrantRef, KVFrame, Message, Reserve
+
 from .store import A
 
 Peer = bytes

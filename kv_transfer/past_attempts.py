@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..proto.wire.messages import Committed
-from ..runtime.tables import ExpiringMap
+from baton.proto.wire.messages import Committed
+from baton.runtime.tables import ExpiringMap
 
 
 class PastAttempts:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Generic
 
-from ..proto.layout import KVLayout
-from ..proto.limits import MAX_CONTEXT_TOKENS
-from ..proto.wire.messages import (
+from baton.proto.layout import KVLayout
+from baton.proto.limits import MAX_CONTEXT_TOKENS
+from baton.proto.wire.messages import (
     Aborted,
     Busy,
     Commit,
@@ -28,7 +28,8 @@ from ..proto.wire.messages import (
     Reserve,
     Stale,
 )
-from ..proto.wire.proofs import Holder
+from baton.proto.wire.proofs import Holder
+
 from .grants import GrantState, IllegalTransition, Peer, Slot
 from .past_attempts import PastAttempts
 from .receiver_data import ReceiverData

@@ -12,8 +12,9 @@ from typing import Generic
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import ProtocolError
-from ..proto.wire.messages import Commit, Committed, KVFrame, Refused
+from baton.proto.errors import ProtocolError
+from baton.proto.wire.messages import Commit, Committed, KVFrame, Refused
+
 from .grants import GrantState, Slot
 from .past_attempts import PastAttempts
 from .receiver_grants import Handover, Output, ReceiverGrants, Reply

@@ -13,8 +13,9 @@ from typing import Generic
 
 import numpy as np
 
-from ..proto.layout import KVLayout
-from ..proto.wire.messages import Commit, Credit, Grant, Message, Reserve, Revoke
+from baton.proto.layout import KVLayout
+from baton.proto.wire.messages import Commit, Credit, Grant, Message, Reserve, Revoke
+
 from .grants import CreditPool, GrantState, GrantTable, IllegalTransition, Peer, Slot
 from .store import A, BlockStore
 from .timeout import HANDOFF_TIMEOUT_S

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 
-from ..proto.errors import InternalError
-from ..proto.layout import KVLayout
-from ..proto.limits import MAX_KV_FRAME_BYTES
-from ..proto.wire.messages import (
+from baton.proto.errors import InternalError
+from baton.proto.layout import KVLayout
+from baton.proto.limits import MAX_KV_FRAME_BYTES
+from baton.proto.wire.messages import (
     Busy,
     Committed,
     Credit,
@@ -34,6 +34,7 @@ from ..proto.wire.messages import (
     Revoke,
     Stale,
 )
+
 from .sender_handoff import (
     CommitMaker,
     Failed,

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import msgspec
 
-from ..proto.errors import InternalError
-from ..proto.layout import KVLayout
-from ..proto.wire.messages import (
+from baton.proto.errors import InternalError
+from baton.proto.layout import KVLayout
+from baton.proto.wire.messages import (
     Commit,
     Committed,
     Grant,
@@ -28,6 +28,7 @@ from ..proto.wire.messages import (
     Release,
     Reserve,
 )
+
 from .timeout import HANDOFF_TIMEOUT_S
 
 MIN_FRAME_BYTES = 512 << 10

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.layout import KVLayout
-from ..proto.wire.messages import DeviceTicket, PoolTicket
+from baton.proto.layout import KVLayout
+from baton.proto.wire.messages import DeviceTicket, PoolTicket
 
 Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]

@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from ..proto.errors import BatonError, CapacityError, ConfigError, ConnectionLost, RequestFailed
+from baton.proto.errors import BatonError, CapacityError, ConfigError, ConnectionLost, RequestFailed
+
 from .plan import Job
 from .statistics import Record
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import InputError
+from baton.proto.errors import InputError
+
 from .traces import BLOCK_TOKENS, Arrival
 
 FIRST_ID = 10

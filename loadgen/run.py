@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from ..client import AsyncClient
-from ..proto.errors import BatonError, CapacityError
-from ..proto.sampling import SamplingParams
+from baton.client import AsyncClient
+from baton.proto.errors import BatonError, CapacityError
+from baton.proto.sampling import SamplingParams
+
 from .plan import Job
 from .statistics import CANCELLED, FAILED, OK, REFUSED, Record
 

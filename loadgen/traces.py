@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..proto.errors import ConfigError, InputError
+from baton.proto.errors import ConfigError, InputError
 
 BLOCK_TOKENS = 512
 """Tokens a hash id of the Mooncake traces stands for."""

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
-from ..proto.errors import ConfigError, RequestFailed, error_from_code
+from baton.proto.errors import ConfigError, RequestFailed, error_from_code
 
 END_S = 30.0
 """Seconds for the cluster to end before it is killed."""

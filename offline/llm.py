@@ -15,14 +15,15 @@ from typing import Any, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ..client import Client, GenerationOptions, Picture, PictureOptions, RequestOptions, Result
-from ..client.calls import Each, OnError, Whole
-from ..client.model import Messages, Prompt, Prompts, Sampling, TokensOrText
-from ..client.pictures import OnPreview, OnProgress
-from ..client.result import Completion
-from ..client.speech import I16, AudioPrompt
-from ..proto.errors import BatonError, ConfigError
-from ..text.tokenizer import Tokenizer
+from baton.client import Client, GenerationOptions, Picture, PictureOptions, RequestOptions, Result
+from baton.client.calls import Each, OnError, Whole
+from baton.client.model import Messages, Prompt, Prompts, Sampling, TokensOrText
+from baton.client.pictures import OnPreview, OnProgress
+from baton.client.result import Completion
+from baton.client.speech import I16, AudioPrompt
+from baton.proto.errors import BatonError, ConfigError
+from baton.text.tokenizer import Tokenizer
+
 from .cluster import OwnCluster
 from .settings import ClusterSettings
 

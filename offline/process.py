@@ -16,12 +16,13 @@ from typing import Any
 
 import msgspec
 
-from ..deploy.config import ServeSettings, check, convert
-from ..deploy.local.cluster import LocalCluster
-from ..deploy.local.terminal import terminal
-from ..deploy.plan.hub import with_local_model
-from ..deploy.plan.prepare import check_start
-from ..proto.errors import BatonError, RequestFailed
+from baton.deploy.config import ServeSettings, check, convert
+from baton.deploy.local.cluster import LocalCluster
+from baton.deploy.local.terminal import terminal
+from baton.deploy.plan.hub import with_local_model
+from baton.deploy.plan.prepare import check_start
+from baton.proto.errors import BatonError, RequestFailed
+
 from .cluster import Report
 
 LOOK_S = 0.5

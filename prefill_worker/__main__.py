@@ -8,22 +8,22 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.kernels.backend import Gpu
-from ..engine.kernels.memory import aligned_zeros
-from ..engine.loading.embedding_config import DRAW, EMBED
-from ..engine.loading.loader import StepRunner, folder_task, load_embedder, load_runner
-from ..engine.pictures.loading import load_encoder
-from ..kv_transfer.shared_pool import PoolOwner, can_share
-from ..proto.ids import new_nonce, worker_incarnation
-from ..proto.layout import ModelCard
-from ..proto.wire.messages import DeviceTicket
-from ..runtime.keys.allowed import OPERATOR, PREFILL, ROUTER
-from ..runtime.keys.keyring import load_keys
-from ..runtime.keys.zap import Doorkeeper, door
-from ..runtime.net.loop import Loop
-from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.log import get_logger
-from ..runtime.process.main import (
+from baton.engine.kernels.backend import Gpu
+from baton.engine.kernels.memory import aligned_zeros
+from baton.engine.loading.embedding_config import DRAW, EMBED
+from baton.engine.loading.loader import StepRunner, folder_task, load_embedder, load_runner
+from baton.engine.pictures.loading import load_encoder
+from baton.kv_transfer.shared_pool import PoolOwner, can_share
+from baton.proto.ids import new_nonce, worker_incarnation
+from baton.proto.layout import ModelCard
+from baton.proto.wire.messages import DeviceTicket
+from baton.runtime.keys.allowed import OPERATOR, PREFILL, ROUTER
+from baton.runtime.keys.keyring import load_keys
+from baton.runtime.keys.zap import Doorkeeper, door
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.process.log import get_logger
+from baton.runtime.process.main import (
     LoadProgress,
     MakeShell,
     leave,
@@ -31,7 +31,8 @@ from ..runtime.process.main import (
     run_incarnations,
     run_process,
 )
-from ..worker.membership import Membership, WorkerIdentity
+from baton.worker.membership import Membership, WorkerIdentity
+
 from .config import PrefillWorkerConfig
 from .embed_shell import EmbedShell
 from .shell import PrefillShell

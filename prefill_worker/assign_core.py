@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, Generic, TypeVar
 
-from ..proto.errors import BatonError
-from ..proto.wire.messages import (
+from baton.proto.errors import BatonError
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Accepted,
@@ -19,12 +19,12 @@ from ..proto.wire.messages import (
     Message,
     Terminal,
 )
-from ..runtime.tables import ExpiringMap
-from ..worker.attempts import Key
-from ..worker.base_core import ATTEMPTS_KEPT, FORGOTTEN, TOMBSTONE_S, WorkerCore
-from ..worker.events import ToRouter
-from ..worker.jobs import Job, Jobs
-from ..worker.membership import Membership, moved_to
+from baton.runtime.tables import ExpiringMap
+from baton.worker.attempts import Key
+from baton.worker.base_core import ATTEMPTS_KEPT, FORGOTTEN, TOMBSTONE_S, WorkerCore
+from baton.worker.events import ToRouter
+from baton.worker.jobs import Job, Jobs
+from baton.worker.membership import Membership, moved_to
 
 BUSY_RETRY_S = 0.2
 J = TypeVar("J", bound=Job)

@@ -16,16 +16,16 @@ from typing import Any, ClassVar, Unpack
 
 import msgspec
 
-from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone, grammar_task
-from ..engine.scheduling.events import ChunkDone, Failed, Finished, Prefilled, TokenEvent
-from ..engine.scheduling.events import Event as EngineEvent
-from ..engine.scheduling.scheduler import Scheduler
-from ..engine.scheduling.step_time import StepTime
-from ..kv_transfer import sender_handoff as handoff
-from ..kv_transfer.sender import Sender
-from ..kv_transfer.timeout import HANDOFF_TIMEOUT_S
-from ..proto.errors import BatonError, DeadlineExceeded, InternalError, LimitExceeded
-from ..proto.wire.messages import (
+from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone, grammar_task
+from baton.engine.scheduling.events import ChunkDone, Failed, Finished, Prefilled, TokenEvent
+from baton.engine.scheduling.events import Event as EngineEvent
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.step_time import StepTime
+from baton.kv_transfer import sender_handoff as handoff
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.timeout import HANDOFF_TIMEOUT_S
+from baton.proto.errors import BatonError, DeadlineExceeded, InternalError, LimitExceeded
+from baton.proto.wire.messages import (
     Assign,
     Busy,
     Commit,
@@ -41,12 +41,13 @@ from ..proto.wire.messages import (
     Tokens,
     WorkerLoad,
 )
-from ..worker.attempts import Key
-from ..worker.base_core import Handler, WorkerCore
-from ..worker.events import RunStep, StepDone, Tick, ToRouter
-from ..worker.jobs import Ending
-from ..worker.membership import Membership
-from ..worker.steps import EngineSteps
+from baton.worker.attempts import Key
+from baton.worker.base_core import Handler, WorkerCore
+from baton.worker.events import RunStep, StepDone, Tick, ToRouter
+from baton.worker.jobs import Ending
+from baton.worker.membership import Membership
+from baton.worker.steps import EngineSteps
+
 from .assign_core import AssignCore
 from .decode_links import DecodeLinks
 from .events import (

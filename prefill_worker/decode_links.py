@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..kv_transfer.timeout import ASK_EVERY_S, HANDOFF_TIMEOUT_S, OWN_PAUSE_S
-from ..proto.limits import PROTOCOL_VERSION
-from ..proto.wire.messages import (
+from baton.kv_transfer.timeout import ASK_EVERY_S, HANDOFF_TIMEOUT_S, OWN_PAUSE_S
+from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.wire.messages import (
     DEVICE,
     SHARED,
     STREAMED,
@@ -28,8 +28,9 @@ from ..proto.wire.messages import (
     Ping,
     PoolTicket,
 )
-from ..worker.events import Log
-from ..worker.membership import WorkerIdentity
+from baton.worker.events import Log
+from baton.worker.membership import WorkerIdentity
+
 from .events import Action, Connect, ToPeer
 
 OPEN_REPEAT_S = 0.5

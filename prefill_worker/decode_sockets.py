@@ -12,27 +12,28 @@ from typing import Any
 
 import zmq
 
-from ..kv_transfer.checksums import envelope_digest
-from ..kv_transfer.device_frames import Release
-from ..kv_transfer.frames import BufferPool, Bytes
-from ..proto.errors import (
+from baton.kv_transfer.checksums import envelope_digest
+from baton.kv_transfer.device_frames import Release
+from baton.kv_transfer.frames import BufferPool, Bytes
+from baton.proto.errors import (
     ConfigError,
     EnvelopeDamaged,
     ProtocolError,
     VersionMismatch,
 )
-from ..proto.wire.envelope import EnvelopeDecoder, encode_kv_header
-from ..proto.wire.messages import DecodeToPrefill, KVFrame, Message, Rejected
-from ..runtime.keys.allowed import DECODE
-from ..runtime.keys.curve import CurveKeys
-from ..runtime.keys.keyring import KeyRing, keys_to
-from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
-from ..runtime.net.loop import Loop
-from ..runtime.net.outbox import Outbox
-from ..runtime.net.sockets import Context, DealerChannel
-from ..runtime.process.log import get_logger
-from ..runtime.process.log_limit import LimitedLog
-from ..worker.router_links import routing_identity
+from baton.proto.wire.envelope import EnvelopeDecoder, encode_kv_header
+from baton.proto.wire.messages import DecodeToPrefill, KVFrame, Message, Rejected
+from baton.runtime.keys.allowed import DECODE
+from baton.runtime.keys.curve import CurveKeys
+from baton.runtime.keys.keyring import KeyRing, keys_to
+from baton.runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.outbox import Outbox
+from baton.runtime.net.sockets import Context, DealerChannel
+from baton.runtime.process.log import get_logger
+from baton.runtime.process.log_limit import LimitedLog
+from baton.worker.router_links import routing_identity
+
 from .link_names import endpoint_and_key
 
 _log = get_logger()

@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.models.registry import read_context
-from ..engine.scheduling.step_time import StepTime
-from ..proto.contexts.status import GenerationStatus
-from ..proto.contexts.text import TextContext
-from ..proto.errors import DeadlineExceeded, InternalError
-from ..proto.ids import RequestID
-from ..proto.requests import check_wire_context
-from ..proto.wire.messages import (
+from baton.engine.models.registry import read_context
+from baton.engine.scheduling.step_time import StepTime
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.contexts.text import TextContext
+from baton.proto.errors import DeadlineExceeded, InternalError
+from baton.proto.ids import RequestID
+from baton.proto.requests import check_wire_context
+from baton.proto.wire.messages import (
     Assign,
     Buckets,
     PeerDead,
@@ -33,10 +33,10 @@ from ..proto.wire.messages import (
     WorkerLoad,
     WorkerTimes,
 )
-from ..runtime.metrics.families import GAP_S, STEP_SECONDS, STEP_TOKENS, TOKENS, Histogram
-from ..worker.attempts import Key
-from ..worker.base_core import Handler, WorkerCore
-from ..worker.events import (
+from baton.runtime.metrics.families import GAP_S, STEP_SECONDS, STEP_TOKENS, TOKENS, Histogram
+from baton.worker.attempts import Key
+from baton.worker.base_core import Handler, WorkerCore
+from baton.worker.events import (
     DrainRequested,
     Exit,
     FromRouter,
@@ -46,8 +46,9 @@ from ..worker.events import (
     Tick,
     ToRouter,
 )
-from ..worker.jobs import engine_name
-from ..worker.membership import EngineState, Membership
+from baton.worker.jobs import engine_name
+from baton.worker.membership import EngineState, Membership
+
 from .assign_core import AssignCore, JobQueue
 
 F32 = npt.NDArray[np.float32]

@@ -10,18 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.loading.loader import EmbeddingRunner
-from ..engine.scheduling.step_time import StepTime
-from ..proto.contexts.generators import EmbeddingsGenerator
-from ..proto.contexts.text import TextContext
-from ..proto.contexts.tokens import TokenBuffer
-from ..proto.ids import RequestID
-from ..runtime.keys.keyring import KeyRing
-from ..runtime.net.loop import Loop
-from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.log import get_logger
-from ..worker.host import WorkerHost
-from ..worker.membership import Membership
+from baton.engine.loading.loader import EmbeddingRunner
+from baton.engine.scheduling.step_time import StepTime
+from baton.proto.contexts.generators import EmbeddingsGenerator
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.ids import RequestID
+from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.process.log import get_logger
+from baton.worker.host import WorkerHost
+from baton.worker.membership import Membership
+
 from .config import PrefillWorkerConfig
 from .embed_core import BatchDone, EmbedCore, EmbedLimits, RunBatch
 from .endpoint import Endpoint

@@ -6,17 +6,25 @@ decode worker, so the rejection names the mistake.
 
 from __future__ import annotations
 
-from ..kv_transfer.checksums import envelope_digest
-from ..proto.errors import ProtocolError
-from ..proto.limits import PROTOCOL_VERSION
-from ..proto.wire.envelope import EnvelopeDecoder
-from ..proto.wire.messages import Message, Ping, Pong, PrefillToDecode, Probe, ProbeReply, Rejected
-from ..runtime.net.channel import Frames
-from ..runtime.net.loop import Loop
-from ..runtime.net.outbox import Outbox
-from ..runtime.net.sockets import RouterChannel
-from ..runtime.process.log_limit import LimitedLog
-from ..worker.membership import Membership, WorkerIdentity
+from baton.kv_transfer.checksums import envelope_digest
+from baton.proto.errors import ProtocolError
+from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import (
+    Message,
+    Ping,
+    Pong,
+    PrefillToDecode,
+    Probe,
+    ProbeReply,
+    Rejected,
+)
+from baton.runtime.net.channel import Frames
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.outbox import Outbox
+from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.process.log_limit import LimitedLog
+from baton.worker.membership import Membership, WorkerIdentity
 
 
 def answer(me: WorkerIdentity, message: Message) -> Message | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
-from ..engine.scheduling.plan import Int32
-from ..kv_transfer import sender_handoff as handoff
-from ..kv_transfer.sender_handoff import Key
-from ..proto.vision_requests import check_hashes
-from ..proto.wire.messages import Message
-from ..proto.wire.wire_context import WireContext
-from ..worker.events import (
+from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
+from baton.engine.scheduling.plan import Int32
+from baton.kv_transfer import sender_handoff as handoff
+from baton.kv_transfer.sender_handoff import Key
+from baton.proto.vision_requests import check_hashes
+from baton.proto.wire.messages import Message
+from baton.proto.wire.wire_context import WireContext
+from baton.worker.events import (
     AbandonStep,
     DrainRequested,
     Exit,

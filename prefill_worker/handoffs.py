@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-from ..engine.cache.paged_cache import Allocation, PagedCache
-from ..engine.scheduling.plan import StepPlan
-from ..kv_transfer import sender_handoff as handoff
-from ..kv_transfer.sender import Sender
-from ..kv_transfer.sender_handoff import Key
-from ..proto.errors import AccessDenied, InternalError
-from ..proto.wire.messages import (
+from baton.engine.cache.paged_cache import Allocation, PagedCache
+from baton.engine.scheduling.plan import StepPlan
+from baton.kv_transfer import sender_handoff as handoff
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender_handoff import Key
+from baton.proto.errors import AccessDenied, InternalError
+from baton.proto.wire.messages import (
     DEVICE,
     READ_IN_PLACE,
     Aborted,
@@ -36,8 +36,9 @@ from ..proto.wire.messages import (
     Revoke,
     Stale,
 )
-from ..worker.events import Log
-from ..worker.membership import Membership
+from baton.worker.events import Log
+from baton.worker.membership import Membership
+
 from .decode_links import DecodeLink, DecodeLinks, LinkState
 from .events import (
     Action,

@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Unpack
 
-from ..engine.grammar.constraint import GrammarTask
-from ..engine.models.registry import read_context
-from ..engine.scheduling.sequence import Sequence
-from ..kv_transfer import sender_handoff as handoff
-from ..kv_transfer.sender_handoff import Key
-from ..proto.contexts.outputs import TokenLogProbs
-from ..proto.contexts.speech import TTSContext
-from ..proto.contexts.status import GenerationStatus
-from ..proto.contexts.text import TextContext
-from ..proto.errors import TaskMismatch
-from ..proto.hashing import cache_salt
-from ..proto.ids import RequestID
-from ..proto.layout import ModelCard
-from ..proto.picture_runs import PictureRun, committed_picture, picture_run
-from ..proto.requests import check_kind, check_wire_context
-from ..proto.vision_requests import check_images, committed
-from ..proto.wire.context_maps import to_map
-from ..proto.wire.messages import (
+from baton.engine.grammar.constraint import GrammarTask
+from baton.engine.models.registry import read_context
+from baton.engine.scheduling.sequence import Sequence
+from baton.kv_transfer import sender_handoff as handoff
+from baton.kv_transfer.sender_handoff import Key
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.contexts.speech import TTSContext
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.contexts.text import TextContext
+from baton.proto.errors import TaskMismatch
+from baton.proto.hashing import cache_salt
+from baton.proto.ids import RequestID
+from baton.proto.layout import ModelCard
+from baton.proto.picture_runs import PictureRun, committed_picture, picture_run
+from baton.proto.requests import check_kind, check_wire_context
+from baton.proto.vision_requests import check_images, committed
+from baton.proto.wire.context_maps import to_map
+from baton.proto.wire.messages import (
     Assign,
     Commit,
     GrammarSpec,
@@ -35,9 +35,10 @@ from ..proto.wire.messages import (
     TokenRun,
     WorkerTimes,
 )
-from ..proto.wire.wire_context import WireContext, WirePixelContext, WireVisionContext
-from ..worker.jobs import Ending, engine_name
-from ..worker.token_replay import runs_again
+from baton.proto.wire.wire_context import WireContext, WirePixelContext, WireVisionContext
+from baton.worker.jobs import Ending, engine_name
+from baton.worker.token_replay import runs_again
+
 from .link_names import link_name
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from ..engine.cache.paged_cache import PagedCache
-from ..kv_transfer.sender_handoff import Key
-from ..proto.errors import InternalError
-from ..runtime.tables import KeyedHeap
-from ..worker.load_by_router import Shares
+from baton.engine.cache.paged_cache import PagedCache
+from baton.kv_transfer.sender_handoff import Key
+from baton.proto.errors import InternalError
+from baton.runtime.tables import KeyedHeap
+from baton.worker.load_by_router import Shares
+
 from .assign_core import JobQueue
 from .job import Job, JobState
 from .start_order import Pace, StartOrder, latest_start

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..engine.loading.loader import StepRunner
-from ..engine.loading.warm_up import warm_up
-from ..engine.scheduling.plan import StepPlan
-from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from ..engine.scheduling.step_time import StepTime
-from ..kv_transfer.device_frames import DeviceFramePacker, Release
-from ..kv_transfer.frames import Bytes, FramePacker
-from ..kv_transfer.sender import Sender
-from ..kv_transfer.sender_handoff import SenderConfig
-from ..proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
-from ..runtime.keys.keyring import KeyRing
-from ..runtime.net.loop import Loop
-from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.compute import TimeLimited
-from ..worker.host import TextHost
-from ..worker.membership import Membership
+from baton.engine.loading.loader import StepRunner
+from baton.engine.loading.warm_up import warm_up
+from baton.engine.scheduling.plan import StepPlan
+from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduling.step_time import StepTime
+from baton.kv_transfer.device_frames import DeviceFramePacker, Release
+from baton.kv_transfer.frames import Bytes, FramePacker
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender_handoff import SenderConfig
+from baton.proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
+from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.process.compute import TimeLimited
+from baton.worker.host import TextHost
+from baton.worker.membership import Membership
+
 from . import events
 from .config import PrefillWorkerConfig, kv_frame_bytes
 from .core import PrefillCore, PrefillLimits

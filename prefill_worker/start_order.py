@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ..runtime.tables import KeyedHeap
+from baton.runtime.tables import KeyedHeap
 
 LATE_TURN = 16
 """While both kinds wait, one start out of this many goes to a late prompt."""

@@ -6,17 +6,18 @@ import sys
 
 import zmq
 
-from ..proto.ids import new_incarnation
-from ..runtime.keys.allowed import ROUTER
-from ..runtime.keys.keyring import load_keys
-from ..runtime.keys.zap import Doorkeeper
-from ..runtime.metrics.families import Family
-from ..runtime.metrics.listener import MetricsListener
-from ..runtime.metrics.vllm import vllm_families
-from ..runtime.net.loop import Loop
-from ..runtime.process.log import get_logger
-from ..runtime.process.main import collect_rarely, favor_event_loop, run_process
-from ..runtime.process.os_settings import on_stop_signal
+from baton.proto.ids import new_incarnation
+from baton.runtime.keys.allowed import ROUTER
+from baton.runtime.keys.keyring import load_keys
+from baton.runtime.keys.zap import Doorkeeper
+from baton.runtime.metrics.families import Family
+from baton.runtime.metrics.listener import MetricsListener
+from baton.runtime.metrics.vllm import vllm_families
+from baton.runtime.net.loop import Loop
+from baton.runtime.process.log import get_logger
+from baton.runtime.process.main import collect_rarely, favor_event_loop, run_process
+from baton.runtime.process.os_settings import on_stop_signal
+
 from .config import RouterConfig
 from .describe import read_text_files
 from .shell import RouterShell

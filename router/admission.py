@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..proto.errors import CapacityError, DeadlineExceeded, InputError
+from baton.proto.errors import CapacityError, DeadlineExceeded, InputError
+
 from .config import AdmissionConfig
 from .requests import Request, context_bytes
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..proto.errors import AccessDenied, BatonError, EndpointDead
-from ..proto.ids import worker_incarnation
-from ..proto.wire.messages import Drain, Drained, Hello, Message
-from ..proto.wire.proofs import Holder, assignment_proof, same
-from ..runtime.keys.allowed import OPERATOR, AllowedKeys, KeyEntry
-from ..runtime.tables import ExpiringMap
+from baton.proto.errors import AccessDenied, BatonError, EndpointDead
+from baton.proto.ids import worker_incarnation
+from baton.proto.wire.messages import Drain, Drained, Hello, Message
+from baton.proto.wire.proofs import Holder, assignment_proof, same
+from baton.runtime.keys.allowed import OPERATOR, AllowedKeys, KeyEntry
+from baton.runtime.tables import ExpiringMap
+
 from .config import RouterConfig
 
 if TYPE_CHECKING:

@@ -12,16 +12,22 @@ from collections.abc import Callable
 from itertools import repeat
 from typing import ClassVar, NoReturn
 
-from ..proto.errors import BatonError, DuplicateRequest, InputError, InternalError, RouterClosing
-from ..proto.ids import request_key, resume_secret
-from ..proto.limits import (
+from baton.proto.errors import (
+    BatonError,
+    DuplicateRequest,
+    InputError,
+    InternalError,
+    RouterClosing,
+)
+from baton.proto.ids import request_key, resume_secret
+from baton.proto.limits import (
     MAX_POOL_CHARS,
     MAX_REQUEST_ID_CHARS,
     MAX_RESUMED_ATTEMPT,
 )
-from ..proto.requests import check_emitted, check_wire_context, check_wire_shape
-from ..proto.wire.map_bytes import context_digest
-from ..proto.wire.messages import (
+from baton.proto.requests import check_emitted, check_wire_context, check_wire_shape
+from baton.proto.wire.map_bytes import context_digest
+from baton.proto.wire.messages import (
     Cancel,
     FinalAck,
     Message,
@@ -30,6 +36,7 @@ from ..proto.wire.messages import (
     Submitted,
     Terminal,
 )
+
 from .admission import Admission, check_deadline
 from .authorization import Caller
 from .clients import Clients

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..proto.wire.messages import TokenRun
+from baton.proto.wire.messages import TokenRun
+
 from .requests import Request
 
 

@@ -6,19 +6,19 @@ import math
 
 import msgspec
 
-from ..proto.errors import ConfigError, InputError
-from ..proto.limits import (
+from baton.proto.errors import ConfigError, InputError
+from baton.proto.limits import (
     DEFAULT_DEADLINE_S,
     DESCRIBED_MARGIN,
     MAX_DEADLINE_S,
     MAX_DESCRIBED_BYTES,
 )
-from ..proto.wire.endpoints import check_endpoint
-from ..runtime.keys.allowed_names import AllowedNames
-from ..runtime.keys.api_keys import check_http_access
-from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
-from ..runtime.metrics.vllm import METRICS_COMPAT
-from ..runtime.process.log import Level
+from baton.proto.wire.endpoints import check_endpoint
+from baton.runtime.keys.allowed_names import AllowedNames
+from baton.runtime.keys.api_keys import check_http_access
+from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
+from baton.runtime.metrics.vllm import METRICS_COMPAT
+from baton.runtime.process.log import Level
 
 MAX_TRACE_REQUESTS = 100_000
 """Bound of ``trace_requests``: 45 MB of stories, more if many requests were replayed."""

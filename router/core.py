@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from ..proto.errors import InternalError
-from ..runtime.metrics.families import Family
+from baton.proto.errors import InternalError
+from baton.runtime.metrics.families import Family
+
 from .admission import Admission
 from .authorization import ANYBODY, Caller, Proofs
 from .client_messages import ClientMessages

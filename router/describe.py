@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..images.settings import SETTINGS_FILES
-from ..proto.errors import ConfigError
-from ..text.model_files import PICTURE_FILES, SPEECH_FILE, TOKENIZER_FILES
+from baton.images.settings import SETTINGS_FILES
+from baton.proto.errors import ConfigError
+from baton.text.model_files import PICTURE_FILES, SPEECH_FILE, TOKENIZER_FILES
 
 TEXT_FILES = (
     *TOKENIZER_FILES,

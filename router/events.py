@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..proto.errors import BatonError
-from ..proto.wire.messages import Message
+from baton.proto.errors import BatonError
+from baton.proto.wire.messages import Message
 
 
 class FromClient(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..runtime.metrics.families import (
+from baton.runtime.metrics.families import (
     GAP_S,
     LATENCY_S,
     STEP_SECONDS,
@@ -27,6 +27,7 @@ from ..runtime.metrics.families import (
     gauge,
     histogram,
 )
+
 from .admission import Admission
 from .config import RouterConfig
 from .latency import Latency, cumulated

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ..proto.errors import BatonError, CapacityError, InternalError, LimitExceeded
-from ..proto.requests import check_emitted, check_wire_context
-from ..proto.wire.messages import Abort, Assign, Terminal
-from ..proto.wire.proofs import assignment
-from ..proto.wire.token_runs import messages_of
+from baton.proto.errors import BatonError, CapacityError, InternalError, LimitExceeded
+from baton.proto.requests import check_emitted, check_wire_context
+from baton.proto.wire.messages import Abort, Assign, Terminal
+from baton.proto.wire.proofs import assignment
+from baton.proto.wire.token_runs import messages_of
+
 from .admission import Admission
 from .clients import Clients
 from .config import RouterConfig

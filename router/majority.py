@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from ..proto.layout import ModelCard
+from baton.proto.layout import ModelCard
+
 from .workers import Worker, WorkerCaller
 
 CLAIM_S = 10.0

@@ -13,10 +13,10 @@ from math import isfinite
 
 import numpy as np
 
-from ..proto.contexts.status import GenerationStatus
-from ..proto.errors import BatonError, known_codes
-from ..proto.wire.messages import HandoffReport, Terminal, WorkerTimes
-from ..runtime.metrics.families import (
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.errors import BatonError, known_codes
+from baton.proto.wire.messages import HandoffReport, Terminal, WorkerTimes
+from baton.runtime.metrics.families import (
     BYTES,
     BYTES_PER_S,
     GAP_S,
@@ -28,6 +28,7 @@ from ..runtime.metrics.families import (
     Limited,
     Rows,
 )
+
 from .latency import Latency
 from .requests import Attempt, Request
 

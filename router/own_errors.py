@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ..proto.errors import InternalError
-from ..proto.wire.messages import Terminal, Tokens
+from baton.proto.errors import InternalError
+from baton.proto.wire.messages import Terminal, Tokens
+
 from .admission import Admission
 from .clients import Clients
 from .events import Action, Fault, ToClient

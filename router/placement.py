@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..proto.errors import (
+from baton.proto.errors import (
     EndpointDead,
     EndpointDraining,
     EndpointUnknown,
     FeatureMissing,
     WorkerLost,
 )
-from ..proto.hashing import block_hashes
-from ..proto.picture_requests import state_tokens
-from ..proto.requests import needed_features
-from ..proto.vision_requests import spans_of
-from ..proto.wire.wire_context import WirePixelContext
-from ..runtime.liveness import HEARTBEAT_S
+from baton.proto.hashing import block_hashes
+from baton.proto.picture_requests import state_tokens
+from baton.proto.requests import needed_features
+from baton.proto.vision_requests import spans_of
+from baton.proto.wire.wire_context import WirePixelContext
+from baton.runtime.liveness import HEARTBEAT_S
+
 from .config import RouterConfig
 from .pairs import FailedPairs
 from .policy import NO_HASHES, Margin, make_policy

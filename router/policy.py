@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from .config import PolicyConfig
 from .workers import Worker
 

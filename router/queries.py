@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import ClassVar
 
-from ..proto.errors import BatonError, InputError
-from ..proto.wire.messages import (
+from baton.proto.errors import BatonError, InputError
+from baton.proto.wire.messages import (
     Describe,
     Described,
     Drain,
@@ -23,6 +23,7 @@ from ..proto.wire.messages import (
     Status,
     StatusReport,
 )
+
 from .authorization import Caller
 from .clients import Clients
 from .config import RouterConfig

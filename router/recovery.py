@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..proto.errors import FeatureMissing, RequestPoisoned, WorkerLost
-from ..proto.wire.messages import Adopt, PeerDead
+from baton.proto.errors import FeatureMissing, RequestPoisoned, WorkerLost
+from baton.proto.wire.messages import Adopt, PeerDead
+
 from .config import RouterConfig
 from .events import Action, Log, ToWorker
 from .lifecycle import Lifecycle

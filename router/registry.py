@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 
-from ..proto.errors import (
+from baton.proto.errors import (
     EndpointDead,
     EndpointDraining,
     EndpointUnknown,
@@ -24,11 +24,12 @@ from ..proto.errors import (
     NameTaken,
     ProtocolError,
 )
-from ..proto.layout import ModelCard
-from ..proto.wire.endpoints import check_endpoint
-from ..proto.wire.messages import Heartbeat, Hello
-from ..proto.wire.versions import check_version
-from ..runtime.liveness import closed_by_peer, suspect_after
+from baton.proto.layout import ModelCard
+from baton.proto.wire.endpoints import check_endpoint
+from baton.proto.wire.messages import Heartbeat, Hello
+from baton.proto.wire.versions import check_version
+from baton.runtime.liveness import closed_by_peer, suspect_after
+
 from .config import RouterConfig
 from .majority import Claims, joint_card, keys_of, votes
 from .worker_totals import WorkerTotals

@@ -6,7 +6,8 @@ its admission until it is removed.
 
 from __future__ import annotations
 
-from ..runtime.tables import ExpiringMap, RecentMap, TimerWheel
+from baton.runtime.tables import ExpiringMap, RecentMap, TimerWheel
+
 from .requests import Request
 
 REMEMBER_ATTEMPTS = 16_384

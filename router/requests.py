@@ -34,19 +34,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..proto.contexts.outputs import TokenLogProbs
-from ..proto.contexts.pixels import png_bytes
-from ..proto.errors import InternalError
-from ..proto.limits import MAX_EMBEDDING_SIZE, MAX_PICTURE_SIDE, MAX_PREVIEW_PIXELS
-from ..proto.picture_requests import encoder_tokens, preview_steps, step_rows
-from ..proto.prompt_log_probs import records_bytes
-from ..proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
-from ..proto.wire.wire_context import (
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.contexts.pixels import png_bytes
+from baton.proto.errors import InternalError
+from baton.proto.limits import MAX_EMBEDDING_SIZE, MAX_PICTURE_SIDE, MAX_PREVIEW_PIXELS
+from baton.proto.picture_requests import encoder_tokens, preview_steps, step_rows
+from baton.proto.prompt_log_probs import records_bytes
+from baton.proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
+from baton.proto.wire.wire_context import (
     WireContext,
     WirePixelContext,
     WireSpeechContext,
     WireVisionContext,
 )
+
 from .workers import roles_for
 
 if TYPE_CHECKING:

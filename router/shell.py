@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..proto.errors import DecodeFailed, ProtocolError
-from ..proto.limits import MAX_DESCRIBED_BYTES
-from ..proto.wire.envelope import EnvelopeDecoder, SalvagingDecoder
-from ..proto.wire.messages import (
+from baton.proto.errors import DecodeFailed, ProtocolError
+from baton.proto.limits import MAX_DESCRIBED_BYTES
+from baton.proto.wire.envelope import EnvelopeDecoder, SalvagingDecoder
+from baton.proto.wire.messages import (
     ClientToRouter,
     Described,
     Hello,
@@ -27,19 +27,20 @@ from ..proto.wire.messages import (
     TerminalAck,
     WorkerToRouter,
 )
-from ..runtime.keys.allowed import CLIENT, DECODE, OPERATOR, PREFILL
-from ..runtime.keys.identity_owners import Callers
-from ..runtime.keys.zap import Doorkeeper, door
-from ..runtime.liveness import connection_timeout
-from ..runtime.net.channel import ChannelOptions, Frames, SendResult
-from ..runtime.net.loop import Loop, Timer
-from ..runtime.net.outbox import Outbox
-from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.clock import Clock
-from ..runtime.process.log import get_logger
-from ..runtime.process.log_limit import LogLimit
-from ..runtime.process.main import EXIT_RESTART
-from ..runtime.process.otlp import OtlpSender, Span, SpanExporter
+from baton.runtime.keys.allowed import CLIENT, DECODE, OPERATOR, PREFILL
+from baton.runtime.keys.identity_owners import Callers
+from baton.runtime.keys.zap import Doorkeeper, door
+from baton.runtime.liveness import connection_timeout
+from baton.runtime.net.channel import ChannelOptions, Frames, SendResult
+from baton.runtime.net.loop import Loop, Timer
+from baton.runtime.net.outbox import Outbox
+from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.process.clock import Clock
+from baton.runtime.process.log import get_logger
+from baton.runtime.process.log_limit import LogLimit
+from baton.runtime.process.main import EXIT_RESTART
+from baton.runtime.process.otlp import OtlpSender, Span, SpanExporter
+
 from .authorization import ANYBODY, Caller, client_refusals, hello_refusal, without_drains
 from .config import RouterConfig
 from .core import RouterCore

@@ -11,8 +11,9 @@ from itertools import islice
 
 import msgspec
 
-from ..proto.wire.messages import HandoffReport, Status
-from ..runtime.metrics.families import Family
+from baton.proto.wire.messages import HandoffReport, Status
+from baton.runtime.metrics.families import Family
+
 from .admission import Admission
 from .authorization import ANYBODY, Caller
 from .clients import Clients

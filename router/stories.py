@@ -22,9 +22,10 @@ from typing import TypeVar
 
 import msgspec
 
-from ..proto.errors import BatonError
-from ..proto.limits import MAX_REQUEST_ID_CHARS
-from ..proto.wire.messages import HandoffReport, Resume, Submit, Terminal, WorkerTimes
+from baton.proto.errors import BatonError
+from baton.proto.limits import MAX_REQUEST_ID_CHARS
+from baton.proto.wire.messages import HandoffReport, Resume, Submit, Terminal, WorkerTimes
+
 from .authorization import ANYBODY, Caller
 from .placement import Route
 from .requests import NEVER, Attempt, Request

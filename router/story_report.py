@@ -11,7 +11,8 @@ from math import floor
 
 import msgspec
 
-from ..proto.wire.messages import WorkerTimes
+from baton.proto.wire.messages import WorkerTimes
+
 from .policy import Margin
 from .requests import NEVER
 from .stories import Story, StoryAttempt, StoryHandoff

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ..proto.trace_context import parse_traceparent
-from ..runtime.process.otlp import AttributeValue, Span
+from baton.proto.trace_context import parse_traceparent
+from baton.runtime.process.otlp import AttributeValue, Span
 
 Record = Mapping[str, Any]
 ROUTER = "router"

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..proto.wire.messages import Abort, Adopt, Moved, RequestState
+from baton.proto.wire.messages import Abort, Adopt, Moved, RequestState
+
 from .config import RouterConfig
 from .events import Action, ToClient, ToWorker
 from .lifecycle import Lifecycle

@@ -6,8 +6,9 @@ ends at its deadline even if no process answers.
 
 from __future__ import annotations
 
-from ..proto.errors import DeadlineExceeded
-from ..proto.wire.messages import Abort, Drain
+from baton.proto.errors import DeadlineExceeded
+from baton.proto.wire.messages import Abort, Drain
+
 from .admission import Admission
 from .config import RouterConfig
 from .early_moves import EarlyMoves

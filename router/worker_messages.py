@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..proto.errors import DeadlineExceeded, HandoffFailed, InternalError
-from ..proto.wire.messages import (
+from baton.proto.errors import DeadlineExceeded, HandoffFailed, InternalError
+from baton.proto.wire.messages import (
     Aborted,
     Accepted,
     Adopt,
@@ -31,7 +31,8 @@ from ..proto.wire.messages import (
     TokenRun,
     Tokens,
 )
-from ..runtime.tables import RecentMap
+from baton.runtime.tables import RecentMap
+
 from .admission import Admission
 from .authorization import Proofs
 from .clients import Client

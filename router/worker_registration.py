@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..proto.errors import AccessDenied, BatonError, EndpointDead
-from ..proto.wire.messages import (
+from baton.proto.errors import AccessDenied, BatonError, EndpointDead
+from baton.proto.wire.messages import (
     CertificateReceived,
     DeathCertificate,
     Drained,
@@ -18,8 +18,9 @@ from ..proto.wire.messages import (
     Rejected,
     Welcome,
 )
-from ..proto.wire.proofs import seal_of, worker_key
-from ..runtime.tables import RecentMap
+from baton.proto.wire.proofs import seal_of, worker_key
+from baton.runtime.tables import RecentMap
+
 from .admission import Admission
 from .config import RouterConfig
 from .events import Action, Log, ToWorker, WorkerInputRejected, WorkersGone

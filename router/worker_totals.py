@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
-from ..proto.wire.messages import Buckets, WorkerLoad
-from ..runtime.metrics.families import WORKER_HISTOGRAMS, Histogram, Limited
+from baton.proto.wire.messages import Buckets, WorkerLoad
+from baton.runtime.metrics.families import WORKER_HISTOGRAMS, Histogram, Limited
+
 from .workers import Worker
 
 KEEP_INCARNATIONS = 256

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ..proto.errors import InternalError
-from ..proto.layout import ModelCard
-from ..proto.wire.messages import Hello, RequestState, WorkerLoad
-from ..proto.wire.proofs import Holder
-from ..runtime.liveness import suspect_after
+from baton.proto.errors import InternalError
+from baton.proto.layout import ModelCard
+from baton.proto.wire.messages import Hello, RequestState, WorkerLoad
+from baton.proto.wire.proofs import Holder
+from baton.runtime.liveness import suspect_after
+
 from .config import RouterConfig
 from .latency import Latency
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..client import events as client
-from ..client.core import ClientCore
-from ..proto.ids import request_key
-from ..proto.wire.messages import Drain, Message, Submit
-from ..proto.wire.wire_context import WireContext, WirePixelContext, WireSampling, WireTokens
-from ..router.events import FromClient
+from baton.client import events as client
+from baton.client.core import ClientCore
+from baton.proto.ids import request_key
+from baton.proto.wire.messages import Drain, Message, Submit
+from baton.proto.wire.wire_context import WireContext, WirePixelContext, WireSampling, WireTokens
+from baton.router.events import FromClient
+
 from .nodes import DETECT_S, Node
 from .toy_model import EOS, MAX_LENGTH
 

@@ -11,9 +11,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from ..proto.wire.messages import Assign, Message
-from ..router.config import PolicyConfig, RouterConfig
-from ..router.core import RouterCore
+from baton.proto.wire.messages import Assign, Message
+from baton.router.config import PolicyConfig, RouterConfig
+from baton.router.core import RouterCore
+
 from .clients import ClientNode
 from .decode_nodes import DecodeNode
 from .invariants import Watcher

@@ -5,19 +5,20 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..decode_worker import events as decode
-from ..decode_worker.core import DecodeCore
-from ..decode_worker.handoffs import GrantStore
-from ..engine.cache.paged_cache import PagedCache
-from ..engine.kernels.reference import NumpyBackend
-from ..engine.scheduling.plan import StepPlan
-from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from ..kv_transfer.frames import FrameWriter
-from ..kv_transfer.receiver import Receiver
-from ..kv_transfer.receiver_grants import ReceiverConfig
-from ..proto.errors import ProtocolError
-from ..proto.wire.messages import Credit, KVFrame, Message, PrefillToDecode
-from ..worker.events import RunStep, StepDone
+from baton.decode_worker import events as decode
+from baton.decode_worker.core import DecodeCore
+from baton.decode_worker.handoffs import GrantStore
+from baton.engine.cache.paged_cache import PagedCache
+from baton.engine.kernels.reference import NumpyBackend
+from baton.engine.scheduling.plan import StepPlan
+from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from baton.kv_transfer.frames import FrameWriter
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.receiver_grants import ReceiverConfig
+from baton.proto.errors import ProtocolError
+from baton.proto.wire.messages import Credit, KVFrame, Message, PrefillToDecode
+from baton.worker.events import RunStep, StepDone
+
 from .invariants import Violation
 from .keys import is_rogue
 from .prefill_nodes import PrefillNode

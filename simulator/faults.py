@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from random import Random
 
-from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, connection_timeout
+from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, connection_timeout
+
 from .cluster import Cluster
 from .network import Link
 from .nodes import Node

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..client import events as client
-from ..proto.wire.messages import Message, Reserve, TokenRun, Tokens
-from ..proto.wire.proofs import Holder, worker_key
-from ..router.workers import WorkerState
+from baton.client import events as client
+from baton.proto.wire.messages import Message, Reserve, TokenRun, Tokens
+from baton.proto.wire.proofs import Holder, worker_key
+from baton.router.workers import WorkerState
+
 from .keys import is_rogue
 from .toy_model import expected_media, expected_tokens, expected_vector
 

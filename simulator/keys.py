@@ -6,11 +6,11 @@ process, and names that begin with ``rogue`` have the rogue key of their role.
 
 from __future__ import annotations
 
-from ..proto.errors import BatonError
-from ..proto.wire.messages import Hello, Message
-from ..router.authorization import Caller, hello_refusal
-from ..router.workers import WorkerCaller
-from ..runtime.keys.allowed import CLIENT, DECODE, PREFILL, Z85_LENGTH, AllowedKeys, KeyEntry
+from baton.proto.errors import BatonError
+from baton.proto.wire.messages import Hello, Message
+from baton.router.authorization import Caller, hello_refusal
+from baton.router.workers import WorkerCaller
+from baton.runtime.keys.allowed import CLIENT, DECODE, PREFILL, Z85_LENGTH, AllowedKeys, KeyEntry
 
 ROGUE = "rogue"
 ROLES = (PREFILL, DECODE, CLIENT)

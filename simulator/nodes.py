@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..proto.wire.messages import Message
-from ..router import events as routing
-from ..router.core import RouterCore
+from baton.proto.wire.messages import Message
+from baton.router import events as routing
+from baton.router.core import RouterCore
+
 from .invariants import Violation
 from .keys import key_of
 from .own_errors import Plant

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .. import decode_worker, kv_transfer, prefill_worker, router, worker
+from baton import decode_worker, kv_transfer, prefill_worker, router, worker
 
 FOLDERS = tuple(
     f"{package.__path__[0]}/"

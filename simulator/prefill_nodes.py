@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..engine.cache.paged_cache import PagedCache
-from ..engine.kernels.reference import NumpyBackend
-from ..engine.scheduling.plan import StepPlan
-from ..engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from ..kv_transfer.frames import FramePacker
-from ..kv_transfer.sender import Sender
-from ..kv_transfer.sender_handoff import SenderConfig
-from ..prefill_worker import events as prefill
-from ..prefill_worker.core import PrefillCore, PrefillLimits
-from ..prefill_worker.embed_core import BatchDone, EmbedCore, EmbedLimits, RunBatch
-from ..proto.layout import ModelCard
-from ..proto.wire.messages import DecodeToPrefill, DeviceTicket, KVFrame, Message, PeerDead
-from ..worker.events import RunStep, StepDone
+from baton.engine.cache.paged_cache import PagedCache
+from baton.engine.kernels.reference import NumpyBackend
+from baton.engine.scheduling.plan import StepPlan
+from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from baton.kv_transfer.frames import FramePacker
+from baton.kv_transfer.sender import Sender
+from baton.kv_transfer.sender_handoff import SenderConfig
+from baton.prefill_worker import events as prefill
+from baton.prefill_worker.core import PrefillCore, PrefillLimits
+from baton.prefill_worker.embed_core import BatchDone, EmbedCore, EmbedLimits, RunBatch
+from baton.proto.layout import ModelCard
+from baton.proto.wire.messages import DecodeToPrefill, DeviceTicket, KVFrame, Message, PeerDead
+from baton.worker.events import RunStep, StepDone
+
 from .nodes import DETECT_S
 from .toy_model import (
     KILLS_PREFILL,

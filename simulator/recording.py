@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from ..kv_transfer import grants, sender_handoff
-from ..router import requests, workers
+from baton.kv_transfer import grants, sender_handoff
+from baton.router import requests, workers
 
 DIGEST_BYTES = 12
 K = TypeVar("K")

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 import numpy as np
 
-from ..decode_worker.prefill_sockets import refusal as peer_refusal
-from ..proto.errors import ProtocolError
-from ..proto.ids import request_key, worker_incarnation
-from ..proto.limits import PROTOCOL_VERSION
-from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.wire.messages import (
+from baton.decode_worker.prefill_sockets import refusal as peer_refusal
+from baton.proto.errors import ProtocolError
+from baton.proto.ids import request_key, worker_incarnation
+from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import (
     Assign,
     ClientToRouter,
     Committed,
@@ -50,9 +50,10 @@ from ..proto.wire.messages import (
     WorkerLoad,
     WorkerToRouter,
 )
-from ..router.authorization import client_refusals
-from ..router.events import ClientInputRejected, FromClient, FromWorker, WorkerInputRejected
-from ..runtime.keys.allowed import CLIENT, PREFILL
+from baton.router.authorization import client_refusals
+from baton.router.events import ClientInputRejected, FromClient, FromWorker, WorkerInputRejected
+from baton.runtime.keys.allowed import CLIENT, PREFILL
+
 from .invariants import FINISHED, Violation
 from .keys import ALLOWED, key_behind, key_of, refusal
 from .nodes import Node, RouterNode

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..deploy.supervise.certificates import Certificates
-from ..proto.wire.messages import CertificateReceived, DeathCertificate, Message
-from ..router.events import FromWorker
+from baton.deploy.supervise.certificates import Certificates
+from baton.proto.wire.messages import CertificateReceived, DeathCertificate, Message
+from baton.router.events import FromWorker
+
 from .nodes import Node, RouterNode
 
 if TYPE_CHECKING:

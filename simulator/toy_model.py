@@ -17,19 +17,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.grammar.constraint import GrammarTask, follow
-from ..engine.scheduling.plan import Chunk, Sampled, StepPlan, StepResult, realized
-from ..proto.contexts.pixels import PixelContext
-from ..proto.errors import BatonError, InternalError
-from ..proto.layout import FEATURES, KVLayout, ModelCard
-from ..proto.picture_requests import (
+from baton.engine.grammar.constraint import GrammarTask, follow
+from baton.engine.scheduling.plan import Chunk, Sampled, StepPlan, StepResult, realized
+from baton.proto.contexts.pixels import PixelContext
+from baton.proto.errors import BatonError, InternalError
+from baton.proto.layout import FEATURES, KVLayout, ModelCard
+from baton.proto.picture_requests import (
     STATE_VOCABULARY,
     picture_seed,
     preview_steps,
     state_parts,
     state_tokens,
 )
-from ..proto.wire.wire_context import WirePixelContext
+from baton.proto.wire.wire_context import WirePixelContext
 
 LAYERS = 2
 ANSWERS = 251

@@ -15,24 +15,24 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..deploy.supervise.certificates import SECRET_BYTES
-from ..engine.cache.paged_cache import PagedCache
-from ..engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
-from ..engine.scheduling.plan import StepPlan, StepResult, abandoned_step
-from ..engine.scheduling.scheduler import Scheduler
-from ..engine.scheduling.step_time import StepTime
-from ..kv_transfer.checksums import envelope_digest
-from ..prefill_worker.link_names import link_name
-from ..proto.errors import ProtocolError
-from ..proto.ids import NONCE_BYTES, worker_incarnation
-from ..proto.layout import ModelCard
-from ..proto.wire.arrays import Frame
-from ..proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ..proto.wire.messages import Message
-from ..proto.wire.proofs import seal_of
-from ..router.events import FromWorker
-from ..worker.attempts import Key
-from ..worker.events import (
+from baton.deploy.supervise.certificates import SECRET_BYTES
+from baton.engine.cache.paged_cache import PagedCache
+from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
+from baton.engine.scheduling.plan import StepPlan, StepResult, abandoned_step
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.step_time import StepTime
+from baton.kv_transfer.checksums import envelope_digest
+from baton.prefill_worker.link_names import link_name
+from baton.proto.errors import ProtocolError
+from baton.proto.ids import NONCE_BYTES, worker_incarnation
+from baton.proto.layout import ModelCard
+from baton.proto.wire.arrays import Frame
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import Message
+from baton.proto.wire.proofs import seal_of
+from baton.router.events import FromWorker
+from baton.worker.attempts import Key
+from baton.worker.events import (
     AbandonStep,
     DrainRequested,
     Exit,
@@ -43,7 +43,8 @@ from ..worker.events import (
     Tick,
     ToRouter,
 )
-from ..worker.membership import Membership, WorkerIdentity
+from baton.worker.membership import Membership, WorkerIdentity
+
 from .invariants import Violation
 from .network import Network
 from .nodes import Node, RouterNode

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..runtime.process.helper import limit_process
+from baton.runtime.process.helper import limit_process
+
 from .model_files import PICTURE_FILES
 from .picture_prompts import PicturePrompts, read_picture_files
 from .tokenizer import Tokenizer

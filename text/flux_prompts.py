@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..proto.errors import CheckpointError
-from ..proto.limits import MAX_PICTURE_PROMPT_TOKENS
+from baton.proto.errors import CheckpointError
+from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS
+
 from .model_files import files_below, json_object
 from .plain_tokenizers import CLIP, SPACES
 from .prompt_tokens import Int32, PictureDefaults, PromptTokens, check_prompt_length

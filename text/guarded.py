@@ -12,7 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..runtime.process.helper import HelperProcess
+from baton.runtime.process.helper import HelperProcess
+
 from .sandbox import MAX_OUTPUT_CHARS, RenderError, RenderLimit
 from .stated_tokens import StatedToken
 from .tokenizer_core import AddedToken, TokenizerFailed

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..runtime.process.helper import limit_process, serve
+from baton.runtime.process.helper import limit_process, serve
 
 if TYPE_CHECKING:
     from .tokenizer_core import LocalCore

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError
+
 from .stated_tokens import special_tokens, stated_tokens
 
 TOKENIZER_FILES = (

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from ..proto.errors import CheckpointError
-from ..proto.limits import MAX_PICTURE_SIDE
-from ..proto.picture_requests import PICTURE_MULTIPLE, Z_IMAGE
+from baton.proto.errors import CheckpointError
+from baton.proto.limits import MAX_PICTURE_SIDE
+from baton.proto.picture_requests import PICTURE_MULTIPLE, Z_IMAGE
+
 from .flux_prompts import FluxTokenizer, flux_defaults
 from .model_files import PICTURE_FILES, json_object
 from .prompt_tokens import PictureDefaults, PromptTokenizer

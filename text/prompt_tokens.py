@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import InputError
+from baton.proto.errors import InputError
 
 Int32 = npt.NDArray[np.int32]
 

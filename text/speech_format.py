@@ -11,8 +11,9 @@ from typing import Annotated
 
 import msgspec
 
-from ..proto.errors import CheckpointError, InputError
-from ..proto.limits import MAX_NAME_CHARS
+from baton.proto.errors import CheckpointError, InputError
+from baton.proto.limits import MAX_NAME_CHARS
+
 from .model_files import SPEECH_FILE
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError
 
 _USUAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _LISTS = ("extra_special_tokens", "additional_special_tokens")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..proto.errors import InputError
-from ..proto.limits import MAX_EOS_SEQUENCE_TOKENS, MAX_STOP_CHARS, MAX_STOP_SEQUENCES
+from baton.proto.errors import InputError
+from baton.proto.limits import MAX_EOS_SEQUENCE_TOKENS, MAX_STOP_CHARS, MAX_STOP_SEQUENCES
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..proto.errors import CheckpointError, InputError
+from baton.proto.errors import CheckpointError, InputError
+
 from .guarded import GuardedRenderer, GuardedTokenizer
 from .model_files import TOKENIZER_FILES, TokenizerSettings
 from .plain_tokenizers import is_plain

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError
+
 from .model_files import files_below, json_object
 from .prompt_tokens import (
     CHAT_PROMPT_TOKENS,

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..proto.errors import InternalError
-from ..proto.wire.messages import (
+from baton.proto.errors import InternalError
+from baton.proto.wire.messages import (
     Abort,
     Accepted,
     Adopt,
@@ -33,6 +33,7 @@ from ..proto.wire.messages import (
     Welcome,
     WorkerLoad,
 )
+
 from .attempts import Key
 from .events import (
     DrainRequested,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.scheduling.plan import StepPlan, StepResult
-from ..proto.wire.messages import Message
+from baton.engine.scheduling.plan import StepPlan, StepResult
+from baton.proto.wire.messages import Message
 
 
 @dataclass(slots=True, frozen=True)

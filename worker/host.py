@@ -12,26 +12,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..engine.grammar.constraint import (
+from baton.engine.grammar.constraint import (
     CompileGrammar,
     DropGrammar,
     GrammarCompiler,
     GrammarDone,
     as_result,
 )
-from ..engine.loading.loader import StepRunner, queuing
-from ..engine.scheduling.plan import OnLayers, StepPlan, StepResult, failed_step
-from ..kv_transfer.device_frames import MoveQueue
-from ..proto.block_moves import BlockMove
-from ..proto.errors import InternalError
-from ..runtime.keys.keyring import KeyRing
-from ..runtime.net.loop import Loop
-from ..runtime.net.sockets import Context, RouterChannel
-from ..runtime.process.clock import Clock
-from ..runtime.process.compute import ComputeThread, TimeLimited
-from ..runtime.process.log import get_logger
-from ..runtime.process.log_limit import LogLimit
-from ..runtime.process.main import EXIT_RESTART, TICK_S
+from baton.engine.loading.loader import StepRunner, queuing
+from baton.engine.scheduling.plan import OnLayers, StepPlan, StepResult, failed_step
+from baton.kv_transfer.device_frames import MoveQueue
+from baton.proto.block_moves import BlockMove
+from baton.proto.errors import InternalError
+from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.process.clock import Clock
+from baton.runtime.process.compute import ComputeThread, TimeLimited
+from baton.runtime.process.log import get_logger
+from baton.runtime.process.log_limit import LogLimit
+from baton.runtime.process.main import EXIT_RESTART, TICK_S
+
 from .base_core import WorkerCore
 from .events import (
     AbandonStep,

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypedDict, TypeVar
 
-from ..proto.errors import InternalError
-from ..proto.wire.messages import RequestState, TokenRun
-from ..runtime.tables import KeyedHeap
+from baton.proto.errors import InternalError
+from baton.proto.wire.messages import RequestState, TokenRun
+from baton.runtime.tables import KeyedHeap
+
 from .attempts import Attempts, Key
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..proto.wire.messages import Share
+from baton.proto.wire.messages import Share
 
 
 class Shares:

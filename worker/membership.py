@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..proto.contexts.outputs import TokenLogProbs
-from ..proto.layout import ModelCard
-from ..proto.limits import PROTOCOL_VERSION
-from ..proto.wire.messages import (
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.layout import ModelCard
+from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.wire.messages import (
     Abort,
     Aborted,
     Heartbeat,
@@ -30,9 +30,10 @@ from ..proto.wire.messages import (
     Terminal,
     WorkerLoad,
 )
-from ..proto.wire.proofs import Holder, reserve_ticket, same
-from ..proto.wire.token_runs import messages_of
-from ..runtime.liveness import HEARTBEAT_S
+from baton.proto.wire.proofs import Holder, reserve_ticket, same
+from baton.proto.wire.token_runs import messages_of
+from baton.runtime.liveness import HEARTBEAT_S
+
 from .attempts import Attempts, Key
 from .events import Exit, Log, ToRouter
 from .token_replay import runs_again

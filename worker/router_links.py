@@ -10,17 +10,18 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 
-from ..proto.errors import AccessDenied, LimitExceeded, ProtocolError, VersionMismatch
-from ..proto.wire.envelope import EnvelopeDecoder
-from ..proto.wire.messages import Message, Rejected, RouterToWorker, Terminal
-from ..runtime.keys.allowed import ROUTER
-from ..runtime.keys.keyring import Keys, keys_for
-from ..runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, connection_timeout
-from ..runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
-from ..runtime.net.loop import Loop
-from ..runtime.net.outbox import Outbox
-from ..runtime.net.sockets import Context, DealerChannel
-from ..runtime.process.log import get_logger
+from baton.proto.errors import AccessDenied, LimitExceeded, ProtocolError, VersionMismatch
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import Message, Rejected, RouterToWorker, Terminal
+from baton.runtime.keys.allowed import ROUTER
+from baton.runtime.keys.keyring import Keys, keys_for
+from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, connection_timeout
+from baton.runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.outbox import Outbox
+from baton.runtime.net.sockets import Context, DealerChannel
+from baton.runtime.process.log import get_logger
+
 from .events import FromRouter, RouterDown, RouterUp
 
 _NAME_BYTES = 64

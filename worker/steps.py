@@ -6,10 +6,11 @@ it ahead. Pure.
 
 from __future__ import annotations
 
-from ..engine.scheduling.events import Event as EngineEvent
-from ..engine.scheduling.plan import StepResult
-from ..engine.scheduling.scheduler import Scheduler
-from ..engine.scheduling.step_time import StepTime
+from baton.engine.scheduling.events import Event as EngineEvent
+from baton.engine.scheduling.plan import StepResult
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.step_time import StepTime
+
 from .events import AbandonStep, RunStep
 from .membership import EngineState
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from itertools import islice
 
-from ..proto.contexts.outputs import TokenLogProbs
-from ..proto.wire.messages import TokenRun
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.wire.messages import TokenRun
+
 from .attempts import Key
 
 LOGPROBS_KEPT = 4096

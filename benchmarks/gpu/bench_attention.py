@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.kernels.cuda.backend import CudaBackend
-from ...engine.kernels.cuda.device import Device
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.device import Device
+
 from .lines import Line
 from .races import (
     Bars,

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.kernels.cuda import blocks
-from ...engine.kernels.cuda.payload import PayloadLayout
+from baton.engine.kernels.cuda import blocks
+from baton.engine.kernels.cuda.payload import PayloadLayout
+
 from .lines import Line
 from .races import (
     Bars,

@@ -18,8 +18,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...client import AsyncClient
-from ...proto.sampling import SamplingParams
+from baton.client import AsyncClient
+from baton.proto.sampling import SamplingParams
+
 from ..cluster import threads_of
 from ..served import Served
 from .lines import Line, checked, measured, wrong

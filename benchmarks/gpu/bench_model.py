@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.kernels.cuda.backend import CudaBackend
-from ...engine.loading.loader import Runner, RunnerConfig, load_runner
-from ...engine.pipeline.device_steps import DeviceSteps
-from ...engine.scheduling.plan import Chunk, SampleSpec, StepPlan
-from ...proto.sampling import SamplingParams
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.pipeline.device_steps import DeviceSteps
+from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
+from baton.proto.sampling import SamplingParams
+
 from ..checkpoints import Shape
 from .lines import Line, measured, skipped
 from .models import LLAMA_8B, TINY, checkpoint

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.kernels.cuda import elementwise, linear, sampling
-from ...engine.scheduling.plan import SampleSpec
-from ...proto.sampling import SamplingParams
+from baton.engine.kernels.cuda import elementwise, linear, sampling
+from baton.engine.scheduling.plan import SampleSpec
+from baton.proto.sampling import SamplingParams
+
 from .lines import Line
 from .races import (
     Bars,

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ...runtime.process.os_settings import die_with_parent
+from baton.runtime.process.os_settings import die_with_parent
+
 from ..scratch import scratch_folder
 from .lines import Line, to_json
 from .stage import Stage

@@ -14,12 +14,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...engine.cache.block_pool import BlockPool
-from ...engine.kernels.cuda.backend import CudaBackend
-from ...kv_transfer.frames import FramePacker, FrameWriter
-from ...kv_transfer.shared_pool import MappedPools
-from ...proto.layout import KVLayout
-from ...proto.wire.messages import DeviceTicket, GrantRef, KVFrame
+from baton.engine.cache.block_pool import BlockPool
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.kv_transfer.frames import FramePacker, FrameWriter
+from baton.kv_transfer.shared_pool import MappedPools
+from baton.proto.layout import KVLayout
+from baton.proto.wire.messages import DeviceTicket, GrantRef, KVFrame
+
 from .child import named
 from .lines import Line, checked
 from .stage import Stage, Timing

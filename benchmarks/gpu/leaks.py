@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...engine.kernels.cuda.cupy_device import CupyDevice
-from ...engine.llm import LLMEngine
-from ...proto.sampling import SamplingParams
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
+from baton.engine.llm import LLMEngine
+from baton.proto.sampling import SamplingParams
+
 from .lines import Line, checked
 from .models import SMALL, on_device, write
 from .stage import Stage

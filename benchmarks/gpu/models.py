@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...engine.kernels.backend import Backend
-from ...engine.kernels.cuda.backend import CudaBackend
-from ...engine.loading.loader import Runner, RunnerConfig, load_runner
-from ...engine.scheduling.plan import Chunk
+from baton.engine.kernels.backend import Backend
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.scheduling.plan import Chunk
+
 from ..checkpoints import SHAPES, Shape, Sizes, write_checkpoint, write_config, write_tensors
 from .stage import Stage
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.kernels.cuda.bfloat16 import bfloat16_bits
-from ...engine.kernels.cuda.elementwise import silu_mul
+from baton.engine.kernels.cuda.bfloat16 import bfloat16_bits
+from baton.engine.kernels.cuda.elementwise import silu_mul
+
 from .lines import FAILED, Line, checked, skipped
 from .stage import Stage, readable
 

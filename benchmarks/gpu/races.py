@@ -181,7 +181,7 @@ def matrix_rate(stage: Stage) -> float:
 
 def node_seconds(stage: Stage) -> float:
     """Seconds of a node of a graph that does next to nothing: the floor of small kernels."""
-    from ...engine.kernels.cuda.elementwise import silu_mul
+    from baton.engine.kernels.cuda.elementwise import silu_mul
 
     device = stage.device
     gate_up, out = device.zeros((1, 16), "uint16"), device.zeros((1, 8), "uint16")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ...client import Client
-from ...engine.kernels import load_backend
-from ...engine.loading.loader import Runner
-from ...proto.sampling import SamplingParams
+from baton.client import Client
+from baton.engine.kernels import load_backend
+from baton.engine.loading.loader import Runner
+from baton.proto.sampling import SamplingParams
+
 from ..served import Served
 from .lines import Line, checked
 from .models import SMALL, forced_logits, load, write

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ...engine.kernels.cuda import blocks
-from ...engine.kernels.cuda.payload import ENCODINGS, PayloadLayout
-from ...engine.llm import LLMEngine
-from ...proto.sampling import SamplingParams
+from baton.engine.kernels.cuda import blocks
+from baton.engine.kernels.cuda.payload import ENCODINGS, PayloadLayout
+from baton.engine.llm import LLMEngine
+from baton.proto.sampling import SamplingParams
+
 from ..checkpoints import write_checkpoint
 from .lines import Line, checked
 from .models import TINY, on_device

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...engine.kernels.cuda.bfloat16 import bfloat16_bits
-from ...engine.kernels.cuda.cupy_device import CupyDevice
-from ...engine.kernels.cuda.device import Device
+from baton.engine.kernels.cuda.bfloat16 import bfloat16_bits
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
+from baton.engine.kernels.cuda.device import Device
 
 Work = Callable[[], object]
 _RANDOM = (1 << 22) + 37

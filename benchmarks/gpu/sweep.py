@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...engine.kernels.cuda import linear
-from ...engine.kernels.cuda.reference import from_bf16
-from ...engine.kernels.cuda.tuning import Card, Tuning, default_tuning, table_path, write_card
+from baton.engine.kernels.cuda import linear
+from baton.engine.kernels.cuda.reference import from_bf16
+from baton.engine.kernels.cuda.tuning import Card, Tuning, default_tuning, table_path, write_card
+
 from .bench_attention import DecodeBench, PrefillBench
 from .lines import Line, checked, skipped, wrong
 from .machine import ROOT, commit_of

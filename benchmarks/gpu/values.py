@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...engine.kernels.cuda.attention import HEAD_DIMS
-from ...engine.kernels.cuda.attention_plan import ALL_POSITIONS
-from ...engine.kernels.cuda.backend import CudaBackend
-from ...engine.kernels.cuda.reference import from_bf16
+from baton.engine.kernels.cuda.attention import HEAD_DIMS
+from baton.engine.kernels.cuda.attention_plan import ALL_POSITIONS
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.reference import from_bf16
+
 from .lines import Line, checked, skipped
 from .races import has_torch
 from .stage import Stage

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...loadgen.traces import Arrival, read_trace
+from baton.loadgen.traces import Arrival, read_trace
+
 from .cluster import Outcome, Replay, Slo, Targets, fixed
 from .service import ServiceModel
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...deploy.autoscale.metrics import ROLES, Metrics, RouterSample
-from ...loadgen.traces import BLOCK_TOKENS, Arrival
-from ...router.config import PolicyConfig
-from ...router.policy import make_policy
+from baton.deploy.autoscale.metrics import ROLES, Metrics, RouterSample
+from baton.loadgen.traces import BLOCK_TOKENS, Arrival
+from baton.router.config import PolicyConfig
+from baton.router.policy import make_policy
+
 from .service import ServiceModel
 from .workers import DecodeWorker, Life, PrefillWorker, Request
 

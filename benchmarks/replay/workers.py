@@ -12,13 +12,14 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from ...deploy.autoscale.metrics import WorkerSample
-from ...loadgen.traces import BLOCK_TOKENS, Arrival
-from ...prefill_worker.start_order import Pace, StartOrder, latest_start
-from ...proto.layout import KVLayout, ModelCard
-from ...proto.wire.messages import Hello, WorkerLoad
-from ...router.policy import PrefixIndex
-from ...router.workers import Worker, WorkerState
+from baton.deploy.autoscale.metrics import WorkerSample
+from baton.loadgen.traces import BLOCK_TOKENS, Arrival
+from baton.prefill_worker.start_order import Pace, StartOrder, latest_start
+from baton.proto.layout import KVLayout, ModelCard
+from baton.proto.wire.messages import Hello, WorkerLoad
+from baton.router.policy import PrefixIndex
+from baton.router.workers import Worker, WorkerState
+
 from .service import ServiceModel
 
 _CARD = ModelCard(

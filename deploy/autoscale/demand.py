@@ -34,7 +34,8 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ...prefill_worker.start_order import LATE_TURN
+from baton.prefill_worker.start_order import LATE_TURN
+
 from .metrics import LONGEST_STEP_S, RouterSample, WorkerSample
 from .settings import ScaleSettings
 

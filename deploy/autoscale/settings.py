@@ -6,7 +6,8 @@ import math
 
 import msgspec
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from ..controller.backend import POOLS
 from ..plan.bounds import Bounds
 

@@ -13,12 +13,12 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ...proto.errors import BatonError, DecodeFailed, VersionMismatch
-from ...runtime.keys.zap import ServerKeys
-from ...runtime.net.channel import ChannelOptions, Frames
-from ...runtime.net.loop import Loop
-from ...runtime.net.sockets import Context, RouterChannel
-from ...runtime.process.log_limit import LimitedLog
+from baton.proto.errors import BatonError, DecodeFailed, VersionMismatch
+from baton.runtime.keys.zap import ServerKeys
+from baton.runtime.net.channel import ChannelOptions, Frames
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.process.log_limit import LimitedLog
 
 ADMIN_VERSION = 1
 MAGIC = b"BA"

@@ -14,13 +14,14 @@ from typing import Self
 import msgspec
 import zmq
 
-from ...proto.errors import AccessDenied, ConfigError, ConnectionLost, error_from_code
-from ...runtime.keys.allowed import OPERATOR
-from ...runtime.keys.curve import apply_client_keys, check_address, is_tcp
-from ...runtime.keys.identity_owners import tagged
-from ...runtime.keys.keyring import CONTROLLER, GivenKeys, client_keys, keys_to
-from ...runtime.net.dealer import refusal
-from ...runtime.net.monitor import HANDSHAKE_FAILURES, Monitor
+from baton.proto.errors import AccessDenied, ConfigError, ConnectionLost, error_from_code
+from baton.runtime.keys.allowed import OPERATOR
+from baton.runtime.keys.curve import apply_client_keys, check_address, is_tcp
+from baton.runtime.keys.identity_owners import tagged
+from baton.runtime.keys.keyring import CONTROLLER, GivenKeys, client_keys, keys_to
+from baton.runtime.net.dealer import refusal
+from baton.runtime.net.monitor import HANDSHAKE_FAILURES, Monitor
+
 from ..local.run_folder import socket_in_use
 from ..plan.addresses import ipc_path
 from .admin import MAGIC, Answers, Ask, Overview, Progress, Request, Result, decode_answer, encode

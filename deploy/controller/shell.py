@@ -13,16 +13,17 @@ from typing import Self
 
 import msgspec
 
-from ...proto.errors import BatonError, ConfigError, InputError, InternalError, RequestFailed
-from ...proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ...proto.wire.messages import Drain, Message, RouterToClient, Status, StatusReport
-from ...runtime.keys.allowed import OPERATOR, ROUTER
-from ...runtime.keys.keyring import CONTROLLER, KeyRing, Keys, keys_for, load_keys
-from ...runtime.keys.zap import Doorkeeper, door
-from ...runtime.net.channel import Frames
-from ...runtime.net.loop import Loop
-from ...runtime.net.sockets import Context, DealerChannel
-from ...runtime.process.log import get_logger
+from baton.proto.errors import BatonError, ConfigError, InputError, InternalError, RequestFailed
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import Drain, Message, RouterToClient, Status, StatusReport
+from baton.runtime.keys.allowed import OPERATOR, ROUTER
+from baton.runtime.keys.keyring import CONTROLLER, KeyRing, Keys, keys_for, load_keys
+from baton.runtime.keys.zap import Doorkeeper, door
+from baton.runtime.net.channel import Frames
+from baton.runtime.net.loop import Loop
+from baton.runtime.net.sockets import Context, DealerChannel
+from baton.runtime.process.log import get_logger
+
 from ..autoscale.pilot import Pilot, pilot_of
 from ..plan.bounds import scale_refusal
 from ..plan.plan import ClusterPlan, key_folder

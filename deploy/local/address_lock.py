@@ -12,7 +12,8 @@ import os
 from pathlib import Path
 from typing import Self
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from ..plan.addresses import ipc_path
 
 

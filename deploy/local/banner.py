@@ -7,22 +7,22 @@ import contextlib
 import msgspec
 
 from baton import __version__
-
-from ...engine.kernels import (
+from baton.engine.kernels import (
     BUILD_KERNELS,
     compiled_kernels_problem,
     kernels_title,
     weights_dtype,
 )
-from ...engine.loading.embedding_config import EMBED
-from ...gateway.config import GatewayConfig
-from ...kv_transfer.shared_pool import can_share
-from ...proto.errors import BatonError
-from ...proto.layout import model_name
-from ...proto.limits import MAX_DESCRIBED_BYTES
-from ...router.describe import read_text_files
-from ...runtime.keys.api_keys import KEY_VARIABLE
-from ...text.model_files import TokenizerSettings
+from baton.engine.loading.embedding_config import EMBED
+from baton.gateway.config import GatewayConfig
+from baton.kv_transfer.shared_pool import can_share
+from baton.proto.errors import BatonError
+from baton.proto.layout import model_name
+from baton.proto.limits import MAX_DESCRIBED_BYTES
+from baton.router.describe import read_text_files
+from baton.runtime.keys.api_keys import KEY_VARIABLE
+from baton.text.model_files import TokenizerSettings
+
 from ..config import ANY_HTTP_PORT, HTTP_PORT, ServeSettings, kv_size, shares_memory
 from ..controller.backend import GATEWAY
 from ..messages import mebibytes

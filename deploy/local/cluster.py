@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from ...runtime.net.loop import Loop
-from ...runtime.process.os_settings import hold_signals, on_stop_signal
+from baton.runtime.net.loop import Loop
+from baton.runtime.process.os_settings import hold_signals, on_stop_signal
+
 from ..config import ServeSettings
 from ..controller.admin import Overview
 from ..controller.backend import MemberEvent, MemberSpec

@@ -18,9 +18,10 @@ from typing import BinaryIO
 
 import msgspec
 
-from ...proto.errors import BatonError, ConfigError, RequestFailed
-from ...runtime.process.log import timestamp
-from ...runtime.process.os_settings import die_with_parent, outlive_parent
+from baton.proto.errors import BatonError, ConfigError, RequestFailed
+from baton.runtime.process.log import timestamp
+from baton.runtime.process.os_settings import die_with_parent, outlive_parent
+
 from ..config import ServeSettings
 from ..messages import SUPERVISOR, json_line
 from .cluster import LocalCluster

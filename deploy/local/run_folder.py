@@ -17,8 +17,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ...proto.errors import ConfigError
-from ...proto.wire.endpoints import MAX_IPC_PATH_BYTES
+from baton.proto.errors import ConfigError
+from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES
 
 PREFIX = "baton-run-"
 _LOCK = "owner.lock"

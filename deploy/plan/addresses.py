@@ -12,16 +12,17 @@ import random
 import socket
 from pathlib import Path
 
-from ...client.routers import separated
-from ...proto.errors import ConfigError, InputError
-from ...proto.wire.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
-from ...runtime.keys.curve import check_bind
-from ...runtime.net.user_address import (
+from baton.client.routers import separated
+from baton.proto.errors import ConfigError, InputError
+from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES, check_endpoint
+from baton.runtime.keys.curve import check_bind
+from baton.runtime.net.user_address import (
     check_folder,
     default_address,
     make_folder,
     private_folder,
 )
+
 from ..config import ANY_HTTP_PORT, HTTP_PORT, ServeSettings
 from ..local.run_folder import socket_in_use
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ...engine.loading.embedding_config import EMBED
+from baton.engine.loading.embedding_config import EMBED
+
 from ..config import MAX_GATEWAYS, MAX_MEMBERS, MAX_PORT, ServeSettings
 from ..controller.backend import DECODE, GATEWAY, POOLS, PREFILL
 

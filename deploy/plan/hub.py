@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from ..config import ServeSettings
 
 _PARTS = {

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import msgspec
 
-from ...engine.loading.checkpoint import Checkpoint, load_checkpoint
-from ...engine.loading.embedding_config import DRAW
-from ...engine.loading.loader import folder_task
-from ...engine.pictures.folder import open_folder
-from ...engine.pictures.loading import (
+from baton.engine.loading.checkpoint import Checkpoint, load_checkpoint
+from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.loader import folder_task
+from baton.engine.pictures.folder import open_folder
+from baton.engine.pictures.loading import (
     DRAWING_PARTS,
     longest_row,
     parts_bytes,
     state_layout,
 )
-from ...engine.pictures.memory import USUAL_PIXELS, picture_bytes
+from baton.engine.pictures.memory import USUAL_PIXELS, picture_bytes
+
 from ..controller.backend import DECODE
 
 _FAIR, _MOST = 0.5, 0.8

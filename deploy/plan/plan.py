@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from ...decode_worker.config import DecodeWorkerConfig
-from ...engine.loading.embedding_config import DRAW
-from ...engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
-from ...gateway.config import GatewayConfig
-from ...prefill_worker.config import PrefillWorkerConfig
-from ...router.config import PolicyConfig, RouterConfig
-from ...runtime.keys.api_keys import KEY_VARIABLE, api_key_digests, check_http_access
+from baton.decode_worker.config import DecodeWorkerConfig
+from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
+from baton.gateway.config import GatewayConfig
+from baton.prefill_worker.config import PrefillWorkerConfig
+from baton.router.config import PolicyConfig, RouterConfig
+from baton.runtime.keys.api_keys import KEY_VARIABLE, api_key_digests, check_http_access
+
 from ..config import (
     ANY_HTTP_PORT,
     HTTP_PORT,
@@ -34,7 +35,7 @@ from ..controller.backend import GATEWAY, POOLS, PREFILL, ROUTER
 from ..supervise.process import ProcessSpec
 
 if TYPE_CHECKING:
-    from ...runtime.process.log import Level
+    from baton.runtime.process.log import Level
 
 
 class GpuBook:

@@ -12,18 +12,19 @@ from pathlib import Path
 
 import msgspec
 
-from ...engine.kernels import BUILD_KERNELS, compiled_kernels_problem
-from ...engine.kernels.backend import Gpu
-from ...engine.kernels.cuda.cupy_device import INSTALL_CUPY, checked_gpu, cupy_is_installed
-from ...engine.loading.checkpoint import load_checkpoint
-from ...engine.loading.embedding_config import DRAW, EMBED
-from ...engine.loading.loader import DEFAULT_KV_BYTES, folder_task
-from ...engine.pictures.folder import open_folder
-from ...engine.pictures.loading import longest_row
-from ...proto.errors import BatonError, CheckpointError, ConfigError
-from ...runtime.keys.allowed import OPERATOR
-from ...runtime.keys.keyring import CONTROLLER, client_keys, load_keys
-from ...runtime.process.otlp import check_installed
+from baton.engine.kernels import BUILD_KERNELS, compiled_kernels_problem
+from baton.engine.kernels.backend import Gpu
+from baton.engine.kernels.cuda.cupy_device import INSTALL_CUPY, checked_gpu, cupy_is_installed
+from baton.engine.loading.checkpoint import load_checkpoint
+from baton.engine.loading.embedding_config import DRAW, EMBED
+from baton.engine.loading.loader import DEFAULT_KV_BYTES, folder_task
+from baton.engine.pictures.folder import open_folder
+from baton.engine.pictures.loading import longest_row
+from baton.proto.errors import BatonError, CheckpointError, ConfigError
+from baton.runtime.keys.allowed import OPERATOR
+from baton.runtime.keys.keyring import CONTROLLER, client_keys, load_keys
+from baton.runtime.process.otlp import check_installed
+
 from ..config import ServeSettings, demo_model_folder, device_ids, kv_size, parse_size
 from ..controller.backend import GATEWAY
 from ..local.run_folder import RunFolder

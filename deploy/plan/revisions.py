@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from ..config import ServeSettings, check, convert, with_present_names
 from ..controller.backend import MemberSpec
 from .plan import ClusterPlan, gateway_names, process_of

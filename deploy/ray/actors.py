@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import BatonError, ConfigError
+from baton.proto.errors import BatonError, ConfigError
+
 from ..config import ServeSettings, with_present_names
 from ..supervise.oom import score_like_parent
 from .controller import ControllerFacts, RayCluster

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import ConnectionLost
+from baton.proto.errors import ConnectionLost
+
 from ..controller.backend import DECODE, GATEWAY, POOLS, PREFILL, ROUTER, MemberSpec
 from .actors import PoolMember
 from .backend import ActorGone

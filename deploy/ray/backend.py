@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from ...proto.errors import BatonError
-from ...runtime.net.loop import Loop
-from ...runtime.process.log import get_logger
+from baton.proto.errors import BatonError
+from baton.runtime.net.loop import Loop
+from baton.runtime.process.log import get_logger
+
 from ..controller.backend import (
     GATEWAY,
     MemberDown,

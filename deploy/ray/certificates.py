@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
 
 AUTHORITY_KEY, AUTHORITY = "authority.key", "authority.crt"
 SHARE = "nodes"

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from .certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from .hosts import check_node_types, check_pools, provider_settings
 from .plan import CLIENT_PORT

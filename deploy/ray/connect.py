@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import ConfigError, ConnectionLost
+from baton.proto.errors import ConfigError, ConnectionLost
 
 RAY_VERSION = "2.60.0"
 """The version that the extra ``ray`` pins, because Baton uses private parts of Ray."""

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from ...proto.errors import ConfigError
-from ...runtime.net.loop import Loop
+from baton.proto.errors import ConfigError
+from baton.runtime.net.loop import Loop
+
 from ..config import ServeSettings
 from ..controller.admin import Overview
 from ..controller.backend import GATEWAY, ROUTER

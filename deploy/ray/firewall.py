@@ -14,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
 
 GCS = 6379
 """Ray's head, ``ray start --port``."""

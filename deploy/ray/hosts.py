@@ -18,9 +18,10 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import ConfigError
-from ...runtime.keys.keyring import ALLOWED_FILE, KEY_SUFFIX
-from ...runtime.keys.shares import check_share
+from baton.proto.errors import ConfigError
+from baton.runtime.keys.keyring import ALLOWED_FILE, KEY_SUFFIX
+from baton.runtime.keys.shares import check_share
+
 from .certificates import check_certificates, holds_certificates
 from .key_copies import HEAD_ROLES
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
-from ...runtime.keys.keyring import ALLOWED_FILE, KEY_SUFFIX
-from ...runtime.keys.shares import write_share
+from baton.runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
+from baton.runtime.keys.keyring import ALLOWED_FILE, KEY_SUFFIX
+from baton.runtime.keys.shares import write_share
 
 HEAD_ROLES = (ROUTER, OPERATOR, PREFILL, DECODE)
 """Roles of the keys on the head: for its routers and controller, and to copy to workers' hosts."""

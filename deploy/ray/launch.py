@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import BatonError, ConfigError, ConnectionLost, RequestFailed
+from baton.proto.errors import BatonError, ConfigError, ConnectionLost, RequestFailed
+
 from ..config import ServeSettings, with_present_names
 from ..controller.admin_client import AdminClient
 from ..plan.prepare import check_model

@@ -13,7 +13,8 @@ import sys
 import time
 from typing import Any
 
-from ...proto.errors import BatonError
+from baton.proto.errors import BatonError
+
 from .actors import CONTROLLER
 from .connect import NAMESPACE, PATIENCE, connect
 

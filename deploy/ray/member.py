@@ -19,7 +19,8 @@ import traceback
 
 import msgspec
 
-from ...runtime.net.loop import Loop
+from baton.runtime.net.loop import Loop
+
 from ..controller.backend import MemberDown, MemberEnded, MemberEvent, MemberStarted
 from ..local.run_folder import RunFolder, sweep
 from ..messages import SUPERVISOR, json_line, sentence

@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 
-from ...decode_worker.config import DecodeWorkerConfig
-from ...engine.loading.embedding_config import DRAW
-from ...engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
-from ...gateway.config import GatewayConfig
-from ...prefill_worker.config import PrefillWorkerConfig
-from ...proto.errors import BatonError, ConfigError
-from ...router.config import RouterConfig
+from baton.decode_worker.config import DecodeWorkerConfig
+from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
+from baton.gateway.config import GatewayConfig
+from baton.prefill_worker.config import PrefillWorkerConfig
+from baton.proto.errors import BatonError, ConfigError
+from baton.router.config import RouterConfig
+
 from ..config import demo_model_folder
 from ..controller.backend import DECODE, GATEWAY, PREFILL, ROUTER, MemberSpec
 from ..plan.memory import PROCESS_BYTES, folder_memory, free_memory, kv_share, picture_share

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ...proto.errors import ConfigError, InputError
-from ...proto.wire.endpoints import check_endpoint
+from baton.proto.errors import ConfigError, InputError
+from baton.proto.wire.endpoints import check_endpoint
+
 from ..config import ServeSettings
 from ..plan.plan import AddressBook, ClusterPlan, http_port_of, resolve_plan, router_names
 from ..plan.prepare import with_workers_on

@@ -36,7 +36,8 @@ from ray.autoscaler.tags import (  # pyright: ignore[reportMissingImports]
     TAG_RAY_USER_NODE_TYPE,
 )
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from .hosts import (
     HostBook,
     check_mounts,

@@ -16,8 +16,9 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ... import DISTRIBUTION
-from ...proto.errors import ConfigError
+from baton import DISTRIBUTION
+from baton.proto.errors import ConfigError
+
 from .connect import RAY_VERSION, connect
 
 INSTALL_TIMEOUT = 600.0

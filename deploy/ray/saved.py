@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from ..config import ServeSettings, with_present_names
 from ..controller.backend import GATEWAY, POOLS, ROUTER
 from ..controller.core import ControllerCore

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...proto.wire.messages import DeathCertificate
+from baton.proto.wire.messages import DeathCertificate
 
 SECRET_BYTES = 32
 REPEAT_S = 0.2

@@ -11,20 +11,21 @@ from typing import Protocol, cast
 
 import zmq
 
-from ...proto.errors import BatonError
-from ...proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from ...proto.wire.messages import (
+from baton.proto.errors import BatonError
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import (
     CertificateReceived,
     DeathCertificate,
     Message,
     RouterToSupervisor,
 )
-from ...runtime.keys.allowed import ROUTER
-from ...runtime.keys.keyring import Keys, keys_for, load_keys
-from ...runtime.net.channel import Frames
-from ...runtime.net.loop import Loop, Periodic
-from ...runtime.net.sockets import Context, DealerChannel
-from ...runtime.process.log import get_logger
+from baton.runtime.keys.allowed import ROUTER
+from baton.runtime.keys.keyring import Keys, keys_for, load_keys
+from baton.runtime.net.channel import Frames
+from baton.runtime.net.loop import Loop, Periodic
+from baton.runtime.net.sockets import Context, DealerChannel
+from baton.runtime.process.log import get_logger
+
 from .certificates import REPEAT_S, Certificates
 from .process import ProcessSpec
 

@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...proto.errors import BatonError
-from ...runtime.net.loop import Loop
-from ...runtime.process.log import get_logger
-from ...runtime.process.main import SIGN_OF_LIFE
+from baton.proto.errors import BatonError
+from baton.runtime.net.loop import Loop
+from baton.runtime.process.log import get_logger
+from baton.runtime.process.main import SIGN_OF_LIFE
+
 from ..controller.backend import (
     MemberDown,
     MemberEnded,

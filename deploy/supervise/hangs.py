@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ...runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
+from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
+
 from ..controller.backend import GATEWAY, ROUTER
 from ..report import DEAD, DRAINED, ClusterReport, WorkerReport
 

@@ -22,9 +22,10 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import BatonError
-from ...proto.wire.proofs import seal_of
-from ...runtime.keys.api_keys import KEY_VARIABLE
+from baton.proto.errors import BatonError
+from baton.proto.wire.proofs import seal_of
+from baton.runtime.keys.api_keys import KEY_VARIABLE
+
 from ..controller.backend import POOLS
 from .certificates import new_secret
 from .oom import let_die_first

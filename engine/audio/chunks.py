@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import CheckpointError
-from ...text.model_files import SPEECH_FILE
-from ...text.speech_format import SpeechFormat, parse_speech_format
+from baton.proto.errors import CheckpointError
+from baton.text.model_files import SPEECH_FILE
+from baton.text.speech_format import SpeechFormat, parse_speech_format
+
 from ..kernels import load_backend
 from ..kernels.audio import AudioBackend
 from ..loading.checkpoint import digest_tensors

@@ -6,7 +6,8 @@ same samples, and a prefill worker, which has no codec, can name the arithmetic 
 
 from __future__ import annotations
 
-from ...proto.errors import InternalError
+from baton.proto.errors import InternalError
+
 from ..kernels import load_backend
 from ..kernels.audio import AudioBackend
 from ..kernels.backend import Backend

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import InputError
+from baton.proto.errors import InputError
 
 CODECS = {
     "mp3": ("mp3", "libmp3lame", {"write_xing": "0", "id3v2_version": "0"}),

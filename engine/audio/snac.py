@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import CheckpointError, ConfigError, InputError
+from baton.proto.errors import CheckpointError, ConfigError, InputError
+
 from ..kernels.audio import AudioBackend
 from ..kernels.backend import PackedLinear
 from ..models.workspace import Workspace

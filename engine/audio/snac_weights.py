@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError
+
 from ..loading.safetensors import SINGLE_NAME, TensorStore, read_json
 from ..models.weights import widened
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from ...proto.errors import InternalError
+from baton.proto.errors import InternalError
 
 
 class BlockPool:

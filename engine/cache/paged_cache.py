@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ...proto.errors import InternalError
+from baton.proto.errors import InternalError
+
 from ..scheduling.plan import Int32
 from .block_pool import BlockPool
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...proto.errors import InputError, SchemaTooComplex
-from ...proto.json_schema import check_json_schema, grammar_of
+from baton.proto.errors import InputError, SchemaTooComplex
+from baton.proto.json_schema import check_json_schema, grammar_of
+
 from .enforceable import enforceable, enforceable_parts
 
 if TYPE_CHECKING:

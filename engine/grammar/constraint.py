@@ -26,16 +26,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.matching import Matcher
-from ...proto.contexts.text import TextContext
-from ...proto.errors import (
+from baton.proto.contexts.matching import Matcher
+from baton.proto.contexts.text import TextContext
+from baton.proto.errors import (
     BatonError,
     CapacityError,
     InputError,
     InternalError,
     SchemaTooComplex,
 )
-from ...proto.json_schema import check_json_schema
+from baton.proto.json_schema import check_json_schema
+
 from ..scheduling.plan import Bools
 from .compiler import compile_schema, load_tokenizer, one_line
 from .trial import SchemaCost, SchemaTrial

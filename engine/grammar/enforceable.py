@@ -11,8 +11,9 @@ import json
 import re
 from typing import Any
 
-from ...proto.errors import InputError
-from ...proto.json_schema import ANY_WHITESPACE, checked_whitespace
+from baton.proto.errors import InputError
+from baton.proto.json_schema import ANY_WHITESPACE, checked_whitespace
+
 from .finite import drop_endless
 from .numbers import check_listed, check_multiples, tighten_bounds
 from .patterns import as_library_pattern

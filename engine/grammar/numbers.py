@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
-from ...proto.errors import InputError
+from baton.proto.errors import InputError
 
 _EXACT = 1 << 53
 _STEP = 10**10

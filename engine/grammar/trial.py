@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...proto.errors import BatonError, CapacityError, InputError, SchemaTooComplex
-from ...runtime.process.helper import HelperProcess, read_message, serve, write_message
-from ...runtime.process.os_settings import die_with_parent
+from baton.proto.errors import BatonError, CapacityError, InputError, SchemaTooComplex
+from baton.runtime.process.helper import HelperProcess, read_message, serve, write_message
+from baton.runtime.process.os_settings import die_with_parent
+
 from .compiler import compile_schema, load_tokenizer
 
 if TYPE_CHECKING:

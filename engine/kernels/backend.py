@@ -23,9 +23,9 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.block_moves import BlockStream
-from ...proto.layout import KVLayout
-from ...proto.wire.messages import DeviceTicket
+from baton.proto.block_moves import BlockStream
+from baton.proto.layout import KVLayout
+from baton.proto.wire.messages import DeviceTicket
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

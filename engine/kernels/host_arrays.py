@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.layout import KVLayout
-from ...proto.wire.messages import DeviceTicket
+from baton.proto.layout import KVLayout
+from baton.proto.wire.messages import DeviceTicket
+
 from .backend import F32, I32, U8, A, Backend, Gpu, Mapping
 from .memory import host_pool
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from ...proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError
+
 from .model_config import (
     GenerationConfig,
     ModelConfig,

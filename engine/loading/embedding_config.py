@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from ...proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError
+
 from .safetensors import read_json
 
 GENERATE, EMBED, DRAW = "generate", "embed", "draw"

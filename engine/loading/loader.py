@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.speech import TTSContext
-from ...proto.errors import CheckpointError, ConfigError
-from ...proto.layout import FEATURES, AudioCard, KVLayout, ModelCard, model_name
-from ...proto.sampling import SamplingParamsGenerationConfigDefaults
+from baton.proto.contexts.speech import TTSContext
+from baton.proto.errors import CheckpointError, ConfigError
+from baton.proto.layout import FEATURES, AudioCard, KVLayout, ModelCard, model_name
+from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
+
 from ..audio.chunks import codec_fingerprint, read_layout
 from ..audio.codec_kernels import codec_numerics
 from ..kernels import load_backend

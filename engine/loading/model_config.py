@@ -13,13 +13,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ...proto.errors import CheckpointError, InputError
-from ...proto.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, MAX_TOP_K
-from ...proto.sampling import (
+from baton.proto.errors import CheckpointError, InputError
+from baton.proto.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, MAX_TOP_K
+from baton.proto.sampling import (
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
     SamplingParamsInput,
 )
+
 from ..models.rope import RopeConfig, parse_rope
 from .family_defaults import FAMILY_DEFAULTS
 from .safetensors import read_json

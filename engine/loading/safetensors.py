@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError
 
 Weights = npt.NDArray[np.generic]
 

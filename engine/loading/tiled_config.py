@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ...proto.contexts.tiled_images import MAX_TILES, aspect_ratios
-from ...proto.errors import CheckpointError
-from ...proto.limits import MAX_LAYERS, MAX_SIZE
+from baton.proto.contexts.tiled_images import MAX_TILES, aspect_ratios
+from baton.proto.errors import CheckpointError
+from baton.proto.limits import MAX_LAYERS, MAX_SIZE
+
 from .family_defaults import FAMILY_DEFAULTS
 from .vision_config import IMAGENET_MEAN, IMAGENET_STD, Triple, read_image_scale, renamed
 

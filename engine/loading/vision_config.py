@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ...proto.errors import CheckpointError
-from ...proto.limits import MAX_LAYERS, MAX_SIZE
+from baton.proto.errors import CheckpointError
+from baton.proto.limits import MAX_LAYERS, MAX_SIZE
+
 from .family_defaults import FAMILY_DEFAULTS
 from .safetensors import read_json
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...proto.errors import InternalError
+from baton.proto.errors import InternalError
+
 from ..scheduling.plan import Chunk, StepPlan
 from ..scheduling.step_time import StepTime
 from .loader import StepPipeline

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import CheckpointError
-from ...proto.layout import KVLayout
+from baton.proto.errors import CheckpointError
+from baton.proto.layout import KVLayout
+
 from ..kernels.backend import Backend, PackedLinear
 from ..loading.checkpoint import Checkpoint
 from ..loading.model_config import BertConfig

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.text import TextContext
-from ...proto.contexts.tiled_images import IDS, MASK, block_count, is_tiled, seen_images
-from ...proto.contexts.vision import TextAndVisionContext
-from ...proto.errors import BatonError, CheckpointError, ConfigError, HandoffFailed, InputError
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tiled_images import IDS, MASK, block_count, is_tiled, seen_images
+from baton.proto.contexts.vision import TextAndVisionContext
+from baton.proto.errors import BatonError, CheckpointError, ConfigError, HandoffFailed, InputError
+
 from ..kernels.backend import Backend, PackedLinear
 from ..loading.checkpoint import Checkpoint
 from ..loading.model_config import CrossConfig

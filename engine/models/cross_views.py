@@ -20,7 +20,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.tiled_images import SeenImages
+from baton.proto.contexts.tiled_images import SeenImages
+
 from ..pipeline.model import ModelInputs
 
 F32 = npt.NDArray[np.float32]

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.outputs import TokenLogProbs
-from ...proto.errors import CheckpointError
-from ...proto.layout import KVLayout
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.errors import CheckpointError
+from baton.proto.layout import KVLayout
+
 from ..kernels.backend import Backend, PackedLinear
 from ..kernels.memory import Allocate, aligned_zeros
 from ..loading.checkpoint import Checkpoint

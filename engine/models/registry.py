@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...proto.contexts.speech import TTSContext
-from ...proto.contexts.text import TextContext
-from ...proto.contexts.validators import (
+from baton.proto.contexts.speech import TTSContext
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.validators import (
     validate_aspect_ratio_args,
     validate_image_grid_thw_args,
 )
-from ...proto.contexts.vision import TextAndVisionContext
-from ...proto.errors import CheckpointError, InputError
-from ...proto.ids import RequestID
-from ...proto.wire.context_maps import context_to_run
-from ...proto.wire.wire_context import WireContext
+from baton.proto.contexts.vision import TextAndVisionContext
+from baton.proto.errors import CheckpointError, InputError
+from baton.proto.ids import RequestID
+from baton.proto.wire.context_maps import context_to_run
+from baton.proto.wire.wire_context import WireContext
+
 from ..kernels.backend import Backend
 from ..loading.checkpoint import Checkpoint
 from ..loading.embedding_config import EMBED, GENERATE, EmbeddingSettings

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from ...proto.errors import CheckpointError
-from ...proto.limits import MAX_POSITIONS
+from baton.proto.errors import CheckpointError
+from baton.proto.limits import MAX_POSITIONS
 
 F32 = npt.NDArray[np.float32]
 Positive = Annotated[float, Meta(gt=0)]

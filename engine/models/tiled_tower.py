@@ -20,7 +20,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.tiled_images import aspect_ratios
+from baton.proto.contexts.tiled_images import aspect_ratios
+
 from ..kernels.backend import Backend, PackedLinear
 from ..kernels.host_backend import identity_rotation
 from ..kernels.memory import aligned_zeros

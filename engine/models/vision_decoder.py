@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.rope_positions import GRIDS, context_grids, merged_grids, spans_of
-from ...proto.contexts.text import TextContext
-from ...proto.contexts.tiled_images import is_tiled
-from ...proto.contexts.vision import TextAndVisionContext
-from ...proto.errors import BatonError, CheckpointError, HandoffFailed, InputError
+from baton.proto.contexts.rope_positions import GRIDS, context_grids, merged_grids, spans_of
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tiled_images import is_tiled
+from baton.proto.contexts.vision import TextAndVisionContext
+from baton.proto.errors import BatonError, CheckpointError, HandoffFailed, InputError
+
 from ..kernels.backend import Backend
 from ..loading.checkpoint import Checkpoint
 from ..loading.model_config import VisionLanguageConfig

@@ -8,7 +8,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError
+
 from ..kernels.backend import Backend, PackedLinear
 from ..loading.safetensors import TensorStore, Weights
 

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ...runtime.process.log import get_logger
+from baton.runtime.process.log import get_logger
+
 from ..kernels.backend import F32
 from ..kernels.cuda.device import CaptureFailed
 from ..kernels.cuda.kept import CapturedWork

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...proto.errors import InputError
+from baton.proto.errors import InputError
+
 from ..kernels.backend import F32, I32, Backend, PackedLinear
 from ..kernels.host_backend import PictureBackend
 from ..models.vision_tower import padded_heads

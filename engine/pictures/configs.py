@@ -12,8 +12,9 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ...proto.errors import CheckpointError
-from ...proto.limits import MAX_LAYERS, MAX_SIZE
+from baton.proto.errors import CheckpointError
+from baton.proto.limits import MAX_LAYERS, MAX_SIZE
+
 from ..loading.safetensors import TensorStore, Weights, read_json
 
 Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.pixels import PixelContext
-from ...proto.contexts.tokens import TokenBuffer
-from ...proto.limits import MAX_PICTURE_PROMPT_TOKENS
-from ...text.picture_prompts import PicturePrompts, read_picture_files
+from baton.proto.contexts.pixels import PixelContext
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS
+from baton.text.picture_prompts import PicturePrompts, read_picture_files
+
 from ..kernels import load_backend
 from .folder import open_folder
 from .pipeline import Denoiser, PromptEncoder

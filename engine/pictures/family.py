@@ -12,7 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from ...proto.contexts.pixels import PixelContext
+from baton.proto.contexts.pixels import PixelContext
+
 from ..kernels.backend import F32
 from ..kernels.host_backend import PictureBackend
 from ..loading.model_config import ModelConfig

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.pixels import PixelContext
-from ...proto.contexts.tokens import TokenBuffer
-from ...proto.errors import CheckpointError, InputError
-from ...proto.picture_requests import FLUX, check_prompts
+from baton.proto.contexts.pixels import PixelContext
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.errors import CheckpointError, InputError
+from baton.proto.picture_requests import FLUX, check_prompts
+
 from ..kernels.host_backend import PictureBackend
 from ..models.weights import Progress
 from .clip import ClipTextEncoder

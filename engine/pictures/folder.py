@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...proto.errors import CheckpointError
-from ...proto.picture_requests import FLUX, Z_IMAGE
+from baton.proto.errors import CheckpointError
+from baton.proto.picture_requests import FLUX, Z_IMAGE
+
 from ..loading.safetensors import TensorStore, read_json
 from .configs import ModelPart, SchedulerConfig, VaeConfig, read_config
 from .family import Family

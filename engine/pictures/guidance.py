@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from ...proto.contexts.pixels import PixelContext
-from ...proto.picture_requests import cfg_normalization, cfg_truncation, uses_negative
+from baton.proto.contexts.pixels import PixelContext
+from baton.proto.picture_requests import cfg_normalization, cfg_truncation, uses_negative
+
 from ..kernels.backend import F32
 from ..kernels.host_backend import PictureBackend
 

@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.pixels import PixelContext
-from ...proto.errors import CheckpointError, ConfigError
-from ...proto.layout import FEATURES, KVLayout, ModelCard, model_name
-from ...proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_STEPS
-from ...proto.picture_requests import PICTURE_MULTIPLE, STATE_KEY_TOKENS, STATE_VOCABULARY
+from baton.proto.contexts.pixels import PixelContext
+from baton.proto.errors import CheckpointError, ConfigError
+from baton.proto.layout import FEATURES, KVLayout, ModelCard, model_name
+from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_STEPS
+from baton.proto.picture_requests import PICTURE_MULTIPLE, STATE_KEY_TOKENS, STATE_VOCABULARY
+
 from ..kernels import load_backend
 from ..kernels.host_backend import HostBackend, PictureBackend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool

@@ -11,8 +11,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Protocol
 
-from ...proto.limits import MAX_PICTURE_PIXELS, MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_SIDE
-from ...proto.picture_requests import PICTURE_MULTIPLE
+from baton.proto.limits import MAX_PICTURE_PIXELS, MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_SIDE
+from baton.proto.picture_requests import PICTURE_MULTIPLE
+
 from ..kernels.host_backend import PATCH_BYTES
 from .configs import VaeConfig
 from .family import Family

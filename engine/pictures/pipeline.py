@@ -15,10 +15,11 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.pixels import PixelContext
-from ...proto.errors import InputError
-from ...proto.limits import MAX_PREVIEW_PIXELS
-from ...proto.picture_requests import check_picture, picture_seed, uses_negative
+from baton.proto.contexts.pixels import PixelContext
+from baton.proto.errors import InputError
+from baton.proto.limits import MAX_PREVIEW_PIXELS
+from baton.proto.picture_requests import check_picture, picture_seed, uses_negative
+
 from ..kernels.backend import F32
 from ..kernels.host_backend import PictureBackend
 from ..kernels.parts import in_parts

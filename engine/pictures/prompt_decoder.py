@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import InputError
-from ...proto.limits import MAX_PICTURE_PROMPT_TOKENS
-from ...proto.sampling import SamplingParamsGenerationConfigDefaults
+from baton.proto.errors import InputError
+from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS
+from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
+
 from ..kernels.backend import F32
 from ..kernels.host_backend import PictureBackend
 from ..loading.checkpoint import Checkpoint

@@ -16,13 +16,14 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...proto.contexts.pixels import PixelContext, encode_png
-from ...proto.contexts.tokens import TokenBuffer
-from ...proto.errors import BatonError, InputError, InternalError
-from ...proto.limits import MAX_CHUNK_BYTES
-from ...proto.picture_requests import PICTURE_MULTIPLE, StatePart, preview_steps, state_parts
-from ...proto.picture_runs import Picture
-from ...proto.sampling import SamplingParams
+from baton.proto.contexts.pixels import PixelContext, encode_png
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.errors import BatonError, InputError, InternalError
+from baton.proto.limits import MAX_CHUNK_BYTES
+from baton.proto.picture_requests import PICTURE_MULTIPLE, StatePart, preview_steps, state_parts
+from baton.proto.picture_runs import Picture
+from baton.proto.sampling import SamplingParams
+
 from ..kernels.backend import F32, I32
 from ..pipeline.model import KVManager
 from ..pipeline.steps import describe

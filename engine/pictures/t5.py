@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...proto.errors import InputError
+from baton.proto.errors import InputError
+
 from ..kernels.backend import F32, I32, PackedLinear
 from ..kernels.host_backend import PictureBackend
 from ..models.weights import Progress, WeightLoader, widened

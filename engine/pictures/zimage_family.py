@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from ...proto.contexts.pixels import PixelContext
-from ...proto.errors import CheckpointError, InputError
-from ...proto.picture_requests import Z_IMAGE, check_prompts
+from baton.proto.contexts.pixels import PixelContext
+from baton.proto.errors import CheckpointError, InputError
+from baton.proto.picture_requests import Z_IMAGE, check_prompts
+
 from ..kernels.host_backend import PictureBackend
 from ..loading.model_config import ModelConfig, parse_model_config
 from ..loading.safetensors import read_json

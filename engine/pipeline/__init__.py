@@ -1,6 +1,7 @@
 """Runs models: the pipeline interfaces of contexts.md and the pipelines of the workers."""
 
-from ...proto.contexts.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
+from baton.proto.contexts.generators import AudioGenerator, EmbeddingsGenerator, EmbeddingsOutput
+
 from .embeddings import EmbeddingsPipeline
 from .model import KVCacheMixin, KVManager, ModelInputs, ModelOutputs, PipelineModel
 from .speech import SpeechPipeline

@@ -11,7 +11,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from ...proto.errors import BatonError
+from baton.proto.errors import BatonError
+
 from ..kernels.cuda import sampling
 from ..kernels.cuda.backend import CudaBackend
 from ..kernels.cuda.device import Array, Device, Event, Graph

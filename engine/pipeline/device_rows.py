@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import BatonError
-from ...proto.limits import MAX_LOG_PROBABILITIES as MAX_LOGPROBS
+from baton.proto.errors import BatonError
+from baton.proto.limits import MAX_LOG_PROBABILITIES as MAX_LOGPROBS
+
 from ..kernels.cuda import sampling
 from ..kernels.cuda.device import Device
 from ..scheduling.plan import Chunk, SampleSpec

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.outputs import TokenLogProbs
-from ...proto.errors import BatonError, InputError, InternalError
-from ...proto.limits import MAX_LOG_PROBABILITIES
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.errors import BatonError, InputError, InternalError
+from baton.proto.limits import MAX_LOG_PROBABILITIES
+
 from ..kernels.cuda import sampling
 from ..kernels.cuda.device import Device, DeviceArray
 from ..sampling.sampler import sample

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ...proto.errors import BatonError, ConfigError, InternalError
-from ...proto.layout import KVLayout
-from ...runtime.process.log import get_logger
+from baton.proto.errors import BatonError, ConfigError, InternalError
+from baton.proto.layout import KVLayout
+from baton.runtime.process.log import get_logger
+
 from ..kernels.backend import Backend
 from ..kernels.cuda import attention, elementwise, sampling
 from ..kernels.cuda.backend import CudaBackend

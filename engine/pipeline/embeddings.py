@@ -11,11 +11,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...proto.contexts.generators import EmbeddingsOutput
-from ...proto.contexts.text import TextContext
-from ...proto.contexts.validators import has_images
-from ...proto.ids import RequestID
-from ...proto.layout import KVLayout
+from baton.proto.contexts.generators import EmbeddingsOutput
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.validators import has_images
+from baton.proto.ids import RequestID
+from baton.proto.layout import KVLayout
+
 from ..loading.embedding_config import EmbeddingSettings
 from ..scheduling.plan import Chunk
 from .model import F32, I32, PipelineModel, lay_out, shared_layers

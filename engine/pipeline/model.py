@@ -15,13 +15,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.outputs import TokenLogProbs
-from ...proto.contexts.text import TextContext
-from ...proto.contexts.tiled_images import SeenImages
-from ...proto.contexts.validators import validate_text_only
-from ...proto.errors import BatonError, InputError
-from ...proto.layout import KVLayout
-from ...proto.prompt_log_probs import Records
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tiled_images import SeenImages
+from baton.proto.contexts.validators import validate_text_only
+from baton.proto.errors import BatonError, InputError
+from baton.proto.layout import KVLayout
+from baton.proto.prompt_log_probs import Records
+
 from ..cache.paged_cache import PagedCache
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool

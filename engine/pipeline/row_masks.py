@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...proto.errors import BatonError, InputError, InternalError
+from baton.proto.errors import BatonError, InputError, InternalError
+
 from ..grammar.constraint import GrammarMatcher, write_words
 from ..kernels.cuda import sampling
 from ..kernels.cuda.device import Device

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ...proto.contexts.generators import AudioGenerator
-from ...proto.contexts.speech import AudioGenerationMetadata, AudioGenerationOutput, TTSContext
-from ...proto.errors import InputError
-from ...proto.ids import RequestID
+from baton.proto.contexts.generators import AudioGenerator
+from baton.proto.contexts.speech import AudioGenerationMetadata, AudioGenerationOutput, TTSContext
+from baton.proto.errors import InputError
+from baton.proto.ids import RequestID
+
 from ..audio.chunks import AudioDecoder, Integers, Window
 from .text_generation import TextGenerationPipeline
 

@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.errors import BatonError, InputError, InternalError
+from baton.proto.errors import BatonError, InputError, InternalError
+
 from ..sampling.sampler import sample
 from ..scheduling.plan import Applied, Chunk, Sampled
 from .model import ModelInputs, PipelineModel

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.outputs import TextGenerationOutput
-from ...proto.contexts.status import GenerationStatus
-from ...proto.contexts.text import TextContext
-from ...proto.errors import BatonError, InternalError, error_from_code
-from ...proto.ids import RequestID
-from ...proto.prompt_log_probs import Records
-from ...proto.sampling import SamplingParams
+from baton.proto.contexts.outputs import TextGenerationOutput
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.contexts.text import TextContext
+from baton.proto.errors import BatonError, InternalError, error_from_code
+from baton.proto.ids import RequestID
+from baton.proto.prompt_log_probs import Records
+from baton.proto.sampling import SamplingParams
+
 from ..scheduling.events import Failed
 from ..scheduling.plan import (
     Applied,

@@ -15,10 +15,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.outputs import TokenLogProbs
-from ...proto.errors import InternalError
-from ...proto.prompt_log_probs import Records, record_type
-from ...proto.sampling import SamplingParams
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.errors import InternalError
+from baton.proto.prompt_log_probs import Records, record_type
+from baton.proto.sampling import SamplingParams
+
 from ..scheduling.plan import Bools, SampleSpec
 from .philox import uniform
 

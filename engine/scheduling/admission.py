@@ -9,7 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
-from ...proto.errors import CapacityError
+from baton.proto.errors import CapacityError
+
 from ..cache.paged_cache import PagedCache
 from .events import Event, Failed
 from .queues import Queues

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...proto.contexts.outputs import TokenLogProbs
+from baton.proto.contexts.outputs import TokenLogProbs
 
 
 class EngineEvent(msgspec.Struct, frozen=True, gc=False):

@@ -19,11 +19,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.contexts.outputs import TokenLogProbs
-from ...proto.contexts.tiled_images import SeenImages
-from ...proto.errors import BatonError, InternalError
-from ...proto.picture_runs import Picture
-from ...proto.sampling import SamplingParams
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.contexts.tiled_images import SeenImages
+from baton.proto.errors import BatonError, InternalError
+from baton.proto.picture_runs import Picture
+from baton.proto.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
 OnLayers = Callable[[bytes, int], None]

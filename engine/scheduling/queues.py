@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from ...proto.errors import InternalError
+from baton.proto.errors import InternalError
+
 from .sequence import Sequence
 
 by_rank = attrgetter("rank")

@@ -26,10 +26,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ...proto.contexts.status import GenerationStatus
-from ...proto.errors import BatonError, InternalError
-from ...proto.wire.messages import Buckets, WorkerLoad
-from ...runtime.metrics.families import GAP_S, STEP_SECONDS, STEP_TOKENS, TOKENS, Histogram
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.errors import BatonError, InternalError
+from baton.proto.wire.messages import Buckets, WorkerLoad
+from baton.runtime.metrics.families import GAP_S, STEP_SECONDS, STEP_TOKENS, TOKENS, Histogram
+
 from ..cache.paged_cache import Allocation, PagedCache
 from .admission import Admission
 from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent

@@ -11,24 +11,25 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ...proto.contexts.images import IMAGE_KEY_BYTES
-from ...proto.contexts.matching import Matcher
-from ...proto.contexts.outputs import TokenLogProbs
-from ...proto.contexts.rope_positions import (
+from baton.proto.contexts.images import IMAGE_KEY_BYTES
+from baton.proto.contexts.matching import Matcher
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.contexts.rope_positions import (
     context_grids,
     context_rope_delta,
     merged_grids,
     rope_positions,
     spans_of,
 )
-from ...proto.contexts.status import GenerationStatus
-from ...proto.contexts.text import TextContext
-from ...proto.contexts.tiled_images import is_tiled, seen_images
-from ...proto.contexts.tokens import FUTURE_TOKEN
-from ...proto.contexts.vision import TextAndVisionContext
-from ...proto.hashing import ImageSpan, block_hashes
-from ...proto.picture_runs import Picture, PictureRun
-from ...proto.prompt_log_probs import record_type, records_bytes
+from baton.proto.contexts.status import GenerationStatus
+from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.tiled_images import is_tiled, seen_images
+from baton.proto.contexts.tokens import FUTURE_TOKEN
+from baton.proto.contexts.vision import TextAndVisionContext
+from baton.proto.hashing import ImageSpan, block_hashes
+from baton.proto.picture_runs import Picture, PictureRun
+from baton.proto.prompt_log_probs import record_type, records_bytes
+
 from ..cache.paged_cache import Allocation, PagedCache
 from .plan import Chunk, ChunkImage, Int32, PromptScore, SampleSpec, TokenMask
 

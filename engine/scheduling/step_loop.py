@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-from ...proto.contexts.text import TextContext
-from ...proto.errors import InputError, InternalError
-from ...proto.hashing import cache_salt
+from baton.proto.contexts.text import TextContext
+from baton.proto.errors import InputError, InternalError
+from baton.proto.hashing import cache_salt
+
 from ..cache.paged_cache import PagedCache
 from .events import Event
 from .plan import Applied, OnLayers, StepPlan, StepResult

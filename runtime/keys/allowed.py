@@ -19,7 +19,7 @@ import tomllib
 
 import msgspec
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
 
 ROUTER, PREFILL, DECODE, CLIENT, OPERATOR = ROLES = (
     "router", "prefill", "decode", "client", "operator",

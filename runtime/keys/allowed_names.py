@@ -10,7 +10,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
 
 FOREIGN = (
     "without an API key, Host and Origin must be localhost or a loopback address; "

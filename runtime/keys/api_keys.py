@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
 
 KEY_VARIABLE = "BATON_API_KEY"
 """Environment variable with one API key."""

@@ -6,8 +6,8 @@ import ipaddress
 
 import zmq
 
-from ...proto.errors import ConfigError, InputError
-from ...proto.wire.endpoints import check_endpoint
+from baton.proto.errors import ConfigError, InputError
+from baton.proto.wire.endpoints import check_endpoint
 
 
 class CurveKeys:

@@ -27,7 +27,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from ...proto.errors import BatonError, ConfigError
+from baton.proto.errors import BatonError, ConfigError
+
 from ..process.log import get_logger
 from .allowed import (
     CLIENT,

@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from .allowed import ROLES
 from .keyring import ALLOWED_FILE, KEY_SUFFIX, check_folder, read_allowed, read_pair
 

@@ -16,8 +16,9 @@ from typing import Any, cast
 import msgspec
 import zmq
 
-from ...proto.errors import InternalError
-from ...proto.limits import MAX_ARRAY_FRAMES, MAX_CONTROL_BYTES
+from baton.proto.errors import InternalError
+from baton.proto.limits import MAX_ARRAY_FRAMES, MAX_CONTROL_BYTES
+
 from ..keys.curve import is_tcp
 from ..liveness import CONNECTION_HEARTBEAT_S, DEFAULT_WORKER_TIMEOUT_S, connection_timeout
 from ..process.log import get_logger

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import zmq
 
-from ...proto.errors import AccessDenied, ConfigError
+from baton.proto.errors import AccessDenied, ConfigError
+
 from ..keys.curve import CurveKeys, apply_client_keys, check_address, is_tcp
 from ..keys.identity_owners import tagged
 from ..process.log import get_logger

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Generic, TypeVar
 
-from ...proto.limits import MAX_CONTROL_BYTES
-from ...proto.wire.envelope import Digest, EnvelopeEncoder
-from ...proto.wire.messages import Message
+from baton.proto.limits import MAX_CONTROL_BYTES
+from baton.proto.wire.envelope import Digest, EnvelopeEncoder
+from baton.proto.wire.messages import Message
+
 from ..process.log import get_logger
 from .channel import Buffers, SendResult
 

@@ -16,9 +16,10 @@ from typing import cast
 import msgspec
 import zmq
 
-from ...proto.errors import ConfigError
-from ...proto.limits import PROTOCOL_VERSION
-from ...proto.wire.messages import Ping
+from baton.proto.errors import ConfigError
+from baton.proto.limits import PROTOCOL_VERSION
+from baton.proto.wire.messages import Ping
+
 from ..keys.curve import apply_server_keys, check_bind, is_tcp
 from ..keys.identity_owners import Callers
 from ..keys.zap import ServerKeys

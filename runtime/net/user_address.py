@@ -10,7 +10,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
 
 
 def default_address() -> str:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ...proto.errors import CapacityError
+from baton.proto.errors import CapacityError
+
 from ..net.loop import Loop, Timer
 
 Item = TypeVar("Item")

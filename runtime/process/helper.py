@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from io import FileIO
 
-from ...proto.errors import CapacityError
+from baton.proto.errors import CapacityError
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16

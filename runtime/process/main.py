@@ -24,7 +24,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import zmq
 
-from ...proto.errors import BatonError, ConfigError
+from baton.proto.errors import BatonError, ConfigError
+
 from ..keys.keyring import KeyRing
 from ..keys.zap import Doorkeeper
 from ..net.descriptors import raise_open_files

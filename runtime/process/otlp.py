@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from ...proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from .log import get_logger
 
 T = TypeVar("T")

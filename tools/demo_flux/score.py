@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...deploy.config import demo_flux_folder
-from ...engine.pictures.draw import PictureEngine
+from baton.deploy.config import demo_flux_folder
+from baton.engine.pictures.draw import PictureEngine
+
 from .scenes import SIDE, Scene, all_scenes, is_held_out, read, shows
 
 FIRST_SEED = 1_000_000

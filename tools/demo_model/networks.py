@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody uses
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ...deploy.demo_shapes import SIDE
+from baton.deploy.demo_shapes import SIDE
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """First special tokens of both tokenizers."""

@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from ...client.images import place_images
-from ...deploy.config import demo_vision_model_folder
-from ...engine.llm import LLMEngine
-from ...engine.loading.loader import RunnerConfig, load_runner
-from ...images.processor import ImageProcessor
-from ...proto.contexts.images import ImageMetadata
-from ...proto.contexts.tokens import TokenBuffer
-from ...proto.contexts.vision import TextAndVisionContext
-from ...proto.sampling import SamplingParams
-from ...text.tokenizer import Tokenizer
+from baton.client.images import place_images
+from baton.deploy.config import demo_vision_model_folder
+from baton.engine.llm import LLMEngine
+from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.images.processor import ImageProcessor
+from baton.proto.contexts.images import ImageMetadata
+from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.contexts.vision import TextAndVisionContext
+from baton.proto.sampling import SamplingParams
+from baton.text.tokenizer import Tokenizer
+
 from .sights import TASKS, Sight, sights
 
 SETTINGS = "preprocessor_config.json"

@@ -28,7 +28,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody uses
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from ...deploy.demo_shapes import SHAPES, SIDE
+from baton.deploy.demo_shapes import SHAPES, SIDE
+
 from .corpus import documentation
 from .networks import (
     END_OF_TEXT,

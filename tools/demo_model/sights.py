@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...deploy.demo_shapes import (
+from baton.deploy.demo_shapes import (
     COLOURS,
     SHAPES,
     SIDE,
@@ -25,6 +25,7 @@ from ...deploy.demo_shapes import (
     draw,
     random_things,
 )
+
 from .corpus import OTHER_QUESTIONS, SYSTEM_MESSAGES, Turn
 
 PLACES = (

@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.audio.chunks import AudioDecoder, load_audio
-from ...engine.audio.pcm import pcm16
-from ...engine.llm import LLMEngine
-from ...engine.loading.loader import RunnerConfig, load_runner
-from ...proto.sampling import SamplingParams
-from ...text.speech_format import SpeechFormat
-from ...text.tokenizer import Tokenizer
+from baton.engine.audio.chunks import AudioDecoder, load_audio
+from baton.engine.audio.pcm import pcm16
+from baton.engine.llm import LLMEngine
+from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.proto.sampling import SamplingParams
+from baton.text.speech_format import SpeechFormat
+from baton.text.tokenizer import Tokenizer
+
 from .clips import F32, SAMPLE_RATE, WORDS, digit_clips
 from .mel import distance, log_mels
 

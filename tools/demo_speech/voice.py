@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from ...engine.audio.chunks import AudioLayout
+from baton.engine.audio.chunks import AudioLayout
+
 from ..demo_model.networks import write_json
 from .clips import CODEC_CONFIG, F32, WORDS
 

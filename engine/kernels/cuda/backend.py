@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....proto.layout import KVLayout
-from ....proto.wire.messages import DeviceTicket
+from baton.proto.layout import KVLayout
+from baton.proto.wire.messages import DeviceTicket
+
 from ..backend import F32, I32, U8, A, Activation, Gpu, Mapping, PackedLinear, Weights
 from . import attention, elementwise
 from .bfloat16 import bfloat16_bits

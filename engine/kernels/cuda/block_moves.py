@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....proto.errors import InternalError
+from baton.proto.errors import InternalError
+
 from ..digest import payload_digest
 from .blocks import (
     WORKSPACE_WORDS,

@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ....proto.errors import ConfigError
+from baton.proto.errors import ConfigError
+
 from ..backend import Gpu
 from .cublas import WORKSPACE_BYTES, Cublas, CublasFailed, find_library
 from .device import Argument, Array, CaptureFailed, DeviceArray, DeviceLost, Event, Kernel

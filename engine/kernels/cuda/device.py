@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ....proto.errors import InternalError
+from baton.proto.errors import InternalError
+
 from ..backend import Gpu, Mapping
 from .tuning import Tuning
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....proto.limits import MAX_LOG_PROBABILITIES as MAX_LOGPROBS
+from baton.proto.limits import MAX_LOG_PROBABILITIES as MAX_LOGPROBS
+
 from ...scheduling.plan import Bools, Int32, SampleSpec
 from .checks import BF16, check_array
 from .device import Device, DeviceArray, Kernel

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ....proto.errors import ConfigError
+from baton.proto.errors import ConfigError
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of a multiprocessor from sm_90 on that blocks can have, 1 KiB less for each."""
