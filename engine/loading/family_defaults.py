@@ -1,211 +1,26 @@
 """The defaults of transformers for keys missing in a config.json, by architecture.
 
-Made by tests/oracle/make_defaults.py from transformers' own classes; do not edit.
-The key "" has the keys at the top level, the others those of nested objects.
+tests/oracle/make_defaults.py writes family_defaults.json from transformers' own classes. The key ""
+has the keys at the top level, the others those of nested objects (``text_config``,
+``vision_config``).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-TRANSFORMERS = "5.24.0"
-"""The version of the classes."""
+import msgspec
 
-FAMILY_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
-    "LlamaForCausalLM": {
-        "": {
-            "attention_bias": False,
-            "eos_token_id": 2,
-            "head_dim": None,
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 2048,
-            "mlp_bias": False,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": None,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-            "vocab_size": 32000,
-        }
-    },
-    "MistralForCausalLM": {
-        "": {
-            "eos_token_id": 2,
-            "head_dim": None,
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 10000.0,
-            "sliding_window": 4096,
-            "tie_word_embeddings": False,
-            "vocab_size": 32000,
-        }
-    },
-    "Qwen2ForCausalLM": {
-        "": {
-            "eos_token_id": None,
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "layer_types": None,
-            "max_position_embeddings": 32768,
-            "max_window_layers": 28,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 10000.0,
-            "sliding_window": 4096,
-            "tie_word_embeddings": False,
-            "use_sliding_window": False,
-            "vocab_size": 151936,
-        }
-    },
-    "Qwen3ForCausalLM": {
-        "": {
-            "attention_bias": False,
-            "eos_token_id": None,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "layer_types": None,
-            "max_position_embeddings": 32768,
-            "max_window_layers": 28,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 10000.0,
-            "sliding_window": 4096,
-            "tie_word_embeddings": False,
-            "use_sliding_window": False,
-            "vocab_size": 151936,
-        }
-    },
-    "Qwen2_5_VLForConditionalGeneration": {
-        "": {"image_token_id": 151655, "tie_word_embeddings": False},
-        "text_config": {
-            "eos_token_id": 151645,
-            "hidden_act": "silu",
-            "hidden_size": 8192,
-            "intermediate_size": 29568,
-            "layer_types": None,
-            "max_position_embeddings": 32768,
-            "max_window_layers": 80,
-            "num_attention_heads": 64,
-            "num_hidden_layers": 80,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 1000000.0,
-            "sliding_window": 4096,
-            "use_sliding_window": False,
-            "vocab_size": 152064,
-        },
-        "vision_config": {
-            "depth": 32,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-            "hidden_act": "silu",
-            "hidden_size": 3584,
-            "in_channels": 3,
-            "intermediate_size": 3420,
-            "num_heads": 16,
-            "out_hidden_size": 3584,
-            "patch_size": 14,
-            "rope_theta": 10000.0,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 112,
-        },
-    },
-    "Qwen3VLForConditionalGeneration": {
-        "": {"image_token_id": 151655, "tie_word_embeddings": False},
-        "text_config": {
-            "attention_bias": False,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "max_position_embeddings": 128000,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 500000.0,
-            "vocab_size": 151936,
-        },
-        "vision_config": {
-            "deepstack_visual_indexes": [8, 16, 24],
-            "depth": 27,
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_size": 1152,
-            "in_channels": 3,
-            "intermediate_size": 4304,
-            "num_heads": 16,
-            "num_position_embeddings": 2304,
-            "out_hidden_size": 3584,
-            "patch_size": 16,
-            "rope_theta": 10000.0,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-    },
-    "MllamaForConditionalGeneration": {
-        "": {"image_token_index": 128256},
-        "text_config": {
-            "cross_attention_layers": None,
-            "eos_token_id": 128001,
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-            "vocab_size": 128256,
-        },
-        "vision_config": {
-            "attention_heads": 16,
-            "hidden_act": "gelu",
-            "hidden_size": 1280,
-            "image_size": 448,
-            "intermediate_layers_indices": None,
-            "intermediate_size": 5120,
-            "max_num_tiles": 4,
-            "norm_eps": 1e-05,
-            "num_channels": 3,
-            "num_global_layers": 8,
-            "num_hidden_layers": 32,
-            "patch_size": 14,
-            "supported_aspect_ratios": None,
-            "vision_output_dim": 7680,
-        },
-    },
-    "BertModel": {
-        "": {
-            "eos_token_id": None,
-            "hidden_act": "gelu",
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "is_decoder": False,
-            "layer_norm_eps": 1e-12,
-            "max_position_embeddings": 512,
-            "num_attention_heads": 12,
-            "num_hidden_layers": 12,
-            "tie_word_embeddings": True,
-            "type_vocab_size": 2,
-            "vocab_size": 30522,
-        }
-    },
-}
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    transformers: str
+    defaults: dict[str, dict[str, dict[str, Any]]]
+
+
+_TABLE = msgspec.json.decode(
+    Path(__file__).with_name("family_defaults.json").read_bytes(), type=_Table
+)
+FAMILY_DEFAULTS = _TABLE.defaults
+TRANSFORMERS = _TABLE.transformers
+"""The version of the classes."""

@@ -1,9 +1,8 @@
-"""Write engine/loading/family_defaults.py from the config classes of the installed transformers.
+"""Write engine/loading/family_defaults.json from the config classes of the installed transformers.
 
-Run with a Python that has transformers, then format the file::
+Run with a Python that has transformers::
 
     python tests/oracle/make_defaults.py [FILE]
-    ruff format engine/loading/family_defaults.py
 
 For each supported architecture the table has the default of every setting that can change a
 result, at the top level and in the nested objects (``text_config``, ``vision_config``).
@@ -13,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import pprint
+import json
 import sys
 from pathlib import Path
 
 import transformers
 
-FILE = Path(__file__).resolve().parents[2] / "engine" / "loading" / "family_defaults.py"
+FILE = Path(__file__).resolve().parents[2] / "engine" / "loading" / "family_defaults.json"
 
 CLASSES = {
     "LlamaForCausalLM": ("llama", {"": "LlamaConfig"}),
@@ -90,18 +89,9 @@ def table() -> dict:
 
 
 def text() -> str:
-    """The source of the module."""
-    body = pprint.pformat(table(), width=96, sort_dicts=False)
-    return (
-        '"""The defaults of transformers for keys missing in a config.json, by architecture.\n\n'
-        "Made by tests/oracle/make_defaults.py from transformers' own classes; do not edit.\n"
-        'The key "" has the keys at the top level, the others those of nested objects.\n"""\n\n'
-        "from __future__ import annotations\n\n"
-        "from typing import Any\n\n"
-        f'TRANSFORMERS = "{transformers.__version__}"\n'
-        '"""The version of the classes."""\n\n'
-        f"FAMILY_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {body}\n"
-    )
+    """The content of the file."""
+    made = {"transformers": transformers.__version__, "defaults": table()}
+    return json.dumps(made, indent=1) + "\n"
 
 
 if __name__ == "__main__":
