@@ -76,11 +76,7 @@ class HttpPort:
                     raise
                 return cls(host, 0)
         except OSError as problem:
-            if problem.errno == errno.EADDRINUSE:
-                why = f"http_port {port} of {host} is in use; give another"
-            else:
-                why = f"http_host {host}, http_port {port}: {problem.strerror or problem}"
-            raise ConfigError(why) from None
+            raise _cannot_listen("http", host, port, problem) from None
 
     def close(self) -> None:
         """Release the port."""
@@ -92,20 +88,29 @@ def check_metrics_ports(settings: ServeSettings) -> None:
 
     Later a port may be in use: the process that replaces another waits for it.
     """
-    host, first = settings.metrics_host.strip("[]"), settings.metrics_port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    host, first = settings.metrics_host, settings.metrics_port
     count = settings.routers + settings.gateways if first else 0
     for port in range(first, first + count):
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections
-            try:
-                probe.bind((host, port))
-            except OSError as problem:
-                if problem.errno == errno.EADDRINUSE:
-                    why = f"metrics_port {port} of {host} is in use; give another"
-                else:
-                    why = f"metrics_host {host}, port {port}: {problem.strerror or problem}"
-                raise ConfigError(why) from None
+        try:
+            _try_port(host, port)
+        except OSError as problem:
+            raise _cannot_listen("metrics", host, port, problem) from None
+
+
+def _cannot_listen(prefix: str, host: str, port: int, problem: OSError) -> ConfigError:
+    """Return the error about the settings ``PREFIX_host`` and ``PREFIX_port``."""
+    if problem.errno == errno.EADDRINUSE:
+        return ConfigError(f"{prefix}_port {port} of {host} is in use; give another")
+    why = problem.strerror or problem
+    return ConfigError(f"{prefix}_host {host}, {prefix}_port {port}: {why}")
+
+
+def _try_port(host: str, port: int) -> None:
+    """Bind a TCP port and close it again. Raises OSError."""
+    bare = host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections
+        trial.bind((bare, port))
 
 
 def ipc_path(address: str) -> Path | None:
@@ -214,31 +219,22 @@ def _make_private_folder() -> None:
 
 def _check_free(address: str) -> None:
     path = ipc_path(address)
+    in_use = f"{address} is in use by another process; give another --address"
     if path is None:
-        _check_port_free(address)
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        try:
+            _try_port(host, int(port))
+        except OSError as problem:
+            if problem.errno == errno.EADDRINUSE:
+                raise ConfigError(in_use) from problem
+            raise ConfigError(f"cannot listen on {address}: {problem.strerror}") from problem
         return
     if not path.parent.is_dir():
         raise ConfigError(f"the folder {path.parent} of the address does not exist")
     if path.exists() and not path.is_socket():
         raise ConfigError(f"{path} exists and is not a socket; give another --address")
     if path.exists() and socket_in_use(path):
-        raise ConfigError(f"{address} is in use by another process; give another --address")
-
-
-def _check_port_free(address: str) -> None:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((host, int(port)))
-        except OSError as problem:
-            if problem.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"{address} is in use by another process; give another --address"
-                ) from problem
-            raise ConfigError(f"cannot listen on {address}: {problem.strerror}") from problem
+        raise ConfigError(in_use)
 
 
 _FIRST_PORT = 20_000
