@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from .hosts import Lab, missing
+from .plain import PlainCluster, answers_undisturbed
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +38,25 @@ def _other_versions() -> list[str]:
         if installed != version:
             found.append(f"{name} {installed}, not {version}")
     return found
+
+
+@pytest.fixture(scope="module")
+def plain_cluster(tmp_path_factory):
+    """A cluster without Ray, each process on a separate host."""
+    if why := missing():
+        pytest.skip(why)
+    cluster = PlainCluster(tmp_path_factory.mktemp("plain"))
+    try:
+        cluster.wait_ready()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def expected(plain_cluster):
+    """The answers of the streams of :class:`PlainCluster` without a fault."""
+    return answers_undisturbed(plain_cluster)
 
 
 @pytest.fixture(scope="session")

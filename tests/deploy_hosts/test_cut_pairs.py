@@ -10,8 +10,7 @@ import subprocess
 import pytest
 
 from .cluster import wait_until
-from .hosts import missing
-from .plain import DECODE, PREFILL, STREAMS, PlainCluster, answers_undisturbed, result
+from .plain import DECODE, PREFILL, STREAMS, result
 
 # Marked long: the tests take minutes, and their timing needs an otherwise idle machine.
 pytestmark = [pytest.mark.deploy, pytest.mark.long, pytest.mark.timeout(420)]
@@ -21,40 +20,23 @@ AFTER_S = 25.0
 LONGEST_WAIT_S = 5.0
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    if why := missing():
-        pytest.skip(why)
-    cluster = PlainCluster(tmp_path_factory.mktemp("cut"))
-    try:
-        cluster.wait_ready()
-        yield cluster
-    finally:
-        cluster.close()
-
-
-@pytest.fixture(scope="module")
-def expected(cluster):
-    return answers_undisturbed(cluster)
-
-
 @pytest.mark.parametrize("lost", ["both", "to the decode worker", "to the prefill worker"])
-def test_streams_go_on_while_one_pair_of_workers_is_cut(cluster, expected, lost):
+def test_streams_go_on_while_one_pair_of_workers_is_cut(plain_cluster, expected, lost):
     there, back = (PREFILL, DECODE), (DECODE, PREFILL)
     ways = {"both": [there, back], "to the decode worker": [there]}.get(lost, [back])
-    replayed = cluster.status()["router"]["requests"]["replayed"]
-    running = cluster.streams(CUT_S + AFTER_S)
+    replayed = plain_cluster.status()["router"]["requests"]["replayed"]
+    running = plain_cluster.streams(CUT_S + AFTER_S)
     pairs = []
     for way in ways:
-        cluster.lab.lose_packets(*way)
+        plain_cluster.lab.lose_packets(*way)
     try:
         subprocess.run(["sleep", str(CUT_S)], check=True)
-        pairs = cluster.status()["failed_pairs"]
+        pairs = plain_cluster.status()["failed_pairs"]
     finally:
         for way in ways:
-            cluster.lab.lose_packets(*way, lost=False)
+            plain_cluster.lab.lose_packets(*way, lost=False)
     found = result(running)
-    status = cluster.status()
+    status = plain_cluster.status()
     print("longest waits:", found["waits"], "pair:", pairs)
     assert found["waits"][-1][0] <= LONGEST_WAIT_S, found["waits"]
     assert found["answers"] == expected
@@ -62,5 +44,5 @@ def test_streams_go_on_while_one_pair_of_workers_is_cut(cluster, expected, lost)
     assert all(worker["state"] == "ready" for worker in status["workers"])
     moved = status["router"]["requests"]["replayed"] - replayed
     assert 1 <= moved <= 2 * STREAMS, "after the first ones the pair is only tried now and then"
-    wait_until(lambda: not cluster.status()["failed_pairs"], "the pair to be forgotten")
-    assert all(not worker["kv_blocks_used"] for worker in cluster.status()["workers"])
+    wait_until(lambda: not plain_cluster.status()["failed_pairs"], "the pair to be forgotten")
+    assert all(not worker["kv_blocks_used"] for worker in plain_cluster.status()["workers"])

@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from .hosts import missing
-from .plain import DECODE, PREFILL, ROUTER, PlainCluster, answers_undisturbed, result
+from .plain import DECODE, PREFILL, ROUTER, result
 
 # Marked long: the tests take minutes, and their timing needs an otherwise idle machine.
 pytestmark = [pytest.mark.deploy, pytest.mark.long, pytest.mark.timeout(420)]
@@ -54,23 +53,6 @@ print("RESULT " + json.dumps(dict(waits=sorted(waits)[-5:], asked=len(waits), fa
 """
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    if why := missing():
-        pytest.skip(why)
-    cluster = PlainCluster(tmp_path_factory.mktemp("cut"))
-    try:
-        cluster.wait_ready()
-        yield cluster
-    finally:
-        cluster.close()
-
-
-@pytest.fixture(scope="module")
-def expected(cluster):
-    return answers_undisturbed(cluster)
-
-
 def cut(cluster, ways) -> float:
     """Lose all packets of these directions for a time; return the seconds until they pass."""
     began = time.monotonic()
@@ -94,15 +76,15 @@ WAYS = {
 
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS.keys())
-def test_streams_leave_a_worker_that_the_router_cannot_reach(cluster, expected, ways):
+def test_streams_leave_a_worker_that_the_router_cannot_reach(plain_cluster, expected, ways):
     """They go on elsewhere while the network is still cut."""
-    running = cluster.streams(CUT_S + 5.0)
-    cut(cluster, ways)
+    running = plain_cluster.streams(CUT_S + 5.0)
+    cut(plain_cluster, ways)
     found = result(running)
     print("longest waits:", found["waits"])
     assert found["answers"] == expected
     assert found["waits"][-1][0] <= BEYOND_S
-    cluster.wait_ready()
+    plain_cluster.wait_ready()
 
 
 CLIENT_WAYS = {
@@ -113,9 +95,9 @@ CLIENT_WAYS = {
 
 
 @pytest.mark.parametrize("ways", CLIENT_WAYS.values(), ids=CLIENT_WAYS.keys())
-def test_streams_of_a_client_continue_soon_after_the_network_does(cluster, expected, ways):
-    running = cluster.streams(CUT_S + 10.0)
-    healed = cut(cluster, ways)
+def test_streams_of_a_client_continue_soon_after_the_network_does(plain_cluster, expected, ways):
+    running = plain_cluster.streams(CUT_S + 10.0)
+    healed = cut(plain_cluster, ways)
     found = result(running)
     print("longest waits:", found["waits"], "healed at", healed)
     assert found["answers"] == expected
@@ -125,12 +107,12 @@ def test_streams_of_a_client_continue_soon_after_the_network_does(cluster, expec
 
 
 @pytest.fixture
-def gateway(cluster):
+def gateway(plain_cluster):
     """A gateway on the machine outside."""
     command = [sys.executable, "-P", "-m", "baton.cli", "gateway", f"--http-port={HTTP_PORT}"]
-    env = cluster.lab.outside.environment(BATON_KEYS=str(cluster.keys))
+    env = plain_cluster.lab.outside.environment(BATON_KEYS=str(plain_cluster.keys))
     process = subprocess.Popen(
-        cluster.lab.outside.enter(*command, f"--address={cluster.address}"),
+        plain_cluster.lab.outside.enter(*command, f"--address={plain_cluster.address}"),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -148,11 +130,11 @@ def gateway(cluster):
 
 
 @pytest.mark.parametrize("ways", CLIENT_WAYS.values(), ids=CLIENT_WAYS.keys())
-def test_streams_of_a_gateway_continue_soon_after_the_network_does(cluster, gateway, ways):
-    running = cluster.begin(HTTP_STREAMS, [8, CUT_S + 12.0, HTTP_PORT])
+def test_streams_of_a_gateway_continue_soon_after_the_network_does(plain_cluster, gateway, ways):
+    running = plain_cluster.begin(HTTP_STREAMS, [8, CUT_S + 12.0, HTTP_PORT])
     assert running.stdout.readline() == "BEGUN\n"
     time.sleep(1.0)
-    healed = 1.0 + cut(cluster, ways)
+    healed = 1.0 + cut(plain_cluster, ways)
     output, _ = running.communicate(timeout=120)
     found = json.loads(output.partition("RESULT ")[2])
     print("longest waits:", found["waits"], "healed at", healed)
@@ -162,16 +144,16 @@ def test_streams_of_a_gateway_continue_soon_after_the_network_does(cluster, gate
     )
 
 
-def test_streams_leave_a_worker_that_loses_a_third_of_its_packets(cluster, expected):
+def test_streams_leave_a_worker_that_loses_a_third_of_its_packets(plain_cluster, expected):
     if shutil.which("nft", path="/usr/sbin:/sbin:/usr/bin") is None:
         pytest.skip("needs nftables")
-    running = cluster.streams(25.0)
-    cluster.lab.lose_share(ROUTER, DECODE, 30)
+    running = plain_cluster.streams(25.0)
+    plain_cluster.lab.lose_share(ROUTER, DECODE, 30)
     try:
         found = result(running)
     finally:
-        cluster.lab.lose_share(ROUTER, DECODE, 0)
+        plain_cluster.lab.lose_share(ROUTER, DECODE, 0)
     print("longest waits:", found["waits"])
     assert found["answers"] == expected
     assert found["waits"][-1][0] <= BEYOND_S
-    cluster.wait_ready()
+    plain_cluster.wait_ready()

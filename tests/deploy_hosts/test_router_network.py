@@ -18,47 +18,25 @@ RELAY_PORT = 7999
 ONE_WAY_S = 0.1
 
 
-def started(tmp_path_factory, relayed=None):
-    if why := missing():
-        pytest.skip(why)
-    cluster = PlainCluster(tmp_path_factory.mktemp("net"), relayed)
-    try:
-        yield cluster
-    finally:
-        cluster.close()
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    for cluster in started(tmp_path_factory):
-        cluster.wait_ready()
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def expected(cluster):
-    return answers_undisturbed(cluster)
-
-
 def lives(cluster) -> dict[str, tuple[int, int]]:
     return {w["id"]: (w["pid"], w["incarnation"]) for w in cluster.status()["workers"]}
 
 
 @pytest.mark.parametrize("seconds", [0.25, 1.0, 2.0, 4.0])
-def test_a_router_without_a_network_loses_no_worker(cluster, expected, seconds):
-    before = lives(cluster)
-    running = cluster.streams(seconds + 6.0)
+def test_a_router_without_a_network_loses_no_worker(plain_cluster, expected, seconds):
+    before = lives(plain_cluster)
+    running = plain_cluster.streams(seconds + 6.0)
     time.sleep(1.0)
-    cluster.lab.unplug(ROUTER)
+    plain_cluster.lab.unplug(ROUTER)
     try:
         time.sleep(seconds)
     finally:
-        cluster.lab.unplug(ROUTER, plugged=True)
+        plain_cluster.lab.unplug(ROUTER, plugged=True)
     found = result(running)
     print(f"without a network for {seconds} s, longest waits:", found["waits"])
     assert found["answers"] == expected
-    cluster.wait_ready()
-    assert lives(cluster) == before
+    plain_cluster.wait_ready()
+    assert lives(plain_cluster) == before
 
 
 @pytest.fixture
@@ -66,7 +44,10 @@ def far_away(tmp_path_factory):
     """The round trip between the decode workers' host and the router takes 200 ms."""
     address = f"tcp://127.0.0.1:{RELAY_PORT}"
     relayed = {name: address for name in PLACES if name.startswith("decode")}
-    for cluster in started(tmp_path_factory, relayed):
+    if why := missing():
+        pytest.skip(why)
+    cluster = PlainCluster(tmp_path_factory.mktemp("net"), relayed)
+    try:
         router = cluster.lab.hosts[PLACES["router"] - 1].address
         for name in relayed:
             host = cluster.lab.hosts[PLACES[name] - 1]
@@ -75,6 +56,8 @@ def far_away(tmp_path_factory):
             cluster.running.append(subprocess.Popen(command, env=host.environment()))
         cluster.wait_ready()
         yield cluster
+    finally:
+        cluster.close()
 
 
 def test_workers_far_away_are_neither_suspect_nor_replayed(far_away):
