@@ -1,7 +1,12 @@
 """The decode worker's decisions: grant, take over, generate, end.
 
-Invariants: a block is written by exactly one grant or running request; a request runs only
-after its whole manifest arrived intact; its tokens are sent in order and stay available
+A request arrives in a handoff, or a router assigns it here without a prefill worker. Such a *local*
+request waits in the scheduler, which computes its prompt in chunks between the tokens of others
+(docs/decisions/0047-a-decode-worker-computes-prompts.md).
+
+Invariants: a block is written by exactly one grant or running request; a request of a handoff runs
+only after its whole manifest arrived intact; an attempt is either local or granted, and the newest
+attempt of a request ends the others; its tokens are sent in order and stay available
 until the router has its terminal; every request taken over ends in one terminal or an Abort.
 
 The core uses no socket, clock or thread. It contains the handoff's receiver and the engine's
@@ -28,17 +33,21 @@ from baton.proto.errors import BatonError, DeadlineExceeded, HandoffFailed, Inte
 from baton.proto.wire.messages import (
     Abort,
     Aborted,
+    Assign,
     Commit,
     PeerDead,
+    Reserve,
     Terminal,
     TokenRun,
     Tokens,
     WorkerLoad,
 )
 from baton.proto.wire.token_runs import messages_of
+from baton.worker.assign_core import AssignCore
+from baton.worker.assigned import ended_status
 from baton.worker.attempts import Key
 from baton.worker.base_core import FORGOTTEN, TOMBSTONE_S, Handler, WorkerCore
-from baton.worker.events import Fault, StepDone, Tick, ToRouter
+from baton.worker.events import CheckImages, Fault, ImagesChecked, StepDone, Tick, ToRouter
 from baton.worker.jobs import Ending, Jobs
 from baton.worker.membership import Membership
 from baton.worker.own_errors import failure_text
@@ -58,11 +67,14 @@ from .events import (
 )
 from .grammars import Grammars
 from .handoffs import Handoffs, Output
-from .job import Job, make_job
+from .job import Job, make_job, make_local_job
 from .voice import Codec
 
+MAX_QUEUE = 1024
+"""Local requests without a first token at which an Assign is answered Busy."""
 
-class DecodeCore(WorkerCore):
+
+class DecodeCore(AssignCore[Job]):
     """State machine of one decode worker."""
 
     def __init__(
@@ -79,7 +91,8 @@ class DecodeCore(WorkerCore):
         self._jobs: Jobs[Job] = Jobs()
         self._codec = codec
         self._voices: dict[Key, Job] = {}  # speech that this event may have advanced
-        super().__init__(member, self._jobs)
+        self._prompts: set[Key] = set()  # local requests without a first token
+        super().__init__(member, self._jobs, MAX_QUEUE)
         self.receiver = receiver
         self._scheduler = scheduler
         self._card = member.identity.model
@@ -119,10 +132,35 @@ class DecodeCore(WorkerCore):
     def _peer_dead(self, message: PeerDead, now: float) -> list[Action]:
         return self._received(self.receiver.peer_dead(message.incarnation), now)
 
+    @property
+    def _waiting(self) -> int:
+        return len(self._prompts)
+
+    def _is_over(self, key: Key, now: float) -> bool:
+        return self.receiver.is_over(*key, now)
+
+    def _make_job(self, router: str, message: Assign, now: float) -> Job:
+        return make_local_job(router, message, self._member.identity, now, self._codec)
+
+    def _begin_job(self, job: Job, now: float) -> list[Action]:
+        """End what the request holds here of other attempts, and prepare the job for the engine."""
+        keep = max(TOMBSTONE_S, job.deadline - now)
+        actions = self._received(self.receiver.abort(*job.key, now, keep), now)
+        if (status := ended_status(job.sequence)) is not None:
+            return [*actions, *self._end(job, now, status=status)]  # the client has the last token
+        self._prompts.add(job.key)
+        job.grammar = grammar_task(job.context)
+        if job.grammar is not None:
+            actions += self._grammars.want(job.key, job.grammar)
+        if job.unchecked is not None:
+            actions.append(CheckImages(job.key, job.unchecked))
+        self._run(job, now)
+        return actions
+
     def _abort_jobs(self, jobs: list[Job], router: str, message: Abort, now: float) -> list[Action]:
         request, attempt = message.request, message.attempt
         for job in jobs:
-            self._stop(job)
+            self._stop(job, now)
         outputs = self.receiver.abort(request, attempt, now, TOMBSTONE_S)
         self._member.forget(request, attempt, router)
         note = self._freed((request, attempt), now, self._running(jobs))
@@ -135,7 +173,21 @@ class DecodeCore(WorkerCore):
     # ------------------------------------------------------------------ prefill workers
 
     def _on_handoff(self, event: HandoffEvent, now: float) -> list[Action]:
-        return self._received(self._handoffs.handle(event, now), now)
+        actions = self._received(self._handoffs.handle(event, now), now)
+        if isinstance(event, FromPeer) and isinstance(event.message, Reserve):
+            return [*actions, *self._superseded(event.message, now)]
+        return actions
+
+    def _superseded(self, reserve: Reserve, now: float) -> list[Action]:
+        """End the local attempts before one that got a grant here."""
+        lower = self._jobs.of(reserve.request, reserve.attempt - 1)
+        if not lower or not self.receiver.holds(reserve):
+            return []
+        return [action for job in lower for action in self._evict(job, now)]
+
+    def _evict(self, job: Job, now: float) -> list[Action]:
+        self._stop(job, now)
+        return [ToRouter(job.router, Aborted(request=job.key[0], attempt=job.key[1]))]
 
     def _on_frame_failed(self, event: FrameFailed, now: float) -> list[Action]:
         return self._failed(event, event.error, now)
@@ -151,10 +203,7 @@ class DecodeCore(WorkerCore):
                     return self._take_over(handover, now)
                 case Evict(request=request, attempt=attempt):
                     job = self._jobs.get((request, attempt))
-                    if job is None:
-                        return []
-                    self._stop(job)
-                    return [ToRouter(job.router, Aborted(request=request, attempt=attempt))]
+                    return [] if job is None else self._evict(job, now)
                 case action:
                     return [action]
 
@@ -172,8 +221,7 @@ class DecodeCore(WorkerCore):
                 handover.allocation, sequence.extend_hashes(), sequence.num_computed_tokens
             )
             job.grammar = grammar_task(job.context)
-            if job.grammar is None:
-                self._scheduler.adopt(sequence)
+            self._run(job, now)
         except Exception as error:  # whatever the error, the blocks must be freed
             cache.free(handover.allocation)
             self.receiver.close(commit.request, commit.attempt)
@@ -187,6 +235,27 @@ class DecodeCore(WorkerCore):
         if job.grammar is None:
             return [said]
         return [said, *self._grammars.want(job.key, job.grammar), *self._constrain(job, now)]
+
+    def _run(self, job: Job, now: float) -> None:
+        """Pass a prepared request to the engine."""
+        if job.is_preparing:
+            return
+        if job.sequence.allocation is None:
+            self._scheduler.add(job.sequence, now)
+        else:
+            self._scheduler.adopt(job.sequence)
+
+    def _on_images(self, event: ImagesChecked, now: float) -> list[Action]:
+        """Note that a local request's images are checked, or end the request."""
+        job = self._jobs.get(event.key)
+        if job is None or job.unchecked is None:
+            return []
+        noted, failure = self._checked(job.key, event.result)
+        if failure is not None:
+            return [*noted, *self._end(job, now, code=failure.code, message=str(failure))]
+        job.unchecked = None
+        self._run(job, now)
+        return []
 
     def _on_grammar(self, event: GrammarDone, now: float) -> list[Action]:
         """Store a compiled grammar or its error. The request may not be here yet, or have ended."""
@@ -207,7 +276,7 @@ class DecodeCore(WorkerCore):
             return self._end(job, now, code=code, message=text, retry_after=later)
         job.sequence.constrain(result)
         job.grammar = None
-        self._scheduler.adopt(job.sequence)
+        self._run(job, now)
         return []
 
     def _wants_grammar(self, key: Key) -> bool:
@@ -288,15 +357,17 @@ class DecodeCore(WorkerCore):
 
     # ------------------------------------------------------------------ ends
 
-    def _stop(self, job: Job) -> None:
+    def _stop(self, job: Job, now: float) -> list[Action]:
         """Remove a request and free its blocks, if needed after the running step."""
         self._jobs.remove(job)
+        self._prompts.discard(job.key)
         allocation = job.sequence.allocation
-        if job.grammar is None:
+        if not job.is_preparing:
             self._scheduler.abort(job.sequence.request)
         elif allocation is not None:
             self._scheduler.cache.free(allocation)
         self.receiver.close(*job.key)
+        return []
 
     # ------------------------------------------------------------------ engine
 
@@ -334,6 +405,8 @@ class DecodeCore(WorkerCore):
             if event.cause is not None:
                 return self._harm(job, event.cause, "step result", now)
             return self._end(job, now, code=event.code, message=event.message)
+        if self._prompts and type(event) is TokenEvent:
+            self._prompts.discard(job.key)
         voice = job.voice
         if voice is not None:
             self._voices[job.key] = job
@@ -346,10 +419,10 @@ class DecodeCore(WorkerCore):
             logprobs = None if event.logprobs is None else [event.logprobs]
             job.logprobs.extend(logprobs or ())
             request, attempt = job.key
-            position, preview = event.position - job.shift, event.preview
-            if preview is not None:
-                job.media[position] = preview
-            run = TokenRun(request, attempt, position, [event.token], logprobs, preview)
+            position, media = event.position - job.shift, event.preview or event.prompt_log_probs
+            if media is not None:
+                job.media[position] = media
+            run = TokenRun(request, attempt, position, [event.token], logprobs, media)
             runs[job.router].append(run)
         elif type(event) is Finished:
             return self._end(job, now, status=event.status, media=event.result)
@@ -363,7 +436,7 @@ class DecodeCore(WorkerCore):
             first = job.voice.oldest
             tokens, media = job.voice.kept()
         terminal = job.terminal(self._member.identity.worker, now, **ending)
-        self._stop(job)
+        self._stop(job, now)
         ended = self._member.end(
             job.router, terminal, now, job.deadline, job.base, first, tokens, job.logprobs, media,
             job.proof,
@@ -421,17 +494,19 @@ class DecodeCore(WorkerCore):
 
     def check_integrity(self) -> None:
         """Raise InternalError unless every block and byte of credit has exactly one owner."""
-        compiling = [job.sequence for job in self._jobs if job.grammar is not None]
-        held = [s.allocation for s in compiling if s.allocation is not None]
+        preparing = [job.sequence for job in self._jobs if job.is_preparing]
+        held = [s.allocation for s in preparing if s.allocation is not None]
         self._jobs.check_integrity()
         self._scheduler.check_integrity([*self.receiver.held(), *held])
         check_receiver(self.receiver, {job.key[0] for job in self._jobs})
         if not all(self._wants_grammar(key) for key in self._grammars):
             raise InternalError("a grammar is compiled for no request")
         spoken = {job.name for job in self._jobs if job.voice is not None and job.voice.status}
-        expected = self._jobs.names - {s.request for s in compiling} - spoken
+        expected = self._jobs.names - {s.request for s in preparing} - spoken
         if self._scheduler.requests != expected:
             raise InternalError("the engine's sequences do not match the requests")
+        if not all(self._jobs.get(key) for key in self._prompts):
+            raise InternalError("a prompt is counted for no request")
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
         **WorkerCore.HANDLERS,
@@ -442,6 +517,7 @@ class DecodeCore(WorkerCore):
         PoolMapped: _on_handoff,
         StepDone: _on_step,
         GrammarDone: _on_grammar,
+        ImagesChecked: _on_images,
         ChunkDecoded: _on_chunk,
         Tick: _on_tick,
     }

@@ -10,10 +10,12 @@ from baton.proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from baton.worker.attempts import Key
 from baton.worker.events import (
     AbandonStep,
+    CheckImages,
     DrainRequested,
     Exit,
     Fault,
     FromRouter,
+    ImagesChecked,
     Log,
     RouterDown,
     RouterUp,
@@ -116,6 +118,7 @@ Event = (
     | FrameFailed
     | StepDone
     | GrammarDone
+    | ImagesChecked
     | ChunkDecoded
     | Tick
     | DrainRequested
@@ -128,6 +131,7 @@ Action = (
     | AbandonStep
     | CompileGrammar
     | DropGrammar
+    | CheckImages
     | DecodeChunk
     | Log
     | Fault

@@ -19,11 +19,20 @@ from baton.proto.hashing import cache_salt
 from baton.proto.ids import RequestID
 from baton.proto.layout import ModelCard
 from baton.proto.picture_runs import PictureRun, picture_run
-from baton.proto.requests import check_continued
-from baton.proto.wire.messages import Commit, RequestState, Terminal, TokenRun, WorkerTimes
-from baton.proto.wire.wire_context import WirePixelContext
+from baton.proto.requests import check_continued, local_feature
+from baton.proto.wire.messages import (
+    Assign,
+    Commit,
+    RequestState,
+    Terminal,
+    TokenRun,
+    WorkerTimes,
+)
+from baton.proto.wire.wire_context import WireContext, WirePixelContext
+from baton.worker.assigned import assigned_context, assigned_sequence, check_assigned
 from baton.worker.attempts import Key
 from baton.worker.jobs import Ending, engine_name
+from baton.worker.membership import WorkerIdentity
 from baton.worker.token_replay import LOGPROBS_KEPT, runs_again
 
 from .voice import Codec, Voice
@@ -31,23 +40,27 @@ from .voice import Codec, Voice
 
 @dataclass(slots=True)
 class Job:
-    """One attempt of a request, from its Commit to its end on this worker.
+    """One attempt of a request, from its Commit or Assign to its end on this worker.
 
+    ``prefill``: the worker that computed its prompt. ``taken_at``: when this worker took it over.
     ``base``: position of its first generated token, as clients and routers count. ``shift``: added
     to such a position, it gives the position here, where a picture's row comes first.
     """
 
     key: Key
     router: str
-    commit: Commit
+    request_id: str
+    prefill: str
+    proof: bytes  # that a router assigned this attempt to this worker
     context: TextContext
     sequence: Sequence
     deadline: float
-    taken_at: float  # when this worker took the request over
+    taken_at: float
     base: int
     shift: int
     logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
     grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
+    unchecked: WireContext | None = None  # its images' hashes are not checked yet; likewise
     voice: Voice | None = None  # of a request for speech
     media: dict[int, bytes] = field(default_factory=dict)  # sent with the token at a position
 
@@ -55,6 +68,11 @@ class Job:
     def name(self) -> bytes:
         """The engine's name for this attempt."""
         return self.sequence.request
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the engine does not have the request yet."""
+        return self.grammar is not None or self.unchecked is not None
 
     @property
     def num_tokens(self) -> int:
@@ -98,11 +116,6 @@ class Job:
             *self.key, self.num_tokens, self.base, router=self.router, proof=self.proof
         )
 
-    @property
-    def proof(self) -> bytes:
-        """Proof that a router assigned this attempt to this worker."""
-        return self.commit.proof
-
     def times(self, now: float) -> WorkerTimes:
         """Return when the job reached its steps; it ends now."""
         sequence = self.sequence
@@ -123,9 +136,9 @@ class Job:
             request=self.key[0],
             attempt=self.key[1],
             position=self.num_tokens,
-            request_id=self.commit.request_id,
-            cached_tokens=self.sequence.cached_tokens,
-            prefill=self.commit.prefill,
+            request_id=self.request_id,
+            cached_tokens=min(self.sequence.cached_tokens, self.context.prompt_length),
+            prefill=self.prefill,
             decode=worker,
             times=self.times(now),
             **ending,
@@ -158,7 +171,9 @@ def make_job(
     job = Job(
         key,
         commit.router,
-        commit,
+        commit.request_id,
+        commit.prefill,
+        commit.proof,
         context,
         sequence,
         now + commit.deadline,
@@ -169,6 +184,42 @@ def make_job(
     )
     if commit.media is not None:
         job.media[base] = commit.media
+    if codec is not None and isinstance(context, TTSContext):
+        job.voice = Voice(codec, base, job.known_tokens(base))
+    return job
+
+
+def make_local_job(
+    router: str, assign: Assign, me: WorkerIdentity, now: float, codec: Codec | None = None
+) -> Job:
+    """Return the job of a request whose prompt this worker computes itself.
+
+    Raises HandoffFailed if this worker cannot do that, so that the router uses another one, and
+    InputError or ValueError if no worker can run the context.
+    """
+    card, key = me.model, (assign.request, assign.attempt)
+    if assign.decode_incarnation != me.incarnation:
+        raise HandoffFailed("the request is assigned to another decode worker")
+    if local_feature(assign.context) not in card.features:
+        raise HandoffFailed(f"worker {me.worker} cannot compute this kind of prompt")
+    unchecked = assign.context if check_assigned(assign, card) else None
+    context = assigned_context(assign, assign.emitted, card)
+    base = len(assign.context.tokens)
+    job = Job(
+        key,
+        router,
+        assign.request_id,
+        me.worker,
+        assign.proof,
+        context,
+        assigned_sequence(key, assign, context, card, now),
+        now + assign.deadline,
+        now,
+        base,
+        context.prompt_length - base,
+        deque(maxlen=LOGPROBS_KEPT),
+        unchecked=unchecked,
+    )
     if codec is not None and isinstance(context, TTSContext):
         job.voice = Voice(codec, base, job.known_tokens(base))
     return job

@@ -188,6 +188,11 @@ class Receiver(Generic[A]):
             return [*self._grants.drop(slot), *self._grants.credit_outputs()]
         return []
 
+    def is_over(self, request: bytes, attempt: int, now: float) -> bool:
+        """True if the attempt is aborted, superseded or was taken over here."""
+        past = self._past.is_past(request, attempt, now)
+        return past or self._past.committed.get((request, attempt), now) is not None
+
     def close(self, request: bytes, attempt: int) -> None:
         """Remove the grant of an owned request that ended; the owner frees the blocks."""
         slot = self._grants.table.find_attempt(request, attempt)

@@ -1,32 +1,21 @@
-"""What text and embedding workers share: requests that routers assign.
+"""What text and embedding workers share: their queue, and the attempts that ended here.
 
-Invariants: every Assign is answered; an attempt that ended or was aborted here never runs again; a
-higher attempt of a request replaces lower ones. Pure.
+Pure.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from baton.proto.errors import BatonError
-from baton.proto.wire.messages import (
-    Abort,
-    Aborted,
-    Accepted,
-    Assign,
-    Busy,
-    Message,
-    Terminal,
-)
+from baton.proto.wire.messages import Abort, Aborted
 from baton.runtime.tables import ExpiringMap
+from baton.worker.assign_core import AssignCore
 from baton.worker.attempts import Key
-from baton.worker.base_core import ATTEMPTS_KEPT, FORGOTTEN, TOMBSTONE_S, WorkerCore
+from baton.worker.base_core import ATTEMPTS_KEPT, FORGOTTEN, TOMBSTONE_S
 from baton.worker.events import ToRouter
 from baton.worker.jobs import Job, Jobs
-from baton.worker.membership import Membership, moved_to
+from baton.worker.membership import Membership
 
-BUSY_RETRY_S = 0.2
 J = TypeVar("J", bound=Job)
 
 
@@ -74,71 +63,20 @@ class JobQueue(Jobs[J]):
         self.waiting_tokens = 0
 
 
-class AssignCore(WorkerCore, Generic[J]):
-    """Base of the text and the embedding core of a prefill worker.
-
-    ``max_queue``: number of waiting requests at which an Assign is answered Busy.
-    """
+class PromptCore(AssignCore[J]):
+    """Base of the text and the embedding core of a prefill worker."""
 
     def __init__(self, member: Membership, queue: JobQueue[J], max_queue: int) -> None:
-        super().__init__(member, queue)
+        super().__init__(member, queue, max_queue)
         self._backlog = queue
-        self._max_queue = max_queue
         self._ended = EndedAttempts()
 
-    # ------------------------------------------------------------------ of the kind of model
+    @property
+    def _waiting(self) -> int:
+        return self._backlog.waiting
 
-    @abstractmethod
-    def _make_job(self, router: str, message: Assign, now: float) -> J:
-        """Return the job. Raises BatonError or ValueError if the context cannot be run."""
-
-    @abstractmethod
-    def _begin_job(self, job: J, now: float) -> list[Any]:
-        """Queue a new job, or end it at once."""
-
-    @abstractmethod
-    def _stop(self, job: J, now: float) -> list[Any]:
-        """Remove a job without a message to its router."""
-
-    # ------------------------------------------------------------------ messages of routers
-
-    def _assigned(self, router: str, message: Message, now: float) -> list[Any]:
-        return self._assign(router, message, now) if isinstance(message, Assign) else []
-
-    def _assign(self, router: str, message: Assign, now: float) -> list[Any]:
-        request, attempt = key = (message.request, message.attempt)
-        accepted = ToRouter(router, Accepted(request=request, attempt=attempt))
-        job = self._jobs.get(key)
-        if job is not None:
-            moved = moved_to(router, job.router, request)
-            self._jobs.hand_to(router, job)
-            return [*moved, accepted]
-        if self._member.has_ended(*key):
-            return [accepted]
-        if self._ended.holds(key, now):
-            # A router that lost its state would otherwise wait for this attempt.
-            return [ToRouter(router, Aborted(request=request, attempt=attempt))]
-        actions = self._drop_lower(router, key, now)
-        if self._member.draining or self._backlog.waiting >= self._max_queue:
-            reason = "draining" if self._member.draining else "queue full"
-            busy = Busy(request=request, attempt=attempt, reason=reason, retry_after=BUSY_RETRY_S)
-            return [*actions, ToRouter(router, busy)]
-        try:
-            job = self._make_job(router, message, now)
-        except (BatonError, ValueError) as error:
-            refusal = _refusal(message, error)
-            expires = now + message.deadline
-            ended = self._member.end(router, refusal, now, expires, proof=message.proof)
-            return [*actions, accepted, *ended]
-        self._jobs.add(job)
-        return [*actions, accepted, *self._begin_job(job, now)]
-
-    def _drop_lower(self, router: str, key: Key, now: float) -> list[Any]:
-        actions: list[Any] = []
-        for job in self._jobs.of(key[0], key[1] - 1):
-            actions += [*moved_to(router, job.router, key[0]), *self._stop(job, now)]
-        self._member.forget(key[0], key[1] - 1)
-        return actions
+    def _is_over(self, key: Key, now: float) -> bool:
+        return self._ended.holds(key, now)
 
     def _abort_jobs(self, jobs: list[J], router: str, message: Abort, now: float) -> list[Any]:
         request, attempt = message.request, message.attempt
@@ -162,14 +100,3 @@ class AssignCore(WorkerCore, Generic[J]):
     def remembered(self) -> int:
         """Number of entries kept about ended requests; each entry expires."""
         return len(self._ended) + self._member.unacknowledged
-
-
-def _refusal(message: Assign, error: BatonError | ValueError) -> Terminal:
-    """Return the terminal of a request whose context cannot be run."""
-    return Terminal(
-        request=message.request,
-        attempt=message.attempt,
-        code=error.code if isinstance(error, BatonError) else "input",
-        message=str(error),
-        request_id=message.request_id,
-    )

@@ -41,23 +41,22 @@ from baton.proto.wire.messages import (
     Tokens,
     WorkerLoad,
 )
+from baton.worker.assigned import ended_status
 from baton.worker.attempts import Key
 from baton.worker.base_core import Handler, WorkerCore
-from baton.worker.events import RunStep, StepDone, Tick, ToRouter
+from baton.worker.events import CheckImages, ImagesChecked, RunStep, StepDone, Tick, ToRouter
 from baton.worker.jobs import Ending
 from baton.worker.membership import Membership
 from baton.worker.steps import EngineSteps
 
-from .assign_core import AssignCore
+from .assign_core import PromptCore
 from .decode_links import DecodeLinks
 from .events import (
     Action,
-    CheckImages,
     DataDown,
     DataUp,
     FromPeer,
     HandoffEvent,
-    ImagesChecked,
     LayersDone,
     NotPacked,
     NotSent,
@@ -84,7 +83,7 @@ class PrefillLimits:
     slo_ttft: float = 0.0
 
 
-class PrefillCore(AssignCore[Job]):
+class PrefillCore(PromptCore[Job]):
     """State machine of one prefill worker."""
 
     def __init__(
@@ -150,8 +149,8 @@ class PrefillCore(AssignCore[Job]):
         return make_job(key, router, message, self._member.identity.model, now)
 
     def _begin_job(self, job: Job, now: float) -> list[Action]:
-        if job.ended is not None:  # a replay: the client already has the last token
-            return self._end(job, now, status=job.ended)
+        if (status := ended_status(job.sequence)) is not None:
+            return self._end(job, now, status=status)  # a replay: the client has the last token
         self._queue.queue(job)
         task = job.grammar = grammar_task(job.context)
         job.compiling = task is not None
@@ -210,19 +209,14 @@ class PrefillCore(AssignCore[Job]):
         grammar = isinstance(event, GrammarDone)
         if job is None or not (job.compiling if grammar else job.checking):
             return []
-        noted: list[Action] = []
-        if isinstance(result, Exception) and not isinstance(result, BatonError):
-            noted = [self.errors.of(job.key, result, "checking images")]
-            result = InternalError(
-                "the images could not be checked; the worker's log has the cause"
-            )
+        noted, failure = self._checked(job.key, result)
         if grammar:
             job.compiling = False
         else:
             job.checking = False
-        if isinstance(result, BatonError):
-            code, later = result.code, result.retry_after
-            end = self._end(job, now, code=code, message=str(result), retry_after=later)
+        if failure is not None:
+            code, later = failure.code, failure.retry_after
+            end = self._end(job, now, code=code, message=str(failure), retry_after=later)
             return [*noted, *end]
         if isinstance(event, GrammarDone) and not isinstance(event.result, BatonError):
             job.sequence.constrain(event.result)

@@ -49,7 +49,7 @@ from baton.worker.events import (
 from baton.worker.jobs import engine_name
 from baton.worker.membership import EngineState, Membership
 
-from .assign_core import AssignCore, JobQueue
+from .assign_core import JobQueue, PromptCore
 
 F32 = npt.NDArray[np.float32]
 
@@ -165,7 +165,7 @@ class TextQueue(JobQueue[EmbedJob]):
             raise InternalError(f"{sums} wait, counted {(self.waiting, self.waiting_tokens)}")
 
 
-class EmbedCore(AssignCore[EmbedJob]):
+class EmbedCore(PromptCore[EmbedJob]):
     """State machine of one embedding worker."""
 
     def __init__(

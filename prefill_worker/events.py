@@ -8,15 +8,15 @@ from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, Grammar
 from baton.engine.scheduling.plan import Int32
 from baton.kv_transfer import sender_handoff as handoff
 from baton.kv_transfer.sender_handoff import Key
-from baton.proto.vision_requests import check_hashes
 from baton.proto.wire.messages import Message
-from baton.proto.wire.wire_context import WireContext
 from baton.worker.events import (
     AbandonStep,
+    CheckImages,
     DrainRequested,
     Exit,
     Fault,
     FromRouter,
+    ImagesChecked,
     Log,
     RouterDown,
     RouterUp,
@@ -42,26 +42,6 @@ class NotSent:
     endpoint: str
     message: Message
     reason: str
-
-
-@dataclass(slots=True, frozen=True)
-class CheckImages:
-    """Compare the images of a request with their hashes, then report :class:`ImagesChecked`."""
-
-    key: Key
-    context: WireContext
-
-    def run(self) -> None:
-        """Raise InputError if a hash is wrong; for another thread than the core's."""
-        check_hashes(self.context)
-
-
-@dataclass(slots=True, frozen=True)
-class ImagesChecked:
-    """The images of a request were checked. ``result``: None, or why they cannot be used."""
-
-    key: Key
-    result: object
 
 
 @dataclass(slots=True, frozen=True)

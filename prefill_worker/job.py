@@ -7,21 +7,15 @@ from enum import Enum
 from typing import Unpack
 
 from baton.engine.grammar.constraint import GrammarTask
-from baton.engine.models.registry import read_context
 from baton.engine.scheduling.sequence import Sequence
 from baton.kv_transfer import sender_handoff as handoff
 from baton.kv_transfer.sender_handoff import Key
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.contexts.speech import TTSContext
-from baton.proto.contexts.status import GenerationStatus
 from baton.proto.contexts.text import TextContext
-from baton.proto.errors import TaskMismatch
-from baton.proto.hashing import cache_salt
-from baton.proto.ids import RequestID
 from baton.proto.layout import ModelCard
-from baton.proto.picture_runs import PictureRun, committed_picture, picture_run
-from baton.proto.requests import check_kind, check_wire_context
-from baton.proto.vision_requests import check_images, committed
+from baton.proto.picture_runs import PictureRun, committed_picture
+from baton.proto.vision_requests import committed
 from baton.proto.wire.context_maps import to_map
 from baton.proto.wire.messages import (
     Assign,
@@ -35,8 +29,14 @@ from baton.proto.wire.messages import (
     TokenRun,
     WorkerTimes,
 )
-from baton.proto.wire.wire_context import WireContext, WirePixelContext, WireVisionContext
-from baton.worker.jobs import Ending, engine_name
+from baton.proto.wire.wire_context import WireContext
+from baton.worker.assigned import (
+    assigned_context,
+    assigned_sequence,
+    check_assigned,
+    ended_status,
+)
+from baton.worker.jobs import Ending
 from baton.worker.token_replay import runs_again
 
 from .link_names import link_name
@@ -130,14 +130,6 @@ class Job:
         """What travels with the token sampled here, by its position."""
         given = self.prompt_log_probs
         return {} if given is None else {len(self.assign.context.tokens): given}
-
-    @property
-    def ended(self) -> str | None:
-        """Final status if the replayed tokens already end the request, else None."""
-        if self.context.status.is_done:
-            return self.context.status.value
-        full = self.sequence.remaining_tokens == 0 and bool(self.generated)
-        return GenerationStatus.MAXIMUM_LENGTH.value if full else None
 
     def replay(self, position: int) -> list[TokenRun]:
         """Return the tokens from ``position`` on; an empty run confirms ownership."""
@@ -247,15 +239,11 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
     A replay of speech begins with the last token that the router has: the next token may complete
     a chunk of samples, or end the request, and only a decode worker has the codec.
     """
-    if assign.context.task != card.task:
-        raise TaskMismatch(f"{card.name!r} does not serve task {assign.context.task!r}")
-    check_kind(assign.context, card)
-    if isinstance(assign.context, WireVisionContext):
-        check_images(assign.context, card=card)
+    checking = check_assigned(assign, card)
     job = _job(key, router, assign, assign.emitted, card, now)
-    job.checking = isinstance(assign.context, WireVisionContext) and bool(assign.context.images)
+    job.checking = checking
     if assign.emitted and isinstance(job.context, TTSContext):
-        if job.ended is None:
+        if ended_status(job.sequence) is None:
             job = _job(key, router, assign, assign.emitted[:-1], card, now)
             job.sequence.given = assign.emitted[-1]
         job.chunked = True
@@ -265,24 +253,10 @@ def make_job(key: Key, router: str, assign: Assign, card: ModelCard, now: float)
 def _job(
     key: Key, router: str, assign: Assign, emitted: list[int], card: ModelCard, now: float
 ) -> Job:
-    context = _read_context(assign, emitted, card)
-    sequence = Sequence(
-        engine_name(key),
-        context,
-        block_size=card.layout.block_size,
-        salt=cache_salt(card.fingerprint, assign.context.cache_salt),
-        arrival=now,
-    )
+    context = assigned_context(assign, emitted, card)
+    sequence = assigned_sequence(key, assign, context, card, now)
     asked = now - assign.waited
     return Job(key, router, assign, now + assign.deadline, asked, now, context, sequence)
-
-
-def _read_context(assign: Assign, emitted: list[int], card: ModelCard) -> TextContext:
-    request_id = RequestID(assign.request_id)
-    if isinstance(assign.context, WirePixelContext):
-        check_wire_context(assign.context, card)
-        return picture_run(assign.context, request_id, card.layout.block_size)
-    return read_context(card.architecture, assign.context, request_id, emitted)
 
 
 def report(

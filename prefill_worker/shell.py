@@ -21,7 +21,6 @@ from baton.proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from baton.runtime.keys.keyring import KeyRing
 from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import Context, RouterChannel
-from baton.runtime.process.compute import TimeLimited
 from baton.worker.host import TextHost
 from baton.worker.membership import Membership
 
@@ -30,9 +29,6 @@ from .config import PrefillWorkerConfig, kv_frame_bytes
 from .core import PrefillCore, PrefillLimits
 from .decode_sockets import DecodeSockets
 from .endpoint import Endpoint
-
-_CHECK_S = 60.0
-"""Most seconds for the hashes of one request; they usually take less than a tenth of a second."""
 
 
 class PrefillShell(TextHost):
@@ -68,13 +64,6 @@ class PrefillShell(TextHost):
             dropped=member.dropped,
             on_refused=self._on_refused,
         )
-        self._checks: TimeLimited[events.CheckImages, None] = TimeLimited(
-            loop,
-            lambda wanted: wanted.run(),
-            lambda wanted, result: self.feed(events.ImagesChecked(wanted.key, result)),
-            lambda: _CHECK_S,
-            name="images",
-        )
         self._device: DeviceFramePacker | None = None
         if self._stream is not None and self._moves is not None:
             self._device = DeviceFramePacker(self._stream, self._moves.moves, self._sockets.buffers)
@@ -86,7 +75,6 @@ class PrefillShell(TextHost):
 
     def close(self) -> bool:
         """Stop all threads, then close the sockets. Return False if a step still runs."""
-        self._checks.stop()
         ended = super().close()
         self._sockets.close()
         return ended
@@ -105,8 +93,6 @@ class PrefillShell(TextHost):
                 self._sockets.open_data(endpoint, address)
             case events.Disconnect(endpoint=endpoint):
                 self._sockets.disconnect(endpoint)
-            case events.CheckImages():
-                self._checks.submit(action)
             case _:
                 super()._perform(action)
 

@@ -114,6 +114,16 @@ def needed_features(wire: WireContext) -> tuple[str, ...]:
     return FEATURES if wire.sampling.logit_bias else ()
 
 
+def prompt_feature(kind: str) -> str:
+    """Return the feature of a decode worker that computes prompts of this kind of context."""
+    return f"prompts:{kind}"
+
+
+def local_feature(wire: WireContext) -> str:
+    """Return the feature of a decode worker that a request needs without a prefill worker."""
+    return prompt_feature(str(wire.__struct_config__.tag))
+
+
 def check_features(wire: WireContext, card: ModelCard) -> None:
     """Raise FeatureMissing if no worker reads a parameter of the request."""
     for feature in needed_features(wire):

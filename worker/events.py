@@ -8,7 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.engine.scheduling.plan import StepPlan, StepResult
+from baton.proto.vision_requests import check_hashes
 from baton.proto.wire.messages import Message
+from baton.proto.wire.wire_context import WireContext
+
+from .attempts import Key
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +53,26 @@ class Tick:
     """
 
     layers: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class CheckImages:
+    """Compare the images of a request with their hashes, then report :class:`ImagesChecked`."""
+
+    key: Key
+    context: WireContext
+
+    def run(self) -> None:
+        """Raise InputError if a hash is wrong; for another thread than the core's."""
+        check_hashes(self.context)
+
+
+@dataclass(slots=True, frozen=True)
+class ImagesChecked:
+    """The images of a request were checked. ``result``: None, or why they cannot be used."""
+
+    key: Key
+    result: object
 
 
 @dataclass(slots=True, frozen=True)

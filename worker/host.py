@@ -36,9 +36,11 @@ from baton.runtime.process.main import EXIT_RESTART, TICK_S
 from .base_core import WorkerCore
 from .events import (
     AbandonStep,
+    CheckImages,
     DrainRequested,
     Exit,
     Fault,
+    ImagesChecked,
     Log,
     RunStep,
     StepDone,
@@ -48,6 +50,9 @@ from .events import (
 from .router_links import RouterLinks
 
 _log = get_logger()
+
+CHECK_S = 60.0
+"""Most seconds for the hashes of one request; they usually take less than a tenth of a second."""
 
 
 class HostConfig(Protocol):
@@ -237,6 +242,13 @@ class TextHost(WorkerHost):
             compiler.time_limit,
             name="grammar",
         )
+        self._checks: TimeLimited[CheckImages, None] = TimeLimited(
+            loop,
+            lambda wanted: wanted.run(),
+            lambda wanted, result: self.feed(ImagesChecked(wanted.key, result)),
+            lambda: CHECK_S,
+            name="images",
+        )
         self._stream = runner.backend.block_stream(runner.pool, frame_bytes)
         self._moves = MoveThread(loop) if self._stream is not None else None
         super().__init__(
@@ -253,6 +265,8 @@ class TextHost(WorkerHost):
                 self._grammars.submit(action)
             case DropGrammar(key=key):
                 self._drop_grammar(key)
+            case CheckImages():
+                self._checks.submit(action)
             case _:
                 super()._perform(action)
 
@@ -312,6 +326,7 @@ class TextHost(WorkerHost):
         Return False if a step still runs or the device is lost: the model cannot be used again.
         """
         self._applied.stop()
+        self._checks.stop()
         ended = super().close()
         if self._moves is not None:
             self._moves.stop()

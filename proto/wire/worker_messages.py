@@ -198,7 +198,10 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Assign(Message, frozen=True, kw_only=True):
-    """Prefill this request and hand it off to ``decode``. Repeated until Accepted or Busy."""
+    """Prefill this request and hand it off to ``decode``. Repeated until Accepted or Busy.
+
+    Sent to ``decode`` itself, it assigns the whole request there, without a handoff.
+    """
 
     request: Binary
     attempt: Attempt
@@ -210,9 +213,9 @@ class Assign(Message, frozen=True, kw_only=True):
     decode_key: Binary = b""  # CURVE key (z85) with which it registered; empty without keys
     deadline: Remaining
     waited: Remaining = 0.0  # seconds since the client's Submit
-    proof: Binary = b""  # proves that this attempt was assigned to the prefill worker
+    proof: Binary = b""  # proves that this attempt was assigned to its receiver
     decode_proof: Binary = b""  # the same for the decode worker; Commit carries it there
-    ticket: Binary = b""  # required by the decode worker to grant blocks
+    ticket: Binary = b""  # required by the decode worker to grant blocks; empty without a handoff
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 
