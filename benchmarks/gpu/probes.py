@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.engine.kernels.cuda.bfloat16 import bfloat16_bits
+from baton.engine.kernels.bfloat16 import bfloat16_bits
 from baton.engine.kernels.cuda.elementwise import silu_mul
 
 from .lines import FAILED, Line, checked, skipped

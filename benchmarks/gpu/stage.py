@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from baton.engine.kernels.cuda.bfloat16 import bfloat16_bits
+from baton.engine.kernels.bfloat16 import bfloat16_bits
 from baton.engine.kernels.cuda.cupy_device import CupyDevice
 from baton.engine.kernels.cuda.device import Device
 

@@ -77,7 +77,7 @@ def model_memory(checkpoint: Checkpoint, max_length: int) -> ModelMemory:
     config = checkpoint.config
     length = max_length or config.rope.default_length()
     token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
-    return ModelMemory(weights=checkpoint.tensors.nbytes, context=length * token)
+    return ModelMemory(weights=checkpoint.tensors.loaded_bytes, context=length * token)
 
 
 def kv_share(free: int, workers: int, batch: int, model: ModelMemory) -> int:

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
 
-from ..loading.safetensors import SINGLE_NAME, TensorStore, read_json
-from ..models.weights import widened
+from ..loading.safetensors import SINGLE_NAME, TensorStore, read_json, widened
 
 F32 = npt.NDArray[np.float32]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]

@@ -14,13 +14,15 @@ import msgspec
 
 from baton.proto.errors import CheckpointError
 
+from .gguf import gguf_file, open_parts
+from .gguf_tensors import GgufTensors
 from .model_config import (
     GenerationConfig,
     ModelConfig,
     load_generation_config,
     load_model_config,
 )
-from .safetensors import TensorStore, Weights
+from .safetensors import SINGLE_NAME, TensorStore, Weights
 
 _SAMPLE_BYTES = 4096
 _SAMPLES = 16
@@ -70,7 +72,18 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path}: no such model folder")
     config = load_model_config(path)
     generation = load_generation_config(path, config)
-    return Checkpoint(path, config, generation, TensorStore.open(path))
+    return Checkpoint(path, config, generation, _open_tensors(path))
+
+
+def _open_tensors(folder: Path) -> TensorStore:
+    """Open the safetensors files, or the GGUF file of a folder without them."""
+    file = gguf_file(folder)
+    if file is None or (folder / SINGLE_NAME).is_file():
+        return TensorStore.open(folder)
+    parts = open_parts(file)
+    metadata = parts[0].metadata
+    stores = [GgufTensors(part, metadata) for part in parts]
+    return TensorStore({name: store for store in stores for name in store.entries})
 
 
 def require_tokenizer(folder: str | Path) -> Path:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 import numpy as np
@@ -36,6 +36,11 @@ _ITEM_BYTES = {
 _READABLE: dict[str, npt.DTypeLike] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
+def is_narrow(dtype: str) -> bool:
+    """True if tensors of this type are computed as bfloat16: such ones, and quantized ones."""
+    return dtype not in ("F32", "F16")
+
+
 class TensorEntry(msgspec.Struct, frozen=True):
     """Position of a tensor: ``begin`` and ``end`` are relative to the end of the header."""
 
@@ -50,7 +55,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map = map_file(path)
         length = _header_length(path, self._map)
         self._data = 8 + length
         self.entries = _entries(path, self._map[8 : self._data], len(self._map) - self._data)
@@ -81,13 +86,28 @@ class SafetensorsFile:
         return memoryview(self._map)[self._data + entry.begin : self._data + entry.end]
 
 
+class TensorFile(Protocol):
+    """A file of tensors: of safetensors, or of another format under the same names."""
+
+    path: Path
+    entries: dict[str, TensorEntry]
+
+    def tensor(self, name: str) -> Weights:
+        """Return a tensor's values; CheckpointError for an unknown name."""
+        ...
+
+    def raw(self, name: str) -> memoryview:
+        """Return a tensor's bytes."""
+        ...
+
+
 class TensorStore:
-    """The tensors of a model folder by name, in one file or in shards.
+    """The tensors of a model by name, in one file or in several.
 
     Mapping-like: ``name in store``, iteration over names, :meth:`tensor`, :meth:`entry`.
     """
 
-    def __init__(self, files: dict[str, SafetensorsFile]) -> None:
+    def __init__(self, files: Mapping[str, TensorFile]) -> None:
         self._files = files
 
     @classmethod
@@ -113,11 +133,11 @@ class TensorStore:
         return len(self._files)
 
     def entry(self, name: str) -> TensorEntry:
-        """Return dtype, shape and position of a tensor."""
+        """Return dtype, shape and position of a tensor; of a quantized tensor, its type's name."""
         return self._file(name).entries[name]
 
     def tensor(self, name: str) -> Weights:
-        """Return a view of a tensor; see :meth:`SafetensorsFile.tensor`."""
+        """Return a tensor; see :meth:`SafetensorsFile.tensor`. Quantized ones become float32."""
         return self._file(name).tensor(name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weights:
@@ -147,12 +167,32 @@ class TensorStore:
         """Total bytes of all tensors."""
         return sum(f.entries[n].end - f.entries[n].begin for n, f in self._files.items())
 
-    def _file(self, name: str) -> SafetensorsFile:
+    @property
+    def elements(self) -> int:
+        """Number of all tensors' elements."""
+        return sum(math.prod(f.entries[n].shape) for n, f in self._files.items())
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Total bytes of all tensors in the types in which they are computed."""
+        return sum(
+            math.prod(entry.shape) * (2 if is_narrow(entry.dtype) else 4)
+            for entry in (f.entries[n] for n, f in self._files.items())
+        )
+
+    def _file(self, name: str) -> TensorFile:
         file = self._files.get(name)
         if file is None:
             where = next((f.path.parent for f in self._files.values()), Path())
             raise CheckpointError(f"{where}: tensor '{name}' is missing")
         return file
+
+
+def widened(tensor: Weights) -> npt.NDArray[np.float32]:
+    """Return a float32 copy; uint16 arrays hold bfloat16 bits."""
+    if tensor.dtype == np.uint16:
+        return (tensor.astype(np.uint32) << 16).view(np.float32)
+    return tensor.astype(np.float32)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -168,7 +208,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file for reading. Raises CheckpointError if that is impossible."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -18,9 +18,10 @@ from baton.proto.layout import KVLayout
 from ..kernels.backend import Backend, PackedLinear
 from ..loading.checkpoint import Checkpoint
 from ..loading.model_config import BertConfig
+from ..loading.safetensors import widened
 from ..pipeline.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
 from ..scheduling.plan import Chunk
-from .weights import Progress, WeightLoader, widened
+from .weights import Progress, WeightLoader
 from .workspace import Workspace
 
 F32 = npt.NDArray[np.float32]

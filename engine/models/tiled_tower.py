@@ -25,8 +25,9 @@ from baton.proto.contexts.tiled_images import aspect_ratios
 from ..kernels.backend import Backend, PackedLinear
 from ..kernels.host_backend import identity_rotation
 from ..kernels.memory import aligned_zeros
+from ..loading.safetensors import widened
 from ..loading.tiled_config import TiledVisionConfig
-from .weights import Order, WeightLoader, widened
+from .weights import Order, WeightLoader
 from .workspace import Workspace
 
 F32 = npt.NDArray[np.float32]

@@ -25,8 +25,9 @@ import numpy.typing as npt
 
 from ..kernels.backend import Backend, PackedLinear
 from ..kernels.memory import aligned_zeros
+from ..loading.safetensors import widened
 from ..loading.vision_config import VisionConfig
-from .weights import Order, WeightLoader, widened
+from .weights import Order, WeightLoader
 from .workspace import Workspace
 
 F32 = npt.NDArray[np.float32]

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from baton.proto.errors import CheckpointError
 
 from ..kernels.backend import Backend, PackedLinear
-from ..loading.safetensors import TensorStore, Weights
+from ..kernels.bfloat16 import bfloat16_bits
+from ..loading.safetensors import TensorStore, Weights, is_narrow, widened
 
 F32 = npt.NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -77,6 +78,15 @@ class WeightLoader:
             self._done += entry.end - entry.begin
         return tensor
 
+    def table(self, name: str, shape: tuple[int, ...]) -> Weights:
+        """Return a table of the given shape: float32, or uint16 bfloat16 bits if quantized."""
+        return self._narrow(name, self.take(name, shape))
+
+    def _narrow(self, name: str, tensor: Weights) -> Weights:
+        """Round a dequantized matrix to bfloat16: half the memory, for less than it has lost."""
+        narrow = is_narrow(self._checkpoint.tensors.entry(name).dtype)
+        return bfloat16_bits(widened(tensor)) if narrow and tensor.dtype != np.uint16 else tensor
+
     def vector(self, name: str, size: int) -> F32:
         """Return a copy of the tensor ``[size]`` as float32."""
         return widened(self.take(name, (size,)))
@@ -86,9 +96,9 @@ class WeightLoader:
         return self.backend.parameters(self.vector(name, size))
 
     def halves(self, parts: Sequence[tuple[str, int]]) -> bool:
-        """True if the weights of all these modules ``(name, out_features)`` are bfloat16."""
+        """True if the weights of all these modules ``(name, out_features)`` become bfloat16."""
         entry = self._checkpoint.tensors.entry
-        return all(entry(f"{name}.weight").dtype == "BF16" for name, _ in parts)
+        return all(is_narrow(entry(f"{name}.weight").dtype) for name, _ in parts)
 
     def linear(
         self,
@@ -104,7 +114,7 @@ class WeightLoader:
         ``orders``: for each module, the order in which its outputs are packed, or None.
         ``columns``: the order of its inputs. The index -1 gives a row or column of zeros.
         """
-        weights = [self.take(f"{name}.weight", (out, in_features)) for name, out in parts]
+        weights = [self.table(f"{name}.weight", (out, in_features)) for name, out in parts]
         if len({w.dtype for w in weights}) > 1:
             weights = [widened(w) for w in weights]
         biases = [self.vector(f"{name}.bias", out) for name, out in parts] if bias else []
@@ -144,10 +154,3 @@ def _ordered(array: npt.NDArray[A], order: Order | None) -> npt.NDArray[A]:
     taken = array[order]
     taken[order < 0] = 0
     return taken
-
-
-def widened(tensor: Weights) -> F32:
-    """Return a float32 copy; uint16 arrays hold bfloat16 bits."""
-    if tensor.dtype == np.uint16:
-        return (tensor.astype(np.uint32) << 16).view(np.float32)
-    return tensor.astype(np.float32)

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from ..kernels.backend import F32, I32, I64, PackedLinear
 from ..kernels.host_backend import PictureBackend
+from ..loading.safetensors import widened
 from ..models.vision_tower import padded_heads
-from ..models.weights import Order, WeightLoader, widened
+from ..models.weights import Order, WeightLoader
 from ..models.workspace import Workspace
 
 SINES = 256

@@ -15,7 +15,8 @@ from baton.proto.errors import InputError
 
 from ..kernels.backend import F32, I32, PackedLinear
 from ..kernels.host_backend import PictureBackend
-from ..models.weights import Progress, WeightLoader, widened
+from ..loading.safetensors import widened
+from ..models.weights import Progress, WeightLoader
 from ..models.workspace import Workspace
 from .clip import check_vocabulary, head_order
 from .configs import ModelPart, T5Config, no_watch

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..kernels.backend import F32, I32, PackedLinear
 from ..kernels.host_backend import PictureBackend
-from ..models.weights import Order, Progress, WeightLoader, widened
+from ..loading.safetensors import widened
+from ..models.weights import Order, Progress, WeightLoader
 from ..models.workspace import Workspace
 from .configs import ModelPart, ZImageConfig, no_watch
 from .family import StepInputs

@@ -31,7 +31,7 @@ from baton.benchmarks.gpu.stage import Stage
 from baton.benchmarks.gpu.verb import CALL_S
 from baton.benchmarks.gpu.wheels import pins
 from baton.engine.loading.checkpoint import load_checkpoint
-from baton.engine.models.weights import widened
+from baton.engine.loading.safetensors import widened
 
 PARTS = """
 import os, subprocess, sys, time, types

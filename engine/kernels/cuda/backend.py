@@ -16,8 +16,8 @@ from baton.proto.layout import KVLayout
 from baton.proto.wire.messages import DeviceTicket
 
 from ..backend import F32, I32, U8, A, Activation, Gpu, Mapping, PackedLinear, Weights
+from ..bfloat16 import bfloat16_bits
 from . import attention, elementwise
-from .bfloat16 import bfloat16_bits
 from .block_moves import BlockMover, BlockStream, LayerMarks
 from .checks import BF16
 from .device import Device

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backend import Activation
-from .bfloat16 import bfloat16_bits
+from ..bfloat16 import bfloat16_bits
 
 F64 = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.uint16]

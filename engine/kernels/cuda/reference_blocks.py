@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .bfloat16 import bfloat16_bits
+from ..bfloat16 import bfloat16_bits
 from .payload import F32, U8, PayloadLayout
 
 U16 = npt.NDArray[np.uint16]
