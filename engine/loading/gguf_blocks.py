@@ -7,7 +7,8 @@ where ggml does, so the values are those of the reference, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +41,7 @@ def _scale(blocks: U8, at: int) -> F32:
 
 def _nibbles(packed: U8) -> U8:
     """Return the low halves of the bytes ``[..., b]``, then the high halves: ``[..., 2 b]``."""
-    halves: U8 = np.concatenate([packed & 15, packed >> 4], axis=-1)
-    return halves
+    return np.concatenate([packed & 15, packed >> 4], axis=-1, dtype=np.uint8)
 
 
 def _bits(packed: U8) -> U8:
@@ -93,15 +93,20 @@ def _q3_k(blocks: U8) -> F32:
 def scales_and_minima(packed: U8) -> tuple[U8, U8]:
     """Unpack the eight 6-bit scales and minima of Q4_K and Q5_K, ``[n, 12]`` to ``[n, 8]`` each."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales: U8 = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=1)
-    minima: U8 = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=1)
-    return scales, minima
+    scales = [first & 63, third & 15 | first >> 6 << 4]
+    minima = [second & 63, third >> 4 | second >> 6 << 4]
+    return _joined(scales), _joined(minima)
+
+
+def _joined(parts: Sequence[npt.NDArray[np.integer[Any]]]) -> U8:
+    return np.concatenate(parts, axis=1, dtype=np.uint8, casting="same_kind")
 
 
 def _with_minima(blocks: U8, values: U8) -> F32:
     """Scale the integers ``[n, 8, 32]`` of Q4_K or Q5_K and subtract their minima."""
     scales, minima = scales_and_minima(blocks[:, 4:16])
-    d, m = _scale(blocks, 0) * scales, _scale(blocks, 2) * minima
+    d: F32 = _scale(blocks, 0) * scales
+    m: F32 = _scale(blocks, 2) * minima
     return (d[:, :, None] * values - m[:, :, None]).reshape(-1, 256)
 
 
