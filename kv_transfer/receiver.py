@@ -4,6 +4,36 @@ Invariants: a grant is named by (incarnation, slot, generation), and freeing a s
 generation, so a late message can only be stale; every Reserve, Commit and Release is answered, with
 the same answer if it is repeated.
 
+Theory of operation
+-------------------
+
+*Names.* A frame or a message of an ended grant names a generation that no longer exists, so it is
+dropped without any memory of that grant. Only two things are remembered, until they expire
+(:mod:`.past_attempts`): the attempts that were released or aborted, since a late Reserve of one
+would hold blocks for no request, and each Committed, since it may have to be repeated.
+
+*All or nothing.* A Reserve gets the blocks of its whole prompt and growth, or Busy. Two prompts
+with half of their blocks each would wait for each other for ever. There is no queue here: the
+prefill worker tries again, and the router chooses another decode worker after a few tries.
+
+*Ownership passes once*, when each (layer, block) cell has arrived intact and the digest of the
+manifest agrees. Commit may overtake frames, which have another connection. So an incomplete
+manifest is answered only if no frame came for ``patience``: with the list of missing frames, and
+with new credit for their bytes. After ``max_refusals`` such rounds the handoff fails.
+
+*Ends.* A grant without an owner ends by its sender's Release, by an Abort of a router, by a higher
+attempt, by PeerDead, at its deadline, or if its sender was pinged for the whole timeout and sent
+nothing. A write that is under way keeps the grant REVOKING, and only the end of that write frees
+the blocks; if the sender writes them itself, its Fence does. Rejected: free them after a timeout,
+since nothing bounds the pause of a writer.
+
+*Lost Releases.* Each ``lease`` seconds the sender is asked about its grant, by a Grant. A sender
+that does not want it any more answers Release. So a lost Release holds blocks for seconds, not
+until the deadline of the request.
+
+*PeerDead keeps no tombstones.* The worker may still serve another router and reserve again; the
+router that declared it dead aborts the attempts that it moves, one by one.
+
 :mod:`.receiver_grants` holds blocks and credit, :mod:`.receiver_data` handles frames. None of them
 depends on sockets, pools or models: blocks come from a :class:`.store.BlockStore`.
 """

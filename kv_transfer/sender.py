@@ -10,6 +10,40 @@ Failed is followed by Gone, and the blocks must stay until Gone, because the dec
 read them (:meth:`Sender.may_be_read`). Gone needs the decode worker's confirmation or its death;
 a timeout is never enough.
 
+Theory of operation
+-------------------
+
+Control messages and frames travel on two connections. Each can lose, repeat or delay what it
+carries, in one direction only, and the decode worker can be slow, restart, or end the grant.
+
+*One message per state.* Reserve, then Reserve as a request for credit, then Commit, or Release: the
+message of the current state is repeated until it is answered (:meth:`.Handoff.current_message`).
+The receiver gives a repeated message the same answer, so Grant, Credit and Committed need no
+acknowledgment of their own.
+
+*Totals instead of increments.* Credit and arrived bytes are sums since the grant began, and the
+sender keeps the larger of two. So the loss, repetition or late arrival of such a message changes
+nothing. If frames are lost, the receiver counts their bytes as spent, and ``agree`` takes that
+over.
+
+*The receiver names what is missing.* Refused lists frames by index, with a round number, so that a
+repeated Refused sends no frame twice. Rejected: an acknowledgment per frame, which would tell the
+sender little that the credit does not.
+
+*The timeout belongs to the peer, not to the handoff.* All handoffs with a decode worker share a
+connection, and a frame may wait there for frames of others, so any arrival counts for all of them.
+A handoff that waits for compute has no timer. One that waits for credit repeats Reserve. A repeated
+Grant proves that the peer lives, but not that frames arrive.
+
+*Giving up is final here, and slow only where memory is shared.* A failed handoff frees its blocks
+at once, and sends Release once: if that is lost, the receiver asks about its grant and gets
+another. If the peer reads this worker's memory, Release is repeated instead, until the peer
+confirms that it stopped. Rejected: free those blocks after a timeout. A reader that was only paused
+would copy the KV of another request.
+
+Rejected: the decode worker pulls. Then finished blocks wait for a reader that may be dead
+(docs/decisions/0004-granted-push.md).
+
 The sender names blocks by their logical index. The shell owns packing, checksums and sockets: it
 performs :class:`SendFrame` and then calls :meth:`Sender.on_packed`.
 """

@@ -5,6 +5,42 @@ and the router repeats an Abort of the lower attempt at each live worker until t
 A request ends with exactly one terminal. Its record stays until the terminal is acknowledged or
 expires.
 
+Theory of operation
+-------------------
+
+Each message can be lost, repeated or late, and a worker can compute an attempt for seconds after
+this router gave it up. Four rules make that harmless.
+
+**Attempts are numbered.** A worker that receives an Assign drops its lower attempts, and the router
+relays nothing of them. So the next attempt starts at once, while the Abort of the last one is under
+way: blocks wait for that Abort, the client does not. Rejected: start the next attempt after the
+Aborted of the last. A worker that does not answer is the usual reason for a new attempt.
+
+**The side that needs an answer repeats its message**: Assign until the worker accepts or declines
+it, Abort until Aborted, a terminal until the client acknowledges it. Each is repeated with
+back-off, and until the deadline at most. Repeating a message changes nothing, so a reconnection or
+a restart needs no rule of its own. Rejected: rely on the delivery of ZeroMQ, which ends with each
+connection.
+
+**One entrance, one exit.** :meth:`Lifecycle.place` alone puts a request on workers, and
+:meth:`Lifecycle.end` alone gives it a terminal: a result, an error or a cancellation. Both change
+the state by :meth:`.Request.step`, which raises for a step that :data:`.TRANSITIONS` lacks. So a
+message in the wrong state cannot place or end a request twice. Only :meth:`Lifecycle.drop_moved`
+leaves without a terminal: another router serves the request, and its workers must go on.
+
+**A record outlives its request.** It answers a client that missed the terminal, and a worker whose
+message about the request is late. Admission counts its memory until it is dropped.
+
+A request that cannot be placed waits for one of three things. If every worker declined it in this
+round, it is tried again with back-off. If workers have died or disconnected under it, it waits
+until they are known to be alive or dead, so that a request that crashes workers does not reach a
+third one. If no worker is ready, it waits for ``worker_grace_s``, since a killed worker is back
+within seconds; then it ends with CapacityError and a retry time, since its client may have another
+cluster to ask.
+
+A client that reads slowly has no queue of messages here. Its tokens are kept with the request, and
+are sent from the first missing position on once the client reads again.
+
 :mod:`.client_messages` and :mod:`.worker_messages` receive the messages and call this module.
 """
 

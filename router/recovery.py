@@ -1,8 +1,41 @@
-"""Recovery of requests after the death of a worker or a router, and after lost messages.
+"""Recovery of requests after the death of a worker, and after lost messages.
 
 Invariant: a stream continues from its client's position. If a worker still holds the request, that
 worker continues it; else the router replays prompt and emitted tokens as a higher attempt. A
 poisoned request is not replayed.
+
+Theory of operation
+-------------------
+
+The router keeps each token that it relayed, and a draw depends on the request's seed and the
+token's position alone. So prompt and emitted tokens are the whole state of a request: any pair of
+workers can compute the KV again and continue with the same tokens. Rejected: keep a second copy of
+the KV on another worker. That costs memory and a transfer for each token, to shorten a rare replay.
+
+What happened decides what is done, from the cheapest remedy to the dearest:
+
+- *Tokens or a terminal beyond the next position*: a message was lost. :meth:`Recovery.ask_again`
+  repeats Adopt, which asks the worker for its tokens from ``next`` on. A decode worker that leaves
+  ``MAX_UNHEARD`` Adopts unanswered counts as not having the request, although it sends heartbeats.
+- *A pair of workers cannot reach each other*: :meth:`Recovery.unreachable` moves the request to
+  another pair. This counts as no loss: a broken link would else end its requests with WorkerLost.
+- *Silence*: the worker is suspect. Prompts that only wait move at once. Running requests stay,
+  since the worker may continue at the next moment (:mod:`.early_moves` limits that wait).
+- *A connection closed right after a message*: the process has probably ended, so its requests are
+  replayed at once. They get a doubt instead of a death: if the worker returns, the doubt is removed
+  and the superseded attempts are aborted there.
+- *The worker timeout, a certificate of death, a successor*: the worker is dead. Its requests are
+  replayed, and other workers receive PeerDead, so that they free what they hold for it. PeerDead is
+  sent three times and is not acknowledged: mostly the handoff timeout would free the same blocks.
+
+Deaths, doubts and losses count since a request's last progress. A request that is at two deaths,
+and was nearly alone there, is poisoned; see ``POISON_BLAME``. Rejected: count deaths alone. Then
+killing two busy workers would end each request that had run on both.
+
+All workers that one event concerns become suspect before any request moves. Else, after a pause of
+this process, the requests of one dead worker would move to the next dead one. The parts of a loss
+run apart from each other: an exception in one must not keep the others from running, since nothing
+repeats a loss.
 
 :class:`Recovery` handles one request, :class:`WorkerLosses` handles all requests of a suspect, dead
 or returned worker.

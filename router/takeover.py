@@ -1,14 +1,40 @@
 """Requests that began elsewhere: at another router, or before a restart of this one.
 
-A client resumes such a request here. :class:`Search` sends Adopt to every worker. The worker that
-holds the request proves the assignment (:class:`.authorization.Proofs`) and sends its tokens; every
-other worker denies it with Aborted.
+Theory of operation
+-------------------
+
+Routers share no state and do not talk to each other. The record of a request is lost with its
+router, but nothing else is: the client has the prompt, the tokens so far and the request's secret,
+and a worker has the rest. A client sends Resume with what it has. :class:`Search` sends Adopt to
+every worker. The worker that holds the request proves the assignment
+(:class:`.authorization.Proofs`) and sends its tokens; every other worker denies it with Aborted.
+Rejected: a store that all routers write to, which would have to outlive the routers and would be
+written at each token. Rejected: ask only the workers that the client names. A client does not know
+where its request is between two tokens, and could name a worker that helps it to take over the
+request of another client.
 
 A request can move from a prefill to a decode worker during the search, but never back. So after
 all workers have denied it, a second round asks the decode workers once more. If all of them deny
-it again, no worker holds the request, and the router replays it.
+it again, no worker holds the request, and the router replays it. Adopt is repeated to a worker that
+does not answer, until the worker is dead or the search ends. A search that misses the holder costs
+a second computation, never a wrong token: the replay has a higher attempt number, and the holder's
+attempt is aborted. The number rises by ``TAKEOVER``, since the router that counted the attempts may
+be alive, cut off, and still raising its own numbers.
 
-Adopt is repeated to a worker that does not answer, until the worker is dead or the search ends.
+Right after a start some workers have not registered yet, so a request that nobody holds is not
+replayed before ``recovery_s`` has passed. Their Hello lists what they hold:
+
+- a request whose client resumed it here is adopted, without a search;
+- one that nobody resumed runs on for ``orphan_grace_s``, and is then aborted, so that no blocks
+  stay allocated without a client (:class:`UnclaimedRequests`);
+- one of the same attempt number as a new request here is aborted, and ours gets a higher number:
+  the contents may differ (:meth:`Takeover._collide`);
+- one that another router has adopted is dropped here without an Abort, and its client is notified
+  with Moved. The worker serves the router that asked last.
+
+If a request of another router is found at its prefill worker, the handoff names that other router,
+and the decode worker will send its tokens there. So Adopt is repeated to the prefill worker until
+the handoff is known (state FOLLOWED).
 """
 
 from __future__ import annotations
