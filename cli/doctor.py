@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import platform
+import re
 import shutil
 import socket
 import tempfile
@@ -23,13 +24,11 @@ from baton import DISTRIBUTION
 from baton.deploy.config import ServeSettings, demo_model_folder
 from baton.deploy.local.banner import kernels_warning
 from baton.deploy.local.run_folder import socket_in_use
-from baton.deploy.messages import mebibytes
+from baton.deploy.messages import counted, mebibytes
 from baton.deploy.plan.addresses import free_ports, ipc_path
 from baton.deploy.plan.memory import PROCESS_BYTES, folder_memory, free_memory, model_memory
 from baton.deploy.plan.prepare import visible_gpus_of_children
-from baton.deploy.ray.connect import INSTALL_RAY
 from baton.engine.kernels import kernels_title, load_backend
-from baton.engine.kernels.cuda.cupy_device import INSTALL_CUPY
 from baton.engine.loading.checkpoint import load_checkpoint, require_tokenizer
 from baton.engine.loading.embedding_config import DRAW
 from baton.engine.loading.loader import folder_task
@@ -39,10 +38,14 @@ from baton.runtime.net.user_address import default_address
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _MIN_SHM = 64 << 20
-_REQUIRED = (
-    "numpy", "msgspec", "pyzmq", "uvloop", "structlog", "tokenizers", "jinja2", "llguidance",
-    "xxhash",
-)  # fmt: skip
+_EXTRAS = (
+    ("cuda", "cupy", "GPU workers"),
+    ("ray", "ray", "clusters of several machines"),
+    ("images", "PIL", "images in prompts"),
+    ("audio", "av", "speech as MP3, Opus or AAC"),
+    ("otel", "opentelemetry", "spans for an OpenTelemetry collector"),
+)
+"""Name of the extra, a module of it, and its purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,9 @@ def check_python() -> Iterable[Finding]:
 def check_packages() -> Iterable[Finding]:
     """Third-party packages that the processes import."""
     found, missing = [], []
-    for name in _REQUIRED:
+    required = importlib.metadata.requires(DISTRIBUTION) or []
+    names = [re.split(r"[^\w.-]", one)[0] for one in required if "extra ==" not in one]
+    for name in names:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
@@ -221,20 +226,19 @@ def check_folder(folder: str) -> Iterable[Finding]:
     if free is None:
         return
     workers = free // max(1, memory.weights + memory.drawing + memory.context + PROCESS_BYTES)
-    text = f"{workers} workers with {context} each fit into {mebibytes(free)} of free memory"
+    much = f"{mebibytes(free)} of free memory"
+    text = f"{counted(workers, 'worker')} with {context} each fit into {much}"
     advice = "" if workers > 1 else "prefill and decode need a worker each; see --max-model-len"
     yield Finding("ok" if workers > 1 else "warn", "fits", text, advice)
 
 
 def check_optional() -> Iterable[Finding]:
-    """Packages that only GPUs and Ray clusters need."""
-    for name, purpose, command in (
-        ("cupy", "GPU workers", INSTALL_CUPY),
-        ("ray", "clusters of several machines", INSTALL_RAY),
-    ):
-        present = importlib.util.find_spec(name) is not None
+    """The packages of Baton's extras."""
+    for extra, module, purpose in _EXTRAS:
+        present = importlib.util.find_spec(module) is not None
+        command = f"pip install '{DISTRIBUTION}[{extra}]'"
         absent = f"not installed; only needed for {purpose} ({command})"
-        yield Finding("ok", name, "present" if present else absent)
+        yield Finding("ok", extra, "present" if present else absent)
 
 
 def check_gpus() -> Iterable[Finding]:

@@ -14,7 +14,7 @@ from baton.client.routers import separated
 from baton.deploy.config import ServeSettings, with_present_names
 from baton.deploy.controller.admin import Overview
 from baton.deploy.controller.admin_client import AdminClient, listens
-from baton.deploy.local.banner import kernels_warning
+from baton.deploy.local.banner import dashboard_of, kernels_warning, metrics_of
 from baton.deploy.local.cluster import LocalCluster
 from baton.deploy.local.daemon import Daemon
 from baton.deploy.local.terminal import terminal
@@ -94,9 +94,15 @@ def run(arguments: argparse.Namespace) -> int:
         return already(settings, running)
     print(f"serving at {address} (pid {daemon.pid}, log {log})")
     running = running_cluster(settings)
-    if running is not None and running.http:
-        print(f"HTTP at {running.http}")
+    _print_urls("" if running is None else running.http, metrics_of(settings))
     return 0
+
+
+def _print_urls(http: str, metrics: str) -> None:
+    """Print where the gateways and the dashboard are, and the metrics; empty: nowhere."""
+    for what, url in (("HTTP", http), ("dashboard", dashboard_of(http)), ("metrics", metrics)):
+        if url:
+            print(f"{what} at {url}")
 
 
 def on_ray(arguments: argparse.Namespace) -> int:
@@ -126,8 +132,7 @@ def on_ray(arguments: argparse.Namespace) -> int:
 
     facts, found = launch(absolute(settings), arguments.ray_address, per_gpu=per_gpu)
     print(f"{'already running' if found else 'launched'} at {facts.address}")
-    if facts.http:
-        print(f"HTTP at {facts.http}")
+    _print_urls(facts.http, "")
     print(f"wait for it with: baton wait-ready --address {facts.address}")
     return 0
 

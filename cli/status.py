@@ -19,7 +19,7 @@ from baton.client import Client
 from baton.deploy.controller.admin import Overview
 from baton.deploy.controller.backend import GATEWAY, ROUTER
 from baton.deploy.controller.health import DEGRADED
-from baton.deploy.messages import duration, mebibytes
+from baton.deploy.messages import counted, duration, mebibytes
 from baton.deploy.report import DRAINED, ClusterReport, HandoffRecord, RouterReport, WorkerReport
 from baton.deploy.supervise.core import Phase
 from baton.proto.errors import BatonError, ConnectionLost, VersionMismatch
@@ -177,7 +177,7 @@ def _heading(address: str, answer: dict[str, Any] | BatonError) -> str:
     router = answer["router"]
     requests = router["requests"]
     return (
-        f"{router['name']} at {address}: {requests['in_flight']} requests in flight,"
+        f"{router['name']} at {address}: {counted(requests['in_flight'], 'request')} in flight,"
         f" {router['clients']} clients with requests"
     )
 
@@ -232,7 +232,8 @@ def _failed_pairs(report: ClusterReport) -> list[str]:
     """Lines about live workers that cannot reach each other."""
     lines = [
         f"  {pair.prefill} -> {pair.decode}: unreachable, {pair.failing_s:.0f} s, "
-        f"{pair.failures} requests moved, next try in {pair.next_try_s:.0f} s ({pair.reason})"
+        f"{counted(pair.failures, 'request')} moved, next try in {pair.next_try_s:.0f} s "
+        f"({pair.reason})"
         for pair in report.failed_pairs
     ]
     return ["", "pairs of workers that cannot reach each other:", *lines] if lines else []
@@ -294,6 +295,7 @@ def describe_handoff(record: HandoffRecord) -> str:
     """One line about one handoff."""
     return (
         f"{record.prefill} to {record.decode}: {mebibytes(record.bytes_sent)} in "
-        f"{record.blocks} blocks over {record.transport}, {record.cached_tokens} tokens cached, "
+        f"{counted(record.blocks, 'block')} over {record.transport}, "
+        f"{counted(record.cached_tokens, 'token')} cached, "
         f"{record.milliseconds:.1f} ms"
     )

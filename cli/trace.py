@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.client import Client
-from baton.deploy.messages import mebibytes
+from baton.deploy.messages import counted, mebibytes
 from baton.proto.errors import BatonError, ConfigError, ConnectionLost, InputError, VersionMismatch
 from baton.router.story_slices import slices_of
 
@@ -71,13 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.perfetto:
         content = json.dumps(trace_file(stories, asked))
         Path(arguments.perfetto).write_text(content, "utf-8")
-        print(f"wrote {len(stories)} requests to {arguments.perfetto}; open it in ui.perfetto.dev")
+        what = counted(len(stories), "request")
+        print(f"wrote {what} to {arguments.perfetto}; open it in ui.perfetto.dev")
     elif arguments.json:
         print(json.dumps(stories, indent=2))
     elif arguments.request:
         print("\n\n".join("\n".join(map(_printable, describe(story))) for story in stories))
-    else:
+    elif stories:
         print("\n".join(map(_printable, listed(stories))))
+    else:
+        print("no requests")
     return 0
 
 
@@ -127,12 +130,20 @@ def listed(stories: list[Story]) -> list[str]:
 
 def _line(story: Story) -> str:
     last = story["attempts"][-1] if story["attempts"] else {"prefill": "", "decode": ""}
-    workers = " > ".join(name for name in (last["prefill"], last["decode"]) if name) or "-"
+    names = [last[role] for role in ("prefill", "decode") if last[role]]
+    workers = " > ".join(names[: 1 if _without_decode(story) else 2]) or "-"
     return (
         f"{story['age_s']:>7.1f}s {story['state']:<10} {story['prompt_tokens']:>7} "
         f"{story['cached_tokens']:>7} {story['new_tokens']:>6} {_ms(story['ttft_s']):>9} "
         f"{_ms(story['itl_s']):>9} {_ms(story['seconds']):>9}  {workers:<22} {story['request_id']}"
     )
+
+
+def _without_decode(story: Story) -> bool:
+    """Return True if the request ended at its prefill worker: it needed no handoff."""
+    last = story["attempts"][-1] if story["attempts"] else {}
+    ended = story["state"] in ("finished", "failed", "cancelled")
+    return ended and not (last.get("handoff") or last.get("decode_times"))
 
 
 def _ms(seconds: float | None) -> str:
@@ -146,18 +157,21 @@ def describe(story: Story) -> list[str]:
     """Return the lines of one request's story."""
     through = f" through {story['gateway']}" if story["gateway"] else ""
     resumed = ", resumed here" if story["resumed"] else ""
-    age, cached, new = f"{story['age_s']:.1f} s ago", story["cached_tokens"], story["new_tokens"]
+    age, cached = f"{story['age_s']:.1f} s ago", story["cached_tokens"]
+    prompt, new = (counted(story[f"{what}_tokens"], f"{what} token") for what in ("prompt", "new"))
     numbers = [("TTFT", "ttft_s"), ("mean ITL", "itl_s"), ("queue", "queue_s"), ("all", "seconds")]
     times = [f"{name} {_ms(story[key])}" for name, key in numbers if story[key] is not None]
     lines = [
         f"request {story['request_id']} (key {story['request']})",
         f"  {story['state']}{_why(story)}",
         f"  client {story['client']}{through} at {story['router']}, {age}{resumed}",
-        f"  {story['prompt_tokens']} prompt tokens ({cached} cached), {new} new tokens",
+        f"  {prompt} ({cached} cached), {new}",
         f"  {', '.join(times)}",
     ]
     for attempt in story["attempts"]:
         lines += ["", *_attempt(attempt)]
+    if _without_decode(story) and lines[-1].startswith("  decode"):
+        lines.append("  handoff  none: the request ended at its prefill worker")
     return [*lines, "", *_timeline(story)]
 
 
@@ -178,17 +192,14 @@ def _attempt(attempt: dict[str, Any]) -> list[str]:
     handoff = attempt["handoff"]
     if handoff is not None:
         again = f", {handoff['resent_frames']} sent again" if handoff["resent_frames"] else ""
-        blocks, frames = _count(handoff["blocks"], "block"), _count(handoff["frames"], "frame")
+        blocks, frames = counted(handoff["blocks"], "block"), counted(handoff["frames"], "frame")
+        cached = counted(handoff["cached_tokens"], "token")
         lines.append(
             f"  handoff  {mebibytes(handoff['bytes_sent'])} in {blocks} and {frames} over "
-            f"{handoff['transport']}{again}, {handoff['cached_tokens']} tokens already there, "
+            f"{handoff['transport']}{again}, {cached} already there, "
             f"{_ms(handoff['seconds'])} from Reserve to Committed"
         )
     return lines
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _reason(role: str, route: dict[str, Any] | None) -> str:
@@ -198,7 +209,8 @@ def _reason(role: str, route: dict[str, Any] | None) -> str:
     side = route[role]
     if side is None:
         return ""
-    facts = f"about {side['cached_tokens']} tokens cached, load {side['load_tokens']} tokens"
+    cached, load = (counted(side[f"{what}_tokens"], "token") for what in ("cached", "load"))
+    facts = f"about {cached} cached, load {load}"
     if route["pinned"] == role:
         return f": target_endpoint of the request ({facts})"
     if "candidates" not in side:

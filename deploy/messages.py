@@ -75,6 +75,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
+def counted(number: int, what: str) -> str:
+    """Format a count: "1 block", "2 blocks"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def mebibytes(size: int) -> str:
     """Format a byte count in KiB or MiB."""
     return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / 1024:.1f} KiB"

@@ -84,9 +84,11 @@ def request_line(story: Story) -> RequestLine:
     prefill = decode = transport = cause = ""
     if attempts:
         last = attempts[-1]
-        prefill, decode, cause = last.prefill, last.decode, last.cause
+        prefill, cause = last.prefill, last.cause
         if last.report is not None:
             transport = last.report.transport
+        if last.report is not None or story.decoded:  # else it ended at its prefill worker
+            decode = last.decode
     return RequestLine(
         story.state, story.request_id, story.key.hex(), _client(story.identity), story.gateway,
         story.status, story.code, story.message or cause,

@@ -24,7 +24,7 @@ from baton.proto.errors import ConfigError, ConnectionLost
 
 RAY_VERSION = "2.60.0"
 """The version that the extra ``ray`` pins, because Baton uses private parts of Ray."""
-INSTALL_RAY = f"pip install ray=={RAY_VERSION}"
+INSTALL_RAY = "pip install 'baton-serve[ray]'"
 NAMESPACE = "baton"
 TCP_TIMEOUT = 2.0
 """Seconds for the connection to the head."""

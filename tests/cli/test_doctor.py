@@ -117,7 +117,16 @@ def test_a_running_cluster(monkeypatch, tmp_path):
 
 def test_optional_packages_are_no_fault(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    assert {finding.level for finding in doctor.check_optional()} == {"ok"}
+    found = list(doctor.check_optional())
+    assert {finding.level for finding in found} == {"ok"}
+    assert "(pip install 'baton-serve[cuda]')" in found[0].line()
+    extras = [
+        provided.split("[")[1].split("]")[0]
+        for provided in (
+            line for finding in found for line in finding.line().split("'") if "[" in line
+        )
+    ]
+    assert set(extras) == set(importlib.metadata.metadata("baton-serve").get_all("Provides-Extra"))
 
 
 def test_a_model_folder_is_opened_and_measured(tmp_path, capsys):

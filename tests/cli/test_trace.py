@@ -89,6 +89,29 @@ def test_the_list_has_one_line_per_request():
     ]  # fmt: skip
 
 
+def test_a_request_that_ended_at_its_prefill_worker_names_no_decode_worker():
+    alone = story()["attempts"][0] | {"handoff": None, "decode_times": None}
+    short = story(attempts=[alone], new_tokens=1)
+    assert "prefill-0 > decode-0" not in listed([short])[1]
+    text = "\n".join(describe(short))
+    assert "512 prompt tokens (448 cached), 1 new token\n" in text
+    assert "handoff  none: the request ended at its prefill worker" in text
+    assert "prefill-0 > decode-0" in listed([short | {"state": "running"}])[1]
+
+
+def test_a_count_of_one_is_singular():
+    alone = story()["attempts"][0]
+    handoff = alone["handoff"] | {"blocks": 1, "frames": 1, "cached_tokens": 1}
+    text = "\n".join(describe(story(attempts=[alone | {"handoff": handoff}])))
+    assert "in 1 block and 1 frame over shm, 1 token already there" in text
+
+
+def test_an_empty_list_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("baton.cli.trace._ask_all", lambda _arguments: [])
+    assert main(["trace", "--last", "5"]) == 0
+    assert capsys.readouterr().out == "no requests\n"
+
+
 def test_a_perfetto_file_has_a_process_per_worker_and_nested_slices():
     content = trace_file([story(), story(request_id="other", age_s=12.4)], now=1_800_000_000.0)
     content = json.loads(json.dumps(content))

@@ -73,14 +73,19 @@ def ask(running, tokens=4):
 
 
 def test_launch_returns_when_it_serves_and_again_says_so(background):
-    done = background.launch()
+    web = ("--gateways=1", "--http-port=0")
+    done = background.launch(*web)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"serving at {background.address} (pid ")
+    serving, http, dashboard = done.stdout.splitlines()
+    assert serving.startswith(f"serving at {background.address} (pid ")
+    root = http.removeprefix("HTTP at ").removesuffix("/v1")
+    assert root.startswith("http://127.0.0.1:")
+    assert dashboard == f"dashboard at {root}/dashboard"
     pids = background.pids()
-    again = background.launch()
+    again = background.launch(*web)
     assert (again.returncode, background.pids()) == (0, pids)
     assert again.stdout.startswith(f"already running at {background.address}")
-    other = background.launch("--max-num-seqs=7")
+    other = background.launch("--max-num-seqs=7", *web)
     assert other.returncode == 1
     assert "whose max_num_seqs is 32, not 7" in other.stderr
     assert other.stderr.count("\n") == 1

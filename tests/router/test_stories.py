@@ -413,6 +413,18 @@ def test_fresh_stories_are_taken_once_and_make_log_lines(make_bench):
     }  # fmt: skip
 
 
+def test_the_line_of_a_request_that_ended_at_its_prefill_worker_names_no_decode_worker(make_bench):
+    bench = make_bench(fresh_stories=True)
+    bench.pair()
+    prefill, _, assign = start(bench)
+    prefill.tokens(assign.request, 10, 5)
+    prefill.end(assign.request, 11, times=PREFILL)
+    (story,) = bench.core.stories.take_fresh()
+    line = msgspec.to_builtins(request_line(story))
+    assert (line["outcome"], line["new_tokens"], line["prefill"]) == ("finished", 1, "prefill-0")
+    assert "decode" not in line
+
+
 def test_queries_of_one_envelope_are_merged():
     many = [Status(), Status(requests=1), Status(request="r")]
     assert merge_queries(many) == [Status(handoffs=16, requests=1, request="r")]

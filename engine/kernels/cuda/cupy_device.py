@@ -31,8 +31,8 @@ _PIECE = 2 << 20
 _OPTIONS = ("-std=c++17",)
 _OWN_OPTIONS = {"prefill_wgmma.cu": ("-arch=sm_90a",)}
 """Of some sources; the compiler takes the first target, and CuPy's own comes later."""
-INSTALL_CUPY = "pip install 'cupy-cuda13x[ctk]'"
-"""The extra ``ctk`` includes NVRTC, which compiles the kernels."""
+INSTALL_CUPY = "pip install 'baton-serve[cuda]'"
+"""Installs CuPy with NVRTC, which compiles the kernels."""
 _PROOF = '#line 1 "proof.cu"\nextern "C" __global__ void proof() {}\n'
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _ONCE = "#pragma once\n"
