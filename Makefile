@@ -55,7 +55,7 @@ test: check  ## everything that must pass before a merge, in about 10 minutes
 check: $(VENV)/.installed  ## formatting, lint, types and import floors
 	@$(MAKE) --no-print-directory --jobs=2 $(CHECKS)
 
-CHECKS := check-style check-mypy check-pyright check-spelling check-imports
+CHECKS := check-style check-mypy check-pyright check-spelling check-imports check-modules
 .PHONY: $(CHECKS)
 
 check-mypy:
@@ -66,6 +66,9 @@ check-pyright:
 
 check-imports:
 	$(BIN)/lint-imports
+
+check-modules:
+	$(BIN)/python docs/make_modules.py --check
 
 check-spelling:
 	$(BIN)/codespell

@@ -1,6 +1,6 @@
 """The timeouts of all layers, derived from one setting, ``worker_timeout_s``.
 
-For a router a worker is alive, suspect or dead (``docs/architecture.md``, Liveness). ZeroMQ's
+For a router a worker is alive, suspect or dead (``docs/failures.md``, Liveness). ZeroMQ's
 heartbeats, the routers and the supervisor take their limits from here, so the limits stay
 consistent.
 """
