@@ -42,7 +42,7 @@ confirms that it stopped. Rejected: free those blocks after a timeout. A reader 
 would copy the KV of another request.
 
 Rejected: the decode worker pulls. Then finished blocks wait for a reader that may be dead
-(docs/decisions/0004-granted-push.md).
+(docs/decisions/0004-kv-blocks-are-pushed-into-a-grant.md).
 
 The sender names blocks by their logical index. The shell owns packing, checksums and sockets: it
 performs :class:`SendFrame` and then calls :meth:`Sender.on_packed`.

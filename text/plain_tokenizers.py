@@ -4,7 +4,7 @@ A ``tokenizer.json`` is almost a program. A regular expression can take exponent
 of replacements can turn one word into gigabytes, and some parts make the library panic. Files
 built only from the parts below cannot do that. Nearly all models have such files, and those are
 used in this process. All other files run in a separate process (:mod:`.guarded`), which
-costs a message per call (docs/decisions/0024-tokenizers-nobody-vouches-for.md).
+costs a message per call (docs/decisions/0024-untrusted-tokenizers-run-in-a-helper-process.md).
 
 Vocabulary and merges need no check: their cost is bounded by the file's size.
 """

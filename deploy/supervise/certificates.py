@@ -4,7 +4,7 @@ A closed connection only suggests that a process has ended, and the connection o
 closes late or not at all. The supervisor has the exit status at once. So that nobody else can
 declare a worker dead, each process has a secret that only its supervisor has. The process gets the
 hash of it, the seal, and shows it to the routers in Hello. The certificate reveals the secret
-(docs/decisions/0042-certificates-of-death.md).
+(docs/decisions/0042-supervisors-certify-the-death-of-workers.md).
 
 Pure: times are seconds of one monotonic clock.
 """

@@ -5,7 +5,7 @@ bound to the request, the attempt, and the worker's key and incarnation (:class:
 routers of a cluster derive proofs from the cluster key. So a router that was restarted, or that
 does not know the request, can check a worker's claim without stored state. A prefill worker also
 gets a *ticket*, which proves to the decode worker that a router chose this sender
-(docs/decisions/0022-proofs-of-assignment.md).
+(docs/decisions/0022-workers-prove-their-assignment-to-routers.md).
 
 A receiver takes the key from the connection, so proofs and tickets are useless to other processes.
 """

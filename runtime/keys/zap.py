@@ -4,7 +4,7 @@ libzmq sends one request per handshake to ``inproc://zeromq.zap.01`` and waits f
 authenticator of pyzmq is not used: it runs a thread and accepts every domain without a rule.
 Here each socket has a domain and each domain a set of roles; everything else is refused. With
 ZAP_ENFORCE_DOMAIN, connections are also refused while no handler runs
-(docs/decisions/0016-keys-and-zap.md).
+(docs/decisions/0016-curve-keys-checked-by-zap-in-the-process.md).
 
 Invariant: only a listed key with one of the domain's roles gets status 200, and its messages carry
 the key as User-Id.

@@ -11,7 +11,7 @@ order, while the compute stream continues.
 Invariants: a block is read only after the event in :class:`LayerMarks` that follows the kernels
 that wrote it; payload and digest are read only after the move's event. The caller must
 ensure that no block is freed or computed on while a move writes to it: see
-``docs/decisions/0015-a-transfer-stream.md``.
+``docs/decisions/0015-a-cuda-stream-for-kv-transfers.md``.
 """
 
 from __future__ import annotations
