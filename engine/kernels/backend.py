@@ -34,6 +34,44 @@ U8 = npt.NDArray[np.uint8]
 A = TypeVar("A", bound=np.generic)
 Weights = npt.NDArray[np.generic]
 """float32, or uint16 holding bfloat16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeights:
+    """A matrix in the blocks of a GGUF file.
+
+    ``kind``: the name of the block format. ``blocks[rows, bytes of a row]``. ``columns``: weights
+    of a row.
+    """
+
+    kind: str
+    blocks: U8
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.blocks), self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.blocks.nbytes
+
+
+def checked_parts(parts: Sequence[Weights | QuantizedWeights]) -> list[Weights]:
+    """Return the parts of one matrix for a backend without products of quantized weights.
+
+    Raises ValueError for such parts, and for parts with different numbers of columns.
+    """
+    arrays = [part for part in parts if not isinstance(part, QuantizedWeights)]
+    if len(arrays) < len(parts):
+        raise ValueError("quantized weights are not packed by these kernels, or not with others")
+    if not arrays or any(a.ndim != 2 or a.shape[1] != arrays[0].shape[1] for a in arrays):
+        raise ValueError("weights must be matrices with the same number of columns")
+    return arrays
+
+
 Activation = Literal["silu", "gelu_tanh", "quick_gelu", "tanh", "gelu"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "quick_gelu", "tanh", "gelu")
 
@@ -101,6 +139,8 @@ class Backend(Protocol):
     """The columns of activations and weights must be a multiple of this."""
     gpu: Gpu | None
     """The GPU that computes; None for a CPU."""
+    quantized_kinds: frozenset[str]
+    """Kinds of :class:`QuantizedWeights` that the kernels use as they are."""
 
     @property
     def lost(self) -> str:
@@ -169,16 +209,24 @@ class Backend(Protocol):
         """
         ...
 
-    def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> PackedLinear:
-        """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
+    def pack_linear(
+        self, parts: Sequence[Weights | QuantizedWeights], bias: F32 | None = None
+    ) -> PackedLinear:
+        """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``.
+
+        Or quantized weights of :attr:`quantized_kinds`; such parts may be of several kinds.
+        """
         ...
 
     def linear(self, x: F32, weight: PackedLinear, out: F32) -> None:
         """``out[T, out] = x[T, in] @ weight.T + bias``."""
         ...
 
-    def embed(self, ids: I32, table: Weights, out: F32) -> None:
-        """``out[t] = table[ids[t]]``; the table is float32 or uint16 bfloat16 bits ``[V, H]``."""
+    def embed(self, ids: I32, table: Weights | QuantizedWeights, out: F32) -> None:
+        """``out[t] = table[ids[t]]``; the table is float32 or uint16 bfloat16 bits ``[V, H]``.
+
+        Or it is of :attr:`quantized_kinds`.
+        """
         ...
 
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:

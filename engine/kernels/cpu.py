@@ -9,13 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import xxhash
 
 from . import _cpu
 from .audio import HostAudio, with_margins
-from .backend import ACTIVATIONS, F32, I32, I64, U8, Activation, PackedLinear, Weights
+from .backend import (
+    ACTIVATIONS,
+    F32,
+    I32,
+    I64,
+    U8,
+    Activation,
+    PackedLinear,
+    QuantizedWeights,
+    Weights,
+    checked_parts,
+)
 from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
 from .host_backend import AfterPart, HostPictures
@@ -48,6 +60,36 @@ class CpuLinear:
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+QUANTIZED = {name: (index, *sizes) for index, (name, *sizes) in enumerate(_cpu.quantized_kinds())}
+"""Kinds of quantized weights: index, weights and bytes of a block, of a step of a panel."""
+QUANTIZED_PANEL = 16
+"""Outputs of a panel of quantized weights."""
+
+
+@dataclass(slots=True)
+class QuantizedPart:
+    """Outputs of one kind, as panels ``[ceil(out / 16), steps, bytes of a step]``."""
+
+    kind: int
+    out_features: int
+    panels: U8
+    bias: F32 | None
+
+
+@dataclass(slots=True)
+class CpuQuantized:
+    """Weights in the integers of a GGUF file; parts stacked on ``out`` may be of other kinds."""
+
+    in_features: int
+    out_features: int
+    parts: list[QuantizedPart]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(p.panels.nbytes + (0 if p.bias is None else p.bias.nbytes) for p in self.parts)
+
+
 class CpuBackend(HostArrays, HostAudio, HostPictures):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
@@ -60,6 +102,7 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
 
     name = "cpu"
     row_independent = True
+    quantized_kinds = frozenset(QUANTIZED)
 
     def __init__(self, isa: str | None = None) -> None:
         usable = {name: (index, panels) for index, name, *panels in _cpu.instruction_sets()}
@@ -70,13 +113,49 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         self.numerics = f"cpu-{REVISIONS[chosen]}-{chosen}"
         self._arena = Arena()
 
-    def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CpuLinear:
+    def pack_linear(
+        self, parts: Sequence[Weights | QuantizedWeights], bias: F32 | None = None
+    ) -> CpuLinear | CpuQuantized:
         """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``.
 
-        The packed weights are bfloat16 if all parts are.
+        The packed weights are bfloat16 if all parts are. Parts of quantized weights may be of
+        several kinds, but not mixed with others.
         """
-        if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
+        quantized = [part for part in parts if isinstance(part, QuantizedWeights)]
+        if len(quantized) == len(parts) > 0:
+            return self._pack_quantized(quantized, bias)
+        return self._pack(checked_parts(parts), bias)
+
+    def _pack_quantized(self, parts: Sequence[QuantizedWeights], bias: F32 | None) -> CpuQuantized:
+        if any(part.columns != parts[0].columns for part in parts):
             raise ValueError("weights must be matrices with the same number of columns")
+        packed, rows, columns = [], 0, parts[0].columns
+        for name, group in groupby(parts, lambda part: part.kind):
+            together = list(group)
+            if name not in QUANTIZED:
+                raise ValueError(f"there are no products of {name} weights")
+            kind, items, nbytes, span, step = QUANTIZED[name]
+            if columns % items or any(
+                part.blocks.shape[1] != columns // items * nbytes for part in together
+            ):
+                raise ValueError(f"{columns} columns are not the blocks of {name} that were given")
+            out = sum(len(part.blocks) for part in together)
+            padded = -(-out // QUANTIZED_PANEL) * QUANTIZED_PANEL
+            steps = -(-columns // span)
+            panels = self._arena.zeros(padded // QUANTIZED_PANEL * steps * step)
+            start = 0
+            for part in together:
+                _cpu.pack_quantized(kind, np.ascontiguousarray(part.blocks), panels, start)
+                start += len(part.blocks)
+            added = None
+            if bias is not None:
+                added = np.zeros(padded, np.float32)
+                added[:out] = bias[rows : rows + out]
+            packed.append(QuantizedPart(kind, out, panels, added))
+            rows += out
+        return CpuQuantized(columns, rows, packed)
+
+    def _pack(self, parts: Sequence[Weights], bias: F32 | None) -> CpuLinear:
         rows, columns = sum(len(part) for part in parts), int(parts[0].shape[1])
         bf16 = all(part.dtype == np.uint16 for part in parts)
         panel = self._panel_halves if bf16 else self._panel_floats
@@ -93,16 +172,29 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
 
     def linear(self, x: F32, weight: PackedLinear, out: F32) -> None:
         """``out[T, out] = x[T, in] @ weight.T + bias``."""
-        if not isinstance(weight, CpuLinear) or weight.isa != self._isa:
-            raise ValueError("weight was packed by another backend")
+        if not isinstance(weight, CpuLinear | CpuQuantized):
+            raise ValueError("weight was packed by another backend")  # noqa: TRY004
         if x.shape[-1] != weight.in_features:
             raise ValueError(f"x has {x.shape[-1]} columns, not {weight.in_features}")
         if out.shape[-1] != weight.out_features:
             raise ValueError(f"out has {out.shape[-1]} columns, not {weight.out_features}")
+        if isinstance(weight, CpuQuantized):
+            first = 0
+            for part in weight.parts:
+                _cpu.quantized_linear(
+                    self._isa, part.kind, x, part.panels, part.bias, out, first, part.out_features
+                )
+                first += part.out_features
+            return
+        if weight.isa != self._isa:
+            raise ValueError("weight was packed by another backend")
         _cpu.linear(self._isa, x, weight.panels, weight.bf16, weight.bias, out)
 
-    def embed(self, ids: I32, table: Weights, out: F32) -> None:
-        """``out[t] = table[ids[t]]``; the table is float32 or uint16 bfloat16 bits ``[V, H]``."""
+    def embed(self, ids: I32, table: Weights | QuantizedWeights, out: F32) -> None:
+        """``out[t] = table[ids[t]]``; the table is float32, uint16 bfloat16 bits or quantized."""
+        if isinstance(table, QuantizedWeights):
+            _cpu.embed_quantized(ids, QUANTIZED[table.kind][0], table.blocks, out)
+            return
         _cpu.embed(ids, table, table.dtype == np.uint16, out)
 
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:

@@ -22,6 +22,7 @@ class HostArrays:
     on_host = True
     head_sizes: tuple[int, ...] = ()
     column_multiple = 1
+    quantized_kinds: frozenset[str] = frozenset()
     computes: Backend | None = None
     """The device that computes, if these kernels only move blocks, as of pictures on a GPU."""
     gpu: Gpu | None = None

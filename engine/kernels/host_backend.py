@@ -112,7 +112,7 @@ class PictureBackend(Backend, Protocol):
         ...
 
 
-class HostBackend(AudioBackend, PictureBackend, Protocol):
+class HostBackend(PictureBackend, AudioBackend, Protocol):
     """A backend in host memory with the kernels of audio, text encoders and pictures."""
 
     computes: Backend | None

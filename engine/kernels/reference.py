@@ -19,7 +19,17 @@ import numpy.typing as npt
 import xxhash
 
 from .audio import HostAudio, with_margins
-from .backend import F32, I32, I64, U8, Activation, PackedLinear, Weights
+from .backend import (
+    F32,
+    I32,
+    I64,
+    U8,
+    Activation,
+    PackedLinear,
+    QuantizedWeights,
+    Weights,
+    checked_parts,
+)
 from .digest import payload_digest
 from .host_arrays import HostArrays
 from .host_backend import AfterPart, HostPictures
@@ -73,11 +83,12 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
         self._dtype = np.dtype(dtype)
         self.numerics = f"numpy-{np.__version__}-{self._dtype.name}"
 
-    def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> NumpyLinear:
+    def pack_linear(
+        self, parts: Sequence[Weights | QuantizedWeights], bias: F32 | None = None
+    ) -> NumpyLinear:
         """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``."""
-        if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
-            raise ValueError("weights must be matrices with the same number of columns")
-        weight = np.concatenate([widen(p, self._dtype).T for p in parts], axis=1)
+        arrays = checked_parts(parts)
+        weight = np.concatenate([widen(p, self._dtype).T for p in arrays], axis=1)
         if bias is not None and bias.shape != (weight.shape[1],):
             raise ValueError(f"bias has shape {bias.shape}, not ({weight.shape[1]},)")
         return NumpyLinear(np.ascontiguousarray(weight), bias)
@@ -92,8 +103,9 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
         if weight.bias is not None:
             out += weight.bias
 
-    def embed(self, ids: I32, table: Weights, out: F32) -> None:
+    def embed(self, ids: I32, table: Weights | QuantizedWeights, out: F32) -> None:
         """``out[t] = table[ids[t]]``; the table is float32 or uint16 bfloat16 bits ``[V, H]``."""
+        (table,) = checked_parts([table])
         _shape("out", out, (len(ids), table.shape[1]))
         _below("token ids", ids, len(table))
         out[:] = widen(table[ids], self._dtype)

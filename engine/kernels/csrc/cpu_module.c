@@ -8,13 +8,19 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "kernels.h"
+#include "quantized.h"
 
 /* ---- instruction sets ---- */
 
 typedef struct {
     const Kernels *kernels;
     int usable;
+    const Products *products; /* with quantized weights; all give the same bits */
 } Choice;
 
 #if defined(__x86_64__)
@@ -23,22 +29,30 @@ static Kernels kernels_amx;
 
 static Choice choices[] = {
 #if defined(__x86_64__)
-    {&kernels_amx, 0},
-    {&kernels_avx512, 0},
-    {&kernels_avx2, 0},
+    {&kernels_amx, 0, &products_avx2},
+    {&kernels_avx512, 0, &products_avx2},
+    {&kernels_avx2, 0, &products_avx2},
 #endif
-    {&kernels_plain, 1},
+    {&kernels_plain, 1, &products_plain},
 };
 #define CHOICES ((int64_t)(sizeof choices / sizeof *choices))
 
 static void find_usable(void) {
 #if defined(__x86_64__)
+    unsigned a, b, c = 0, d;
     __builtin_cpu_init();
+    __get_cpuid(1, &a, &b, &c, &d);
     choices[1].usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     choices[2].usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("bmi2");
+                        __builtin_cpu_supports("bmi2") && (c >> 29 & 1); /* f16c */
     choices[0].usable = choices[1].usable && add_tiles(&kernels_amx);
+#ifdef HAVE_VNNI256
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1)) /* avx_vnni */
+        for (int i = 0; i < 3; i++) choices[i].products = &products_vnni256;
+#endif
+    if (choices[1].usable && __builtin_cpu_supports("avx512vnni"))
+        choices[0].products = choices[1].products = &products_vnni512;
 #endif
 }
 
@@ -246,6 +260,8 @@ static PyObject *py_gated_mlp(PyObject *self, PyObject *const *a, Py_ssize_t n) 
     if (failed) return PyErr_NoMemory();
     Py_RETURN_TRUE;
 }
+
+#include "quantized_module.h"
 
 /* ---- rows ---- */
 
@@ -964,6 +980,8 @@ static PyObject *py_payload_digest(PyObject *self, PyObject *const *a, Py_ssize_
 
 static PyMethodDef methods[] = {
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
+    {"quantized_kinds", py_quantized_kinds, METH_NOARGS, NULL},
+    FAST(pack_quantized), FAST(quantized_linear), FAST(embed_quantized),
     FAST(pack), FAST(linear), FAST(gated_mlp), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
     FAST(layer_norm), FAST(gelu), FAST(convolve), FAST(snake), FAST(depthwise), FAST(soft_clip),
     FAST(activate), FAST(add_scaled), FAST(group_norm), FAST(dense_attention),

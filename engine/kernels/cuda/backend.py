@@ -15,7 +15,19 @@ import numpy.typing as npt
 from baton.proto.layout import KVLayout
 from baton.proto.wire.messages import DeviceTicket
 
-from ..backend import F32, I32, U8, A, Activation, Gpu, Mapping, PackedLinear, Weights
+from ..backend import (
+    F32,
+    I32,
+    U8,
+    A,
+    Activation,
+    Gpu,
+    Mapping,
+    PackedLinear,
+    QuantizedWeights,
+    Weights,
+    checked_parts,
+)
 from ..bfloat16 import bfloat16_bits
 from . import attention, elementwise
 from .block_moves import BlockMover, BlockStream, LayerMarks
@@ -124,6 +136,7 @@ class CudaBackend(_BlockMoves):
     on_host = False
     head_sizes: tuple[int, ...] = attention.PREFILL_DIMS
     column_multiple = elementwise.VECTOR
+    quantized_kinds: frozenset[str] = frozenset()
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -208,17 +221,18 @@ class CudaBackend(_BlockMoves):
 
     # ------------------------------------------------------------------ products
 
-    def pack_linear(self, parts: Sequence[Weights], bias: F32 | None = None) -> CudaLinear:
+    def pack_linear(
+        self, parts: Sequence[Weights | QuantizedWeights], bias: F32 | None = None
+    ) -> CudaLinear:
         """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``.
 
         Rows of zeros make ``out`` a multiple of 4: the sampler reads four logits at once.
         """
-        if not parts or any(p.ndim != 2 or p.shape[1] != parts[0].shape[1] for p in parts):
-            raise ValueError("weights must be matrices with the same number of columns")
-        stacked = [parameter_bits(part) for part in parts]
+        arrays = checked_parts(parts)
+        stacked = [parameter_bits(part) for part in arrays]
         missing = -sum(map(len, stacked)) % _LOGITS_AT_ONCE
         if missing:
-            stacked.append(np.zeros((missing, parts[0].shape[1]), np.uint16))
+            stacked.append(np.zeros((missing, arrays[0].shape[1]), np.uint16))
             bias = None if bias is None else np.pad(bias, (0, missing))
         weight = self.device.upload(np.concatenate(stacked))
         return CudaLinear(weight, None if bias is None else self.device.upload(bias))

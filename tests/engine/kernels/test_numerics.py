@@ -11,6 +11,11 @@ import hashlib
 import numpy as np
 import pytest
 
+from baton.engine.kernels.backend import QuantizedWeights
+from baton.engine.kernels.quantized import KINDS, NUMERICS
+
+from .quantized_cases import HALVES, put_halves
+
 DIGESTS = {
     ("4", "amx"): "21d7fd7decf4bbac",
     ("1", "avx512"): "21d7fd7decf4bbac",
@@ -36,6 +41,8 @@ AUDIO_DIGESTS = {
     ("1", "plain"): "914c4e98f07d6b36",
 }
 HALF_ATTENTION_DIGESTS = {("4", "amx"): "879c92f7a414debb"}
+QUANTIZED_DIGESTS = {"int8-1": "5a660af07ed9eda8"}
+"""Of all instruction sets."""
 GATED_DIGESTS = {("4", "amx"): "505dadbfd2c4cdad"}
 
 
@@ -159,3 +166,20 @@ def test_bits_of_the_gated_mlp_in_bf16_are_those_of_the_revision(compiled):
     if isa != "amx":
         pytest.skip("has no kernel of its own")
     assert digest_of(gated_results(compiled)) == GATED_DIGESTS[revision, isa]
+
+
+def test_products_of_quantized_weights_are_recorded(compiled):
+    digest = hashlib.sha256()
+    x = floats(20, 9, 512)
+    for kind in KINDS:
+        blocks = (floats(21, 16 * 34 * 18) * 64).astype(np.int8).view(np.uint8)
+        sizes = KINDS[kind]
+        count = 18 * (512 // sizes.items)
+        blocks = np.resize(blocks, (count, sizes.nbytes))
+        for at in HALVES[kind]:
+            put_halves(blocks, at, floats(22, count) / 64)
+        weights = QuantizedWeights(kind, blocks.reshape(18, -1), 512)
+        y = np.empty((9, 18), np.float32)
+        compiled.linear(x, compiled.pack_linear([weights]), y)
+        digest.update(y.tobytes())
+    assert QUANTIZED_DIGESTS.get(NUMERICS) == digest.hexdigest()[:16]
