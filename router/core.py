@@ -15,7 +15,7 @@ requests that began elsewhere, :mod:`.timers` handles timeouts. They share the a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from baton.proto.errors import InternalError
@@ -58,7 +58,7 @@ from .takeover import Takeover
 from .timers import Timers
 from .worker_messages import WorkerMessages
 from .worker_registration import WorkerRegistration
-from .workers import NO_KEY, WorkerCaller
+from .workers import NO_KEY, Worker, WorkerCaller
 
 MAX_MENDS = 3
 """Repairs after one event; a repair may fail too, and the next one starts from its result."""
@@ -216,10 +216,15 @@ class RouterCore:
             request.check_integrity()
             if (request.key in self.table.queued) != (request.state is State.QUEUED):
                 raise InternalError(f"{request.request_id} is queued, or should be")
+        charged: defaultdict[Worker | None, int] = defaultdict(int)
+        for request in requests:
+            attempt = request.attempt
+            charged[attempt.prefill] += attempt.prefill_cost
+            charged[attempt.decode] += attempt.decode_cost
         for worker in self.registry.live():
-            charged = sum(request.attempt.cost_on(worker) for request in requests)
-            if worker.outstanding != charged:
-                text = f"{worker.outstanding} tokens outstanding, the requests have {charged}"
+            if worker.outstanding != charged[worker]:
+                counted = f"{worker.outstanding} tokens outstanding"
+                text = f"{counted}, the requests have {charged[worker]}"
                 raise InternalError(f"{worker.id}: {text}")
             for key, request in worker.requests.items():
                 if self.table.requests.get(key) is not request or not request.attempt.runs_on(

@@ -32,6 +32,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.proto.contexts.outputs import TokenLogProbs
@@ -133,6 +134,15 @@ class Holding(NamedTuple):
     server: str
     load: bool | None
     search: bool | None
+
+    @lru_cache  # noqa: B019, few holdings exist
+    def wrong(self, held: Holding) -> list[str]:
+        """Return the names of the parts of ``held`` that this holding forbids."""
+        return [
+            name
+            for name, expected, found in zip(self._fields, self, held, strict=True)
+            if expected is not None and expected != found
+        ]
 
 
 HOLDINGS: dict[State, Holding] = {
@@ -441,11 +451,7 @@ class Request:
             load=bool(attempt.prefill_cost or attempt.decode_cost),
             search=attempt.search is not None,
         )
-        wrong = [
-            name
-            for name, expected, found in zip(Holding._fields, holding, held, strict=True)
-            if expected is not None and expected != found
-        ]
+        wrong = holding.wrong(held)
         if wrong or (attempt.server is not None and not attempt.runs_on(attempt.server)):
             text = f"{self.request_id} is {self.state.value}, but its attempt holds {held}"
             raise InternalError(f"{text}: wrong {', '.join(wrong) or 'server'}")

@@ -127,13 +127,12 @@ class ClientNode(Node):
         self._reading = True
         self._tickets = 0
 
-    @property
-    def identity(self) -> bytes:
-        """Routing identity of the current connection."""
-        return f"{self.name}:{self.incarnation:x}:{self._connection}".encode()
+    def _name_connection(self) -> None:
+        self.identity = f"{self.name}:{self.incarnation:x}:{self._connection}".encode()
 
     def boot(self) -> None:
         """Start a new process: requests of the previous one are orphaned."""
+        self._name_connection()
         for record in self.live.values():
             record.orphaned = True
         self.live.clear()
@@ -207,6 +206,7 @@ class ClientNode(Node):
         self._unread.clear()
         old, router = self.identity, self.router
         self._connection += 1
+        self._name_connection()
         self.router = self.cluster.router_named(name)
         self.cluster.stats["moves"] += self.router is not router
         self.cluster.network.after(DETECT_S, router.when_up(lambda: router.client_gone(old)))

@@ -65,13 +65,14 @@ class Cluster:
         aim: Aim | None = None,
         recording: Recording | None = None,
         certificate_faults: float = 0.0,
+        check_every: int = 1,
     ) -> None:
         self.certificate_faults = certificate_faults
         self.recording = recording
         self.shape = shape = shape or Shape()
         self.stats: Counter[str] = Counter()
         self.twins: list[WorkerNode[Any]] = []
-        self.watcher = Watcher(self)
+        self.watcher = Watcher(self, check_every)
         self.network = Network(
             Random(seed),  # noqa: S311
             faults or Faults(),

@@ -6,6 +6,8 @@ process, and names that begin with ``rogue`` have the rogue key of their role.
 
 from __future__ import annotations
 
+from functools import cache
+
 from baton.proto.errors import BatonError
 from baton.proto.wire.messages import Hello, Message
 from baton.router.authorization import Caller, hello_refusal
@@ -16,6 +18,7 @@ ROGUE = "rogue"
 ROLES = (PREFILL, DECODE, CLIENT)
 
 
+@cache
 def key_of(name: str) -> bytes:
     """Return the key of a process: ``prefill-0``, or ``rogue-prefill``."""
     first, _, rest = name.partition("-")

@@ -91,15 +91,17 @@ class Network:
             self._deliver(link, when, deliver)
 
     def _deliver(self, link: Link, when: float, deliver: Callable[[], None]) -> None:
-        life = self._lives.get(link, 0)
+        lives = self._lives
+        life = lives.get(link, 0)
 
         def arrive() -> None:
-            if self._lives.get(link, 0) == life:
+            if lives.get(link, 0) == life:
                 deliver()
             else:
                 self.lost += 1
 
-        self.at(when, arrive)
+        self._order += 1
+        heapq.heappush(self._heap, (when, self._order, arrive))
 
     def cut(self, one: str, other: str) -> None:
         """Lose all messages in flight between two nodes, in both directions."""

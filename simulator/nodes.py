@@ -7,6 +7,7 @@ Actions are performed as in the real shells: in order, with messages over the ne
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,11 +42,13 @@ class Node:
         self.cluster = cluster
         self.name = name
         self.incarnation = 0
+        self.identity = b""  # routing identity of this incarnation's connections
         self.alive = False
         self.stopped = False
         self.stopped_at = self.resumed_at = 0.0
         self.raised = ""  # where the last planted exception was raised in this incarnation
         self.skew = 0.0  # offset of this machine's clock, seconds
+        self.unchecked = 0  # events since its books were checked
         self.plants: list[Plant] = []  # exceptions still to be raised
         self._backlog: list[Callable[[], None]] = []
 
@@ -53,11 +56,6 @@ class Node:
     def now(self) -> float:
         """Time by the clock of the node's machine."""
         return self.cluster.network.now + self.skew
-
-    @property
-    def identity(self) -> bytes:
-        """Routing identity of this incarnation's connections."""
-        return f"{self.name}:{self.incarnation:x}".encode()
 
     @property
     def key(self) -> bytes:
@@ -71,6 +69,7 @@ class Node:
     def start(self) -> None:
         """Start a new incarnation."""
         self.incarnation = self.new_incarnation()
+        self.identity = f"{self.name}:{self.incarnation:x}".encode()
         self.alive, self.stopped = True, False
         self.raised = ""
         self._backlog.clear()
@@ -133,6 +132,7 @@ class Node:
         if plant.where:
             self.plants.remove(plant)
             self.raised = plant.where
+            self.unchecked = sys.maxsize
             self.cluster.stats["raised"] += 1
         return actions
 
@@ -176,6 +176,7 @@ class RouterNode(Node):
         actions = self.think(self.core, event)
         self.record(event, actions)
         self._perform(actions)
+        self.cluster.watcher.router(self)
         if self.core.broken:
             raise Violation(f"{self.name}: {self.core.broken}, raised at {self.raised}")
 
@@ -189,7 +190,6 @@ class RouterNode(Node):
                 self.fault(action.error)
             elif isinstance(action, routing.Log):
                 self.cluster.stats[action.event] += 1
-        self.cluster.watcher.router(self)
 
     def client_gone(self, identity: bytes) -> None:
         """Handle the loss of a client's connection."""

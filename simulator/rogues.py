@@ -250,13 +250,12 @@ class Rogue(Node):
         self._answers = EnvelopeDecoder[Any](DecodeToPrefill, digest=Envelope.digest)
         self.forger: Forger
 
-    @property
-    def identity(self) -> bytes:
-        """Routing identity of the current connections."""
-        return f"{self.name}:{self.incarnation:x}:{self._connection}".encode()
+    def _name_connection(self) -> None:
+        self.identity = f"{self.name}:{self.incarnation:x}:{self._connection}".encode()
 
     def boot(self) -> None:
         """Draw with a generator of its own, so that one seed gives one sequence."""
+        self._name_connection()
         self._random = Random(self.incarnation)  # noqa: S311
         self.forger = Forger(self._random, self.cluster.spoils, key_of(self.name), self._card)
 
@@ -328,6 +327,7 @@ class Rogue(Node):
 
     def _reconnect(self) -> None:
         old, self._connection = self.identity, self._connection + 1
+        self._name_connection()
         for router in self.cluster.routers:
             gone = router.client_gone if self.role == CLIENT else router.worker_gone
             self.cluster.network.after(0.002, router.when_up(partial(gone, old)))

@@ -31,7 +31,8 @@ class Run:
     """One scenario with one seed.
 
     ``aim``: additional faults for single messages. ``at_event``: calls made after event numbers.
-    ``recording``: gets what every core is given and returns.
+    ``recording``: gets what every core is given and returns. ``check_every``: as in
+    :class:`.invariants.Watcher`.
     """
 
     seed: int
@@ -39,6 +40,7 @@ class Run:
     aim: Aim = field(default_factory=Aim)
     at_event: dict[int, Callable[[Cluster], None]] = field(default_factory=dict)
     recording: Recording | None = None
+    check_every: int = 1
     cluster: Cluster = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +53,7 @@ class Run:
             self.aim,
             self.recording,
             scenario.certificate_faults,
+            self.check_every,
         )
 
     def play(self) -> Counter[str]:
@@ -115,9 +118,11 @@ class Run:
             network.step()
 
 
-def run(seed: int, scenario: Scenario, recording: Recording | None = None) -> Counter[str]:
+def run(
+    seed: int, scenario: Scenario, recording: Recording | None = None, check_every: int = 1
+) -> Counter[str]:
     """Run a scenario and return its results. Raises Violation with the seed."""
-    return Run(seed, scenario, recording=recording).play()
+    return Run(seed, scenario, recording=recording, check_every=check_every).play()
 
 
 def _plan_load(cluster: Cluster, scenario: Scenario, random: Random) -> None:
@@ -187,11 +192,11 @@ def calm(cluster: Cluster) -> None:
 def _settled(cluster: Cluster, scenario: Scenario) -> bool:
     if cluster.network.now < scenario.load_s + 0.5:
         return False
-    if any(not node.alive or node.stopped for node in cluster.nodes):
-        return False
-    if any(client.live for client in cluster.clients):
+    if any(client.live for client in cluster.clients):  # first, as the most frequent reason
         return False
     if any(router.core.unfinished for router in cluster.routers):
+        return False
+    if any(not node.alive or node.stopped for node in cluster.nodes):
         return False
     return all(
         node.core.idle and not node.blocks_used and not node.member.unacknowledged

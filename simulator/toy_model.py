@@ -44,7 +44,9 @@ MAX_LENGTH = 4096
 DIMENSIONS = 4
 _PRIME = 65_521
 _TOKEN, _POSITION = 7919, 104_729
-_INVERSE = pow(_TOKEN, -1, _PRIME)
+_PLACES = np.arange(MAX_LENGTH, dtype=np.int64) * _POSITION
+_PLACES = _PLACES + np.arange(LAYERS * 2, dtype=np.int64).reshape(LAYERS, 2, 1) * 15_485_863
+"""What position, layer and kind add to a cell."""
 
 
 def toy_card(block_size: int = 4) -> ModelCard:
@@ -134,18 +136,9 @@ class ToyMatcher:
 
 def _cells(tokens: npt.NDArray[np.int32], start: int) -> npt.NDArray[np.float32]:
     """Return the KV ``[LAYERS, 2, n]`` of tokens at positions ``start ..``; exact in float32."""
-    positions = np.arange(start, start + len(tokens), dtype=np.int64)
-    base = tokens.astype(np.int64) * _TOKEN + positions * _POSITION
-    kinds = np.arange(LAYERS * 2, dtype=np.int64).reshape(LAYERS, 2, 1) * 15_485_863
-    return ((base + kinds) % _PRIME).astype(np.float32)
-
-
-def _tokens(cells: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Recover the tokens from ``cells`` that start at position 0."""
-    keys = cells[0, 0].astype(np.int64)
-    positions = np.arange(len(keys), dtype=np.int64)
-    tokens: npt.NDArray[np.int64] = (keys - positions * _POSITION) * _INVERSE % _PRIME
-    return tokens
+    base = np.multiply(tokens, _TOKEN, dtype=np.int64)
+    cells = (base + _PLACES[:, :, start : start + len(tokens)]) % _PRIME
+    return cells.astype(np.float32)
 
 
 def _next_token(cells: npt.NDArray[np.float32]) -> int:
@@ -155,13 +148,16 @@ def _next_token(cells: npt.NDArray[np.float32]) -> int:
 
 def expected_tokens(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """Return the toy model's answer to ``prompt``, computed without any cache."""
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + max_new_tokens:
-        token = _next_token(_cells(np.array(tokens, np.int32), 0))
-        tokens.append(token)
-        if token == EOS:
-            break
-    return tokens[len(prompt) :]
+    count, end = len(prompt), len(prompt) + max_new_tokens
+    cells = np.empty((LAYERS, 2, end), np.float32)
+    cells[:, :, :count] = _cells(np.array(prompt, np.int32), 0)
+    answer: list[int] = []
+    while count < end and answer[-1:] != [EOS]:
+        token = _next_token(cells[:, :, :count])
+        answer.append(token)
+        cells[:, :, count] = _cells(np.array([token], np.int32), count)[:, :, 0]
+        count += 1
+    return answer
 
 
 class Poisoned(Exception):
@@ -176,7 +172,7 @@ class ToyExecutor:
 
     def __init__(self, layout: KVLayout, num_blocks: int, kills: int) -> None:
         self.layout = layout
-        self._kills = kills
+        self._poison = _cells(np.full(MAX_LENGTH, kills, np.int32), 0)[0, 0]
         self._drawn: dict[bytes, int] = {}
         self.pool = np.full((layout.num_layers, num_blocks, *layout.block_shape), -1.0, np.float32)
 
@@ -188,7 +184,7 @@ class ToyExecutor:
             self._write(chunk)
             if chunk.sample is not None:
                 cells = self._read(chunk.block_table, chunk.start + len(chunk.tokens))
-                if self._kills in _tokens(cells):
+                if np.count_nonzero(cells[0, 0] == self._poison[: cells.shape[2]]):
                     raise Poisoned
                 sampled.append(Sampled(chunk.request, _next_token(cells)))
         self._drawn = {row.request: row.token for row in sampled}
@@ -196,10 +192,13 @@ class ToyExecutor:
 
     def _write(self, chunk: Chunk) -> None:
         size = self.layout.block_size
-        cells = _cells(chunk.tokens, chunk.start)
-        for i in range(len(chunk.tokens)):
-            block, offset = divmod(chunk.start + i, size)
-            self.pool[:, chunk.block_table[block], :, 0, offset, 0] = cells[:, :, i]
+        cells, done, count = _cells(chunk.tokens, chunk.start), 0, len(chunk.tokens)
+        while done < count:
+            block, first = divmod(chunk.start + done, size)
+            more = min(size - first, count - done)
+            place = self.pool[:, chunk.block_table[block], :, 0, first : first + more, 0]
+            place[...] = cells[:, :, done : done + more]
+            done += more
 
     def _read(self, table: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
         blocks = table[: self.layout.blocks_for(count)]

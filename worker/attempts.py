@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, ValuesView
 from typing import TypeVar
 
 V = TypeVar("V")
@@ -52,6 +52,10 @@ class Attempts(MutableMapping[Key, V]):
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._values)
+
+    def values(self) -> ValuesView[V]:
+        """As ``dict.values``; the mix-in's looks up each key."""
+        return self._values.values()
 
     def __len__(self) -> int:
         return len(self._values)

@@ -113,22 +113,24 @@ class BlockPool:
 
         ``holders``: number of live allocations that hold each block; missing means 0.
         """
-        free, cached = set(self._free), set(self._cached)
-        if len(free) != len(self._free) or free & cached:
-            raise InternalError("a block is listed as available twice")
-        for block, (refs, block_hash) in enumerate(zip(self._refs, self._hashes, strict=True)):
-            if refs != holders.get(block, 0):
-                raise InternalError(f"block {block}: {refs} references do not match its holders")
-            is_free, is_cached = block in free, block in cached
-            states = is_free + is_cached + (refs > 0)
-            if states != 1:
-                raise InternalError(f"block {block} is in {states} states")
-            if block_hash is None:
-                if is_cached:
-                    raise InternalError(f"cached block {block} has no hash")
-            elif is_free:
-                raise InternalError(f"free block {block} has a hash")
-            elif self._index.get(block_hash) != block:
+        count = len(self._refs)
+        refs = [0] * count
+        for block, held in holders.items():
+            refs[block] = held
+        if refs != self._refs:
+            block = next(i for i in range(count) if refs[i] != self._refs[i])
+            text = f"{self._refs[block]} references do not match its {refs[block]} holders"
+            raise InternalError(f"block {block}: {text}")
+        free, cached, used = set(self._free), set(self._cached), set(holders)
+        if len(self._free) + len(cached) + len(used) != count or len(free | cached | used) != count:
+            raise InternalError("a block is in no state, in two, or available twice")
+        hashed = set(self._index.values())
+        if not cached <= hashed:
+            raise InternalError("a cached block has no hash")
+        if not free.isdisjoint(hashed):
+            raise InternalError("a free block has a hash")
+        if len(self._index) != count - self._hashes.count(None):
+            raise InternalError("the prefix index does not list all blocks with a hash")
+        for block_hash, block in self._index.items():
+            if self._hashes[block] != block_hash:
                 raise InternalError(f"the prefix index does not list block {block} by its hash")
-        if len(self._index) != len(self._hashes) - self._hashes.count(None):
-            raise InternalError("the prefix index contains a block without a hash")

@@ -172,8 +172,9 @@ class PagedCache:
         for allocation in live_allocations:
             if not allocation.live:
                 raise InternalError("a freed allocation is still held")
-            holders.update(allocation.blocks)
-            writable += allocation.blocks[allocation.published :]
+            blocks = allocation.blocks
+            holders.update(blocks)
+            writable += blocks[allocation.published :]
         for block in writable:
             if holders[block] > 1:
                 raise InternalError(f"block {block} is writable but has several holders")

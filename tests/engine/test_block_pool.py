@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from baton.engine.cache.block_pool import BlockPool
@@ -88,3 +90,58 @@ def test_integrity_check_sees_a_lost_reference() -> None:
         pool.check_integrity({})
     with pytest.raises(InternalError, match="references"):
         pool.check_integrity({block: 2})
+
+
+def _free_one_has_a_hash(pool: BlockPool) -> None:
+    pool._hashes[0] = b"h"
+    pool._index[b"h"] = 0
+
+
+def _cached_one_has_no_hash(pool: BlockPool) -> None:
+    pool._hashes[1], _ = None, pool._index.clear()
+
+
+def _index_names_another_hash(pool: BlockPool) -> None:
+    pool._index[b"other"] = pool._index.pop(b"one")
+
+
+def _index_lacks_a_hash(pool: BlockPool) -> None:
+    pool._hashes[2] = b"two"
+
+
+def _block_is_lost(pool: BlockPool) -> None:
+    pool._free.remove(0)
+
+
+def _block_is_free_twice(pool: BlockPool) -> None:
+    pool._free.append(0)
+
+
+def _owned_block_is_free(pool: BlockPool) -> None:
+    pool._free[pool._free.index(0)] = 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (_free_one_has_a_hash, "free block has a hash"),
+        (_cached_one_has_no_hash, "cached block has no hash"),
+        (_index_names_another_hash, "does not list block 1 by its hash"),
+        (_index_lacks_a_hash, "does not list all"),
+        (_block_is_lost, "no state"),
+        (_block_is_free_twice, "available twice"),
+        (_owned_block_is_free, "in two"),
+    ],
+)
+def test_integrity_check_sees_a_block_in_a_wrong_state(
+    damage: Callable[[BlockPool], None], text: str
+) -> None:
+    pool = BlockPool(3)
+    blocks = sorted(taken(pool, 3))
+    pool.index(1, b"one")
+    pool.unpin(0)
+    pool.unpin(1)
+    pool.check_integrity({blocks[2]: 1})
+    damage(pool)
+    with pytest.raises(InternalError, match=text):
+        pool.check_integrity({blocks[2]: 1})

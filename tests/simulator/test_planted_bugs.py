@@ -638,3 +638,15 @@ def test_a_planted_bug_is_found(monkeypatch, planted):
         except Violation:
             return
     pytest.fail(f"{plant.__name__} was not seen in {seeds} runs")
+
+
+SELDOM = ("a_harmed_job_gets_no_end", "sums_are_not_made_again_after_an_error")
+
+
+@pytest.mark.parametrize("planted", SELDOM)
+def test_a_planted_bug_is_found_if_the_books_are_compared_seldom(monkeypatch, planted):
+    plant, scenario, seeds = BY_NAME[planted]
+    plant(monkeypatch)
+    with pytest.raises(Violation):
+        for seed in range(seeds):
+            run(seed, SCENARIOS[scenario], check_every=16)
