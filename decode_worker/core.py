@@ -16,7 +16,7 @@ scheduler, which are pure too; the shell runs steps, writes frames into the pool
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Unpack
 
 import msgspec
@@ -29,7 +29,7 @@ from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.receiver import Receiver, check_receiver
 from baton.kv_transfer.receiver_grants import Evict, Handover, Reply
-from baton.proto.errors import BatonError, DeadlineExceeded, HandoffFailed, InternalError
+from baton.proto.errors import BatonError, HandoffFailed, InternalError
 from baton.proto.wire.messages import (
     Abort,
     Aborted,
@@ -49,7 +49,7 @@ from baton.worker.attempts import Key
 from baton.worker.base_core import FORGOTTEN, TOMBSTONE_S, Handler, WorkerCore
 from baton.worker.events import CheckImages, Fault, ImagesChecked, StepDone, Tick, ToRouter
 from baton.worker.jobs import Ending, Jobs
-from baton.worker.membership import Membership
+from baton.worker.membership import EngineState, Membership
 from baton.worker.own_errors import failure_text
 from baton.worker.steps import EngineSteps
 
@@ -110,9 +110,6 @@ class DecodeCore(AssignCore[Job]):
                 speech=lambda: self._speak(now),
             )
         self._plan(actions, now)
-
-    def _fail(self, job: Job, now: float, message: str) -> list[Action]:
-        return self._end(job, now, code=InternalError.code, message=message)
 
     def _failed(self, event: object, error: Exception, now: float) -> list[Action]:
         if isinstance(event, FrameStored | FrameFailed):
@@ -383,15 +380,9 @@ class DecodeCore(AssignCore[Job]):
     def _engine_events(self, events: list[EngineEvent], now: float) -> list[Action]:
         """Return one Tokens message per router, then the terminals."""
         runs: defaultdict[str, list[TokenRun]] = defaultdict(list)
-        ends: list[Action] = []
-        for event in events:
-            job = self._jobs.named(event.request)
-            if job is None:
-                continue
-            try:
-                ends += self._engine_event(job, event, runs, now)
-            except Exception as error:
-                ends += self._harm(job, error, type(event).__name__, now)
+        ends = self._each_event(
+            events, lambda job, event: self._engine_event(job, event, runs, now), now
+        )
         tokens: list[Action] = [
             ToRouter(router, message) for router in runs for message in messages_of(runs[router])
         ]
@@ -445,24 +436,14 @@ class DecodeCore(AssignCore[Job]):
 
     # ------------------------------------------------------------------ time and drain
 
-    def _on_tick(self, event: Tick, now: float) -> list[Action]:
-        state = self._steps.state(event.layers)
-        actions: list[Action] = []
+    def _engine_state(self, layers: int) -> EngineState:
+        return self._steps.state(layers)
 
-        def late(job: Job) -> list[Action]:
-            text = "the deadline passed"
-            return self._end(job, now, code=DeadlineExceeded.code, message=text)
-
-        self.errors.apart(
-            actions,
-            heartbeat=lambda: self._member.tick(now, state, self.load),
-            hello=lambda: self._introduce_again(now),
-            deserted=lambda: self._deserted(now),
-            handoffs=lambda: self._check_handoffs(now),
-            deadlines=lambda: self._each(self._jobs.overdue(now), late, "deadline", now),
-            drain=self._maybe_drained,
-        )
-        return actions
+    def _timed_parts(self, now: float, event: Tick) -> dict[str, Callable[[], list[Action]]]:
+        return {
+            "handoffs": lambda: self._check_handoffs(now),
+            "deadlines": lambda: self._end_overdue(now),
+        }
 
     def _check_handoffs(self, now: float) -> list[Action]:
         outputs = self.receiver.tick(now)
@@ -519,6 +500,5 @@ class DecodeCore(AssignCore[Job]):
         GrammarDone: _on_grammar,
         ImagesChecked: _on_images,
         ChunkDecoded: _on_chunk,
-        Tick: _on_tick,
     }
     ENGINE_EVENTS: ClassVar[frozenset[type]] = frozenset({StepDone})

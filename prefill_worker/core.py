@@ -10,7 +10,7 @@ sender, which are pure too; the shell runs steps, packs frames and moves message
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
@@ -46,7 +46,7 @@ from baton.worker.attempts import Key
 from baton.worker.base_core import Handler, WorkerCore
 from baton.worker.events import CheckImages, ImagesChecked, RunStep, StepDone, Tick, ToRouter
 from baton.worker.jobs import Ending
-from baton.worker.membership import Membership
+from baton.worker.membership import EngineState, Membership
 from baton.worker.steps import EngineSteps
 
 from .assign_core import PromptCore
@@ -120,9 +120,6 @@ class PrefillCore(PromptCore[Job]):
         except Exception as error:  # the next event tries again, if the books agree
             actions.append(self.errors.of(None, error, "dispatch"))
         self._plan(actions, now)
-
-    def _fail(self, job: Job, now: float, message: str) -> list[Action]:
-        return self._end(job, now, code=InternalError.code, message=message)
 
     def _key_of(self, event: object) -> Key | None:
         if isinstance(event, LayersDone):
@@ -331,25 +328,17 @@ class PrefillCore(PromptCore[Job]):
             if isinstance(action, RunStep):
                 self._handoffs.step_begins(action.plan)
             actions.append(action)
-        self._engine_events(self._steps.idle_events(), actions, now)
+        actions += self._engine_events(self._steps.idle_events(), now)
 
     def _on_step(self, event: StepDone, now: float) -> list[Action]:
         result = event.result
         if not result.abandoned:
             self._queue.learn(result.num_tokens, result.seconds)
-        actions: list[Action] = []
-        self._engine_events(self._steps.finish(result, now), actions, now)
+        actions = self._engine_events(self._steps.finish(result, now), now)
         return [*actions, *self._step_over(now, self._scheduler.is_inflight)]
 
-    def _engine_events(self, events: list[EngineEvent], actions: list[Action], now: float) -> None:
-        for event in events:
-            job = self._queue.named(event.request)
-            if job is None:
-                continue
-            try:
-                actions += self._engine_event(job, event, now)
-            except Exception as error:
-                actions += self._harm(job, error, type(event).__name__, now)
+    def _engine_events(self, events: list[EngineEvent], now: float) -> list[Action]:
+        return self._each_event(events, lambda job, event: self._engine_event(job, event, now), now)
 
     def _engine_event(self, job: Job, event: EngineEvent, now: float) -> list[Action]:
         match event:
@@ -402,26 +391,17 @@ class PrefillCore(PromptCore[Job]):
 
     # ------------------------------------------------------------------ time and drain
 
-    def _on_tick(self, event: Tick, now: float) -> list[Action]:
-        state = self._steps.state(event.layers)
-        actions: list[Action] = []
+    def _engine_state(self, layers: int) -> EngineState:
+        return self._steps.state(layers)
 
-        def late(job: Job) -> list[Action]:
-            text = "the deadline passed"
-            return self._end(job, now, code=DeadlineExceeded.code, message=text)
-
-        self.errors.apart(
-            actions,
-            heartbeat=lambda: self._member.tick(now, state, self.load),
-            hello=lambda: self._introduce_again(now),
-            deserted=lambda: self._deserted(now),
-            handoffs=lambda: self._advance(self._handoffs.tick(now), now, about=event),
-            deadlines=lambda: self._each(self._queue.overdue(now), late, "deadline", now),
-            ended=lambda: self._expire_ended(now),
-            links=lambda: self._advance(self._handoffs.drop_lost_links(now), now, about=event),
-            drain=self._maybe_drained,
-        )
-        return actions
+    def _timed_parts(self, now: float, event: Tick) -> dict[str, Callable[[], list[Action]]]:
+        handoffs = self._handoffs
+        return {
+            "handoffs": lambda: self._advance(handoffs.tick(now), now, about=event),
+            "deadlines": lambda: self._end_overdue(now),
+            "ended": lambda: self._expire_ended(now),
+            "links": lambda: self._advance(handoffs.drop_lost_links(now), now, about=event),
+        }
 
     @property
     def is_drained(self) -> bool:
@@ -466,7 +446,6 @@ class PrefillCore(PromptCore[Job]):
         StepDone: _on_step,
         GrammarDone: _on_prepared,
         ImagesChecked: _on_prepared,
-        Tick: _on_tick,
     }
     ENGINE_EVENTS: ClassVar[frozenset[type]] = frozenset({StepDone})
 

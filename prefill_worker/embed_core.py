@@ -9,9 +9,9 @@ The core uses no socket, clock or thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ from baton.worker.events import (
     Tick,
     ToRouter,
 )
-from baton.worker.jobs import engine_name
+from baton.worker.jobs import Ending, engine_name
 from baton.worker.membership import EngineState, Membership
 
 from .assign_core import JobQueue, PromptCore
@@ -187,9 +187,6 @@ class EmbedCore(PromptCore[EmbedJob]):
         if self._batch is None and self._queue.waiting:
             self._run(actions, now)
 
-    def _fail(self, job: EmbedJob, now: float, message: str) -> list[ToRouter]:
-        return self._end(job, now, code=InternalError.code, message=message)
-
     # ------------------------------------------------------------------ messages of routers
 
     def _make_job(self, router: str, message: Assign, now: float) -> EmbedJob:
@@ -224,7 +221,8 @@ class EmbedCore(PromptCore[EmbedJob]):
         batch: list[EmbedJob] = []
         for job in self._queue.in_order:
             if now >= job.deadline:
-                actions += self._late(job, "the deadline passed in the queue", now)
+                late = "the deadline passed in the queue"
+                actions += self._end(job, now, code=DeadlineExceeded.code, message=late)
                 continue
             over = limits.token_budget and tokens + job.tokens > limits.token_budget
             if batch and (over or len(batch) >= limits.max_batch):
@@ -270,27 +268,20 @@ class EmbedCore(PromptCore[EmbedJob]):
 
     # ------------------------------------------------------------------ ends
 
-    def _late(self, job: EmbedJob, message: str, now: float) -> list[ToRouter]:
-        return self._end(job, now, code=DeadlineExceeded.code, message=message)
-
     def _end(
         self,
         job: EmbedJob,
         now: float,
         *,
-        status: str | None = None,
-        code: str | None = None,
-        message: str = "",
         embedding: F32 | None = None,
+        **ending: Unpack[Ending],
     ) -> list[ToRouter]:
         """Send the terminal and keep it until it is acknowledged."""
         terminal = Terminal(
             request=job.key[0],
             attempt=job.key[1],
             position=job.tokens,
-            status=status,
-            code=code,
-            message=message,
+            **ending,
             request_id=job.request_id,
             prefill=self._member.identity.worker,
             embedding=embedding,
@@ -304,23 +295,14 @@ class EmbedCore(PromptCore[EmbedJob]):
 
     # ------------------------------------------------------------------ time and drain
 
-    def _on_tick(self, event: Tick, now: float) -> list[Any]:
-        engine = EngineState(self._steps + event.layers, self._batch is not None, self._step_s)
-        actions: list[Any] = []
+    def _engine_state(self, layers: int) -> EngineState:
+        return EngineState(self._steps + layers, self._batch is not None, self._step_s)
 
-        def late(job: EmbedJob) -> list[ToRouter]:
-            return self._late(job, "the deadline passed", now)
-
-        self.errors.apart(
-            actions,
-            heartbeat=lambda: self._member.tick(now, engine, self.load),
-            hello=lambda: self._introduce_again(now),
-            deserted=lambda: self._deserted(now),
-            deadlines=lambda: self._each(self._queue.overdue(now), late, "deadline", now),
-            ended=lambda: self._expire_ended(now),
-            drain=self._maybe_drained,
-        )
-        return actions
+    def _timed_parts(self, now: float, event: Tick) -> dict[str, Callable[[], list[Any]]]:
+        return {
+            "deadlines": lambda: self._end_overdue(now),
+            "ended": lambda: self._expire_ended(now),
+        }
 
     @property
     def is_drained(self) -> bool:
@@ -359,6 +341,5 @@ class EmbedCore(PromptCore[EmbedJob]):
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
         **WorkerCore.HANDLERS,
         BatchDone: _on_done,
-        Tick: _on_tick,
     }
     ENGINE_EVENTS: ClassVar[frozenset[type]] = frozenset({BatchDone})

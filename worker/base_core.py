@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
-from baton.proto.errors import InternalError
+from baton.engine.scheduling.events import Event as EngineEvent
+from baton.proto.errors import DeadlineExceeded, InternalError
 from baton.proto.wire.messages import (
     Abort,
     Accepted,
@@ -41,12 +42,13 @@ from .events import (
     Log,
     RouterDown,
     RouterUp,
+    Tick,
     ToRouter,
     blocks_freed,
 )
-from .jobs import Job, Jobs
+from .jobs import Ending, Job, Jobs
 from .load_by_router import Shares
-from .membership import Membership, left_alone, moved_to, other_owner
+from .membership import EngineState, Membership, left_alone, moved_to, other_owner
 from .own_errors import OwnErrors, failure_text, key_of
 
 ATTEMPTS_KEPT = 1 << 19
@@ -83,8 +85,16 @@ class WorkerCore(ABC):
         """Add what follows any event, such as the next step."""
 
     @abstractmethod
-    def _fail(self, job: Any, now: float, message: str) -> list[Any]:
-        """End a job with an InternalError."""
+    def _end(self, job: Any, now: float, **ending: Unpack[Ending]) -> list[Any]:
+        """Send the terminal of a job."""
+
+    @abstractmethod
+    def _engine_state(self, layers: int) -> EngineState:
+        """Return the progress that heartbeats report; ``layers``: computed since the start."""
+
+    @abstractmethod
+    def _timed_parts(self, now: float, event: Tick) -> dict[str, Callable[[], list[Any]]]:
+        """Return the role's parts of a timer's work, in order, with those that end late jobs."""
 
     @abstractmethod
     def check_integrity(self) -> None:
@@ -182,7 +192,7 @@ class WorkerCore(ABC):
         try:
             if self._jobs.get(job.key) is job:
                 text = failure_text(self._member.identity.worker)
-                return actions + self._fail(job, now, text)
+                return actions + self._end(job, now, code=InternalError.code, message=text)
             if not self._member.has_ended(*job.key):
                 actions += self._end_jobless(job.router, job.key, job.proof, now, job.deadline)
         except Exception as again:
@@ -212,6 +222,27 @@ class WorkerCore(ABC):
                 actions += handle(job)
             except Exception as error:
                 actions += self._harm(job, error, where, now)
+        return actions
+
+    def _each_event(
+        self,
+        events: Iterable[EngineEvent],
+        handle: Callable[[Any, Any], list[Any]],
+        now: float,
+    ) -> list[Any]:
+        """Return the actions for every event of the engine; an error harms its job alone.
+
+        ``handle(job, event)``. Events of jobs that ended meanwhile are dropped.
+        """
+        actions: list[Any] = []
+        for event in events:
+            job = self._jobs.named(event.request)
+            if job is None:
+                continue
+            try:
+                actions += handle(job, event)
+            except Exception as error:
+                actions += self._harm(job, error, type(event).__name__, now)
         return actions
 
     def _outputs(
@@ -376,6 +407,30 @@ class WorkerCore(ABC):
         actions = self._each(jobs, abort, "deserted", now)
         return [a for a in actions if not isinstance(a, ToRouter) or a.router not in gone]
 
+    # ------------------------------------------------------------------ time
+
+    def _on_tick(self, event: Tick, now: float) -> list[Any]:
+        state = self._engine_state(event.layers)
+        actions: list[Any] = []
+        self.errors.apart(
+            actions,
+            heartbeat=lambda: self._member.tick(now, state, self.load),
+            hello=lambda: self._introduce_again(now),
+            deserted=lambda: self._deserted(now),
+            **self._timed_parts(now, event),
+            drain=self._maybe_drained,
+        )
+        return actions
+
+    def _end_overdue(self, now: float) -> list[Any]:
+        """End the jobs whose deadline has passed."""
+
+        def late(job: Job) -> list[Any]:
+            text = "the deadline passed"
+            return self._end(job, now, code=DeadlineExceeded.code, message=text)
+
+        return self._each(self._jobs.overdue(now), late, "deadline", now)
+
     # ------------------------------------------------------------------ drain
 
     def _on_drain(self, event: DrainRequested, now: float) -> list[Any]:
@@ -398,4 +453,5 @@ WorkerCore.HANDLERS = {
     RouterUp: WorkerCore._on_router_up,
     RouterDown: WorkerCore._on_router_down,
     DrainRequested: WorkerCore._on_drain,
+    Tick: WorkerCore._on_tick,
 }
