@@ -216,7 +216,6 @@ lock:  ## resolve requirements.lock anew (needs uv)
 
 $(VENV)/.installed: $(VENV)/.locked $(BUILD_INPUTS)
 	@echo "installing baton and its kernels into $(VENV)"
-	@$(BIN)/python -m pip uninstall -qq --disable-pip-version-check --yes baton # what this project was called before
 	@$(BIN)/python -m pip install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
 	@$(BIN)/baton doctor | grep '^warn  kernels' || true # pip hides what the build says
 	@touch "$@"

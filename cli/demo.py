@@ -24,7 +24,6 @@ from baton.proto.sampling import SamplingParamsInput
 
 from .demo_media import DrawTour, ImageTour, SpeechTour
 from .demo_steps import KILL_TOKENS, Question, show, show_http, show_kill
-from .parser import warn
 from .serve import run_cluster
 
 QUESTIONS = (
@@ -67,8 +66,6 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="FOLDER",
         help="where --images, --speech or --pictures writes its files [a new temporary folder]",
     )
-    for flag, kind in (("--draw", "store_true"), ("--wav", "store")):  # earlier names
-        parser.add_argument(flag, action=kind, help=argparse.SUPPRESS)
     parser.add_argument("questions", metavar="QUESTION", nargs="*", help="prompts [examples]")
     parser.set_defaults(run=run)
 
@@ -113,25 +110,14 @@ def _model_and_tour(arguments: argparse.Namespace) -> tuple[str, Callable[[], To
 
 
 def kind_of(arguments: argparse.Namespace) -> tuple[str, str | None, tuple[str, ...]]:
-    """Return the kind of demo, its folder and its questions. Raises ConfigError for two kinds.
-
-    Earlier commands: ``--draw`` is ``--pictures``, ``--wav FOLDER`` is ``--speech`` with a folder,
-    and ``--pictures FOLDER`` named the folder of ``--images`` and ``--draw``.
-    """
-    folder, value, questions = arguments.output, arguments.pictures, tuple(arguments.questions)
-    if folder is None:
-        folder = arguments.wav
-    if value and (arguments.images or arguments.draw):
-        warn(f"--pictures {value} is --output {value} now")
-        folder = value if folder is None else folder
-    elif value:
-        questions = (value, *questions)
-    if arguments.draw:
-        warn("--draw is called --pictures now")
+    """Return the kind of demo, its folder and its questions. Raises ConfigError for two kinds."""
+    folder, prompt, questions = arguments.output, arguments.pictures, tuple(arguments.questions)
+    if prompt:
+        questions = (prompt, *questions)
     kinds = {
         "images": arguments.images,
-        "speech": arguments.speech or arguments.wav is not None,
-        "pictures": arguments.draw or (value is not None and not (arguments.images and value)),
+        "speech": arguments.speech,
+        "pictures": prompt is not None,
     }
     chosen = [kind for kind, wanted in kinds.items() if wanted]
     if len(chosen) > 1:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from baton.client.routers import separated
-from baton.deploy.config import ServeSettings, with_present_names
+from baton.deploy.config import ServeSettings
 from baton.deploy.controller.admin import Overview
 from baton.deploy.controller.admin_client import AdminClient, listens
 from baton.deploy.local.banner import dashboard_of, kernels_warning, metrics_of
@@ -41,7 +41,7 @@ _TCP_PATIENCE_S = 1.0
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = verbs.add_parser("launch", help="start a cluster in the background", epilog=EPILOG)
-    add_settings(parser, without=("backend",))
+    add_settings(parser)
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     parser.add_argument(
         "--backend",
@@ -168,7 +168,7 @@ def running_cluster(settings: ServeSettings) -> Overview | None:
 def already(settings: ServeSettings, running: Overview) -> int:
     """Print that the cluster runs. Raises RequestFailed with the first setting that differs."""
     wanted = msgspec.to_builtins(with_task(settings))
-    present, launched = map(with_present_names, (running.settings, running.launched))
+    present, launched = running.settings, running.launched
     for name, value in wanted.items():
         known = (present.get(name), launched.get(name))
         if name not in ("address", "admin", "task") and value not in known:

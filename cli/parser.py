@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 EXIT_USAGE = 2
@@ -57,8 +57,7 @@ class Parser(argparse.ArgumentParser):
                 return
             name = word.partition("=")[0]
             if name.startswith("--") and name not in known:
-                shown = [o for o, a in known.items() if a.help != argparse.SUPPRESS]
-                self.error(f"no option {name}{did_you_mean(name, shown, '--')}")
+                self.error(f"no option {name}{did_you_mean(name, known, '--')}")
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -80,14 +79,11 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
-def one_of(choices: Sequence[str], hidden: Container[str] = ()) -> Callable[[str], str]:
-    """Return the type function of an option that takes one of ``choices``.
-
-    ``hidden``: other values that are accepted, but not named in the error message.
-    """
+def one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    """Return the type function of an option that takes one of ``choices``."""
 
     def checked(text: str) -> str:
-        if text not in choices and text not in hidden:
+        if text not in choices:
             raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}, not {text!r}")
         return text
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from baton.deploy.config import ServeSettings, with_present_names
+from baton.deploy.config import ServeSettings
 from baton.deploy.controller.admin import RollOut
 from baton.deploy.controller.admin_client import AdminClient
 from baton.deploy.plan.plan import model_folder
@@ -16,7 +16,7 @@ from baton.deploy.supervise.core import Phase
 from baton.proto.errors import ConfigError
 
 from .operator import add_operator, assignments, carry_out, operator
-from .parser import did_you_mean, warn
+from .parser import did_you_mean
 from .settings import read_file
 
 EPILOG = """\
@@ -48,10 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Order the rollout. The changed settings are checked before any process is replaced."""
     changes: dict[str, Any] = {}
     if arguments.config:
-        changes = with_present_names(
-            read_file(arguments.config), lambda name: f"{arguments.config}: {name}", warn
-        )
-    changes |= with_present_names(assignments(arguments.changes), warn=warn)
+        changes = read_file(arguments.config)
+    changes |= assignments(arguments.changes)
     unknown = sorted(set(changes) - set(ServeSettings.__struct_fields__))
     if unknown:
         where = f" (file {arguments.config})" if arguments.config else ""

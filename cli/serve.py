@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from baton.deploy.config import CHOICES, RENAMED, RENAMED_VALUES, ServeSettings
+from baton.deploy.config import CHOICES, ServeSettings
 from baton.deploy.local.cluster import LocalCluster
 from baton.deploy.local.service import READY, STOPPING, notify
 from baton.deploy.local.terminal import terminal
@@ -39,11 +39,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.set_defaults(run=run)
 
 
-def add_settings(parser: argparse.ArgumentParser, without: Container[str] = ()) -> None:
-    """Add the positional MODEL, one flag per setting in groups, and hidden flags of old names.
-
-    ``without``: old names whose flag has another meaning in this command.
-    """
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the positional MODEL, and one flag per setting in groups."""
     parser.usage = "%(prog)s [OPTIONS] [MODEL]"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=HELP["model"])
     types = typing.get_type_hints(ServeSettings)
@@ -71,16 +68,12 @@ def add_settings(parser: argparse.ArgumentParser, without: Container[str] = ()) 
                 const=0,
                 help="serve no HTTP, as --gateways 0",
             )
-    for old, field in RENAMED.items():
-        if old not in without:
-            kind = _type(field, types[field])
-            parser.add_argument(flag(old), dest=old, type=kind, help=argparse.SUPPRESS)
 
 
 def _type(field: str, kind: type) -> Callable[[str], object]:
     """Return the function that converts a flag's text, and raises ArgumentTypeError."""
     if field in CHOICES:
-        return one_of(CHOICES[field], RENAMED_VALUES.get(field, ()))
+        return one_of(CHOICES[field])
     return {int: count, float: seconds}.get(kind, str)
 
 
@@ -109,8 +102,7 @@ def settings_of(arguments: argparse.Namespace, adapt: Adapt = with_worker_per_gp
 
     ``adapt``: by default the GPUs of this machine decide how many workers there are.
     """
-    names = (*ServeSettings.__struct_fields__, *RENAMED)
-    flags = {name: getattr(arguments, name, None) for name in names}
+    flags = {name: getattr(arguments, name, None) for name in ServeSettings.__struct_fields__}
 
     def spell(field: str) -> str:
         return "MODEL" if field == "model" else flag(field)

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 from baton.deploy.config import (
     ANY_HTTP_PORT,
     HTTP_PORT,
-    RENAMED,
     ServeSettings,
     check,
     convert,
-    with_present_names,
 )
 from baton.proto.codec.shared_memory import KEY_VARIABLE, SWITCH_VARIABLE
 from baton.proto.errors import ConfigError
@@ -186,7 +184,7 @@ def resolve(
     """Merge the layers and check the result.
 
     ``fill``: sets defaults that depend on the machine, given the names of the fields that are set.
-    ``spell``: the flag of a field. ``warn`` receives a sentence for each deprecated name.
+    ``spell``: the flag of a field. ``warn`` receives a sentence for each variable without effect.
     Raises ConfigError for a wrong setting, with the setting's name in the source that set it.
     """
     layers = [
@@ -194,9 +192,6 @@ def resolve(
         Layer(read_file(file) if file else {}, lambda name: f"{file}: {name}"),
         Layer(from_environment(environment), variable),
         Layer({key: value for key, value in flags.items() if value is not None}, spell),
-    ]
-    layers = [
-        Layer(with_present_names(layer.values, layer.spell, warn), layer.spell) for layer in layers
     ]
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -238,7 +233,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
     Kubernetes sets BATON_HTTP_PORT=tcp://... in every pod for a service named ``baton-http``.
     """
-    names = {variable(field): field for field in (*ServeSettings.__struct_fields__, *RENAMED)}
+    names = {variable(field): field for field in ServeSettings.__struct_fields__}
     return {
         names[key]: value
         for key, value in environment.items()
@@ -249,10 +244,9 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Warnings about ``BATON_`` variables that set nothing, each with the closest known name."""
     known = {variable(field) for field in ServeSettings.__struct_fields__} | _OTHER_VARIABLES
-    old = {variable(field) for field in RENAMED}
     return [
         f"{name} has no effect{did_you_mean(name, known, ENV_PREFIX)}"
-        for name in sorted(environment.keys() - known - old)
+        for name in sorted(environment.keys() - known)
         if name.startswith(ENV_PREFIX) and not _SERVICE.search(name)
     ]
 

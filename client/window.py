@@ -28,7 +28,7 @@ def size_for(report: Mapping[str, Any]) -> int:
     """Return the running requests of a call for a cluster with this status report."""
     router = report.get("router", {})
     slots, limit = router.get("batch_slots", 0), router.get("requests", {}).get("limit", 0)
-    if not slots or not limit:  # a router of an earlier version, or no worker
+    if not slots or not limit:  # no worker
         return WINDOW
     return int(min(max(ROUNDS * slots, WINDOW), limit, LARGEST))
 

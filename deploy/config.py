@@ -64,19 +64,6 @@ HTTP_PORT = 8000
 """The HTTP port unless the setting ``http_port`` has another."""
 ANY_HTTP_PORT = -1
 """``http_port``: :data:`HTTP_PORT`, or a free port if that is in use."""
-RENAMED = {
-    "silence": "worker_timeout",
-    "backend": "kernels",
-    "max_length": "max_model_len",
-    "max_batch": "max_num_seqs",
-    "prefill_max_batch": "prefill_max_num_seqs",
-    "chunk_budget": "max_num_batched_tokens",
-    "decode_chunk_budget": "decode_max_num_batched_tokens",
-    "scale_calm": "stabilization_window",
-}
-"""Deprecated names of settings, accepted for one release."""
-RENAMED_VALUES = {"prefill_order": {"arrival": "fcfs", "in_time": "edf"}}
-"""Deprecated values by setting, accepted for one release."""
 LEAST_HANDOFF_TIMEOUT = 1.0
 """Seconds: two intervals of 0.5 s at which the two sides of a handoff ping each other."""
 _MAY_BE_ZERO = (
@@ -155,28 +142,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 _DEFAULTS = ServeSettings()
-
-
-def with_present_names(
-    values: Mapping[str, Any],
-    spell: Callable[[str], str] = str,
-    warn: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Replace deprecated names and values of settings. A present name wins over its old name.
-
-    ``spell``: name of a setting in its source. ``warn`` receives a sentence per replacement.
-    """
-    found = dict(values)
-    for old, new in RENAMED.items():
-        if old in values:
-            warn(f"{spell(old)} is deprecated; use {spell(new)}")
-            value = found.pop(old)
-            found.setdefault(new, value)
-    for name, renamed in RENAMED_VALUES.items():
-        if (value := str(found.get(name))) in renamed:
-            warn(f"{spell(name)} {value} is deprecated; use {renamed[value]}")
-            found[name] = renamed[value]
-    return found
 
 
 def convert(values: Mapping[str, Any], spell: Callable[[str], str] = str) -> ServeSettings:

@@ -29,7 +29,6 @@ MAX_SHARED_BYTES = 256 << 20
 """Maximum bytes of shared memory per message; further arrays travel in the message."""
 
 MAX_REQUEST_ID_CHARS = 256
-MAX_MODEL_NAME_CHARS = 256
 MAX_STOP_SEQUENCES = 16
 MAX_STOP_CHARS = 128
 MAX_STOP_TOKEN_IDS = 64

@@ -244,7 +244,6 @@ class Rogue(Node):
         self.greedy = greedy
         self._card = card
         self._connection = 0
-        self._deaf = False
         self._encoder = EnvelopeEncoder()
         self._decoders = {name: EnvelopeDecoder[Any](union) for name, union in UNIONS.items()}
         self._answers = EnvelopeDecoder[Any](DecodeToPrefill, digest=Envelope.digest)

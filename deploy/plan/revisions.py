@@ -9,7 +9,7 @@ import msgspec
 
 from baton.proto.errors import ConfigError
 
-from ..config import ServeSettings, check, convert, with_present_names
+from ..config import ServeSettings, check, convert
 from ..controller.backend import MemberSpec
 from .plan import ClusterPlan, gateway_names, process_of
 from .prepare import check_model
@@ -85,7 +85,6 @@ class Revisions:
 
 def changed(settings: ServeSettings, changes: Mapping[str, Any]) -> ServeSettings:
     """Replace some settings and check the result. Raises ConfigError."""
-    changes = with_present_names(changes)  # an older command may send old names
     before = msgspec.to_builtins(settings)
     after = convert({**before, **changes})
     for name in FIXED:

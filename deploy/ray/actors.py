@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from typing import Any
 
 import msgspec
 
 from baton.proto.errors import BatonError, ConfigError
 
-from ..config import ServeSettings, with_present_names
+from ..config import ServeSettings
 from ..supervise.oom import score_like_parent
 from .controller import ControllerFacts, RayCluster
 from .member import MemberReport, State, Supervisor
@@ -89,9 +88,7 @@ class Controller:
         score_like_parent()
         self._facts = ControllerFacts()
         head = str(ray.util.get_node_ip_address())
-        given = msgspec.json.decode(settings, type=dict[str, Any])
-        # Ray restarts a controller with its old arguments, also after `baton install`.
-        launched = msgspec.convert(with_present_names(given), ServeSettings)
+        launched = msgspec.json.decode(settings, type=ServeSettings)
         self._api = Ray(head, gpus=1.0 if launched.device == "cuda" else 0.0)
         try:
             self._cluster = RayCluster(launched, self._api, head)

@@ -12,7 +12,7 @@ import msgspec
 
 from baton.proto.errors import BatonError, ConfigError, ConnectionLost, RequestFailed
 
-from ..config import ServeSettings, with_present_names
+from ..config import ServeSettings
 from ..controller.admin_client import AdminClient
 from ..plan.prepare import check_model
 from .actors import CONTROLLER, Controller
@@ -151,7 +151,7 @@ def _facts(ray: Any, actor: Any) -> ControllerFacts:
 def _check_same(facts: ControllerFacts, settings: ServeSettings, free: Container[str] = ()) -> None:
     """Raise ConfigError if the running cluster has other settings. ``free``: any value will do."""
     wanted = msgspec.to_builtins(settings)
-    launched = with_present_names(facts.launched)
+    launched = facts.launched
     other = [
         name for name, value in wanted.items() if name not in free and launched.get(name) != value
     ]

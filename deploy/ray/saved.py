@@ -8,13 +8,12 @@ targets.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
 from baton.proto.errors import ConfigError
 
-from ..config import ServeSettings, with_present_names
+from ..config import ServeSettings
 from ..controller.backend import GATEWAY, POOLS, ROUTER
 from ..controller.core import ControllerCore
 from ..controller.members import Stage
@@ -59,15 +58,9 @@ def encode_saved(saved: Saved) -> bytes:
 
 
 def decode_saved(data: bytes) -> Saved:
-    """Decode a stored state. Raises ConfigError if it is unreadable or of another version.
-
-    The controller that saved it may have used deprecated names of settings.
-    """
+    """Decode a stored state. Raises ConfigError if it is unreadable or of another version."""
     try:
-        raw = msgspec.json.decode(data, type=dict[str, Any])
-        revisions = msgspec.convert(raw.get("revisions"), dict[str, dict[str, Any]])
-        raw["revisions"] = {key: with_present_names(values) for key, values in revisions.items()}
-        return msgspec.convert(raw, Saved, str_keys=True)
+        return msgspec.json.decode(data, type=Saved)
     except msgspec.DecodeError as problem:
         raise ConfigError(
             f"the controller's saved state in Ray cannot be read ({problem}); end the cluster with "

@@ -94,7 +94,6 @@ class Reserve(Message, frozen=True, kw_only=True):
     num_tokens: Count  # tokens whose KV will arrive
     growth: Count  # additional tokens to reserve room for
     serial: Word = 0  # number of the handoff; a new number requests a new grant
-    layout_id: Word = 0
     deadline: Remaining
     grammar: GrammarSpec | None = None
     ticket: Binary = b""  # of the Assign; proves that a router gave this attempt to the sender
@@ -155,7 +154,6 @@ class Opened(Message, frozen=True, kw_only=True):
     incarnation: Word
     transport: Name
     data_endpoint: Name
-    layout_id: Word = 0
     max_frame_bytes: Count = 1 << 20
 
 

@@ -1,6 +1,5 @@
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 from baton.cli import demo, demo_steps, doctor, status
 from baton.cli.command import VERBS, asked_verbs, build_parser, main
 from baton.cli.settings import GROUPS
-from baton.deploy.config import CHOICES, RENAMED, ServeSettings, demo_model_folder
+from baton.deploy.config import CHOICES, ServeSettings, demo_model_folder
 from baton.deploy.report import (
     ClusterReport,
     FailedPairRecord,
@@ -80,35 +79,6 @@ def test_serve_help_names_every_setting_and_the_precedence(capsys):
     assert "TEXT" not in text
     assert "Precedence" in text
     assert "BATON_" in text
-
-
-@pytest.mark.parametrize("command", ["serve", "launch"])
-def test_help_shows_no_old_name(command, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    shown = set(re.findall(r"--[a-z-]+", text := capsys.readouterr().out))
-    old = {f"--{name.replace('_', '-')}" for name in RENAMED}
-    assert shown & old == ({"--backend"} if command == "launch" else set())  # local or ray
-    assert not {"arrival", "in_time"} & set(re.findall(r"\w+", text)) - {"arrival"}
-    assert "{auto,fcfs,edf}" in text
-
-
-def test_old_flags_work_with_a_warning_that_names_the_new_ones(capsys):
-    words = ["--max-batch=5", "--chunk-budget", "64", "--backend=numpy", "--max-length=512"]
-    words += ["--prefill-order=in_time", "--scale-calm=9", "--kv-memory=8MiB", "--slo-ttft=3"]
-    assert main(["serve", "--dry-run", *words]) == 0
-    shown = capsys.readouterr()
-    assert sorted(shown.err.splitlines()) == [
-        "baton: warning: --backend is deprecated; use --kernels",
-        "baton: warning: --chunk-budget is deprecated; use --max-num-batched-tokens",
-        "baton: warning: --max-batch is deprecated; use --max-num-seqs",
-        "baton: warning: --max-length is deprecated; use --max-model-len",
-        "baton: warning: --prefill-order in_time is deprecated; use edf",
-        "baton: warning: --scale-calm is deprecated; use --stabilization-window",
-    ]
-    _, prefill, decode, _ = (each["config"] for each in json.loads(shown.out)["processes"])
-    assert (decode["max_batch"], prefill["token_budget"], prefill["slo_ttft"]) == (5, 64, 3.0)
-    assert (decode["runner"]["backend"], decode["runner"]["max_length"]) == ("numpy", 512)
 
 
 @pytest.mark.parametrize(
@@ -438,29 +408,24 @@ def test_status_shows_waiting_times_and_what_was_dropped_when_there_is_any():
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "folder", "questions", "warnings"),
+    ("options", "kind", "folder", "questions"),
     [
-        ("q", "", None, ["q"], 0), ("--pictures", "pictures", None, [], 0),
-        ("--pictures a b --output d", "pictures", "d", ["a", "b"], 0),
-        ("--images --output d", "images", "d", [], 0), ("--draw a", "pictures", None, ["a"], 1),
-        ("--draw --pictures d", "pictures", "d", [], 2),
-        ("--images --pictures d", "images", "d", [], 1),
-        ("--speech --output d a", "speech", "d", ["a"], 0), ("--wav d", "speech", "d", [], 0),
+        ("q", "", None, ["q"]), ("--pictures", "pictures", None, []),
+        ("--pictures a b --output d", "pictures", "d", ["a", "b"]),
+        ("--images --output d", "images", "d", []),
+        ("--speech --output d a", "speech", "d", ["a"]),
     ],
 )  # fmt: skip
-def test_demo_has_three_kinds_and_understands_earlier_options(
-    options, kind, folder, questions, warnings, capsys
-):
+def test_demo_has_three_kinds(options, kind, folder, questions):
     arguments = build_parser().parse_args(["demo", *options.split()])
     assert demo.kind_of(arguments) == (kind, folder, tuple(questions))
-    assert capsys.readouterr().err.count("baton: warning: --") == warnings
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ("--images --pictures", "choose one"), ("--speech --pictures a", "choose one"),
-        ("--images --speech", "choose one"), ("--images --wav d", "choose one"),
+        ("--images --speech", "choose one"),
         ("--output d", "--output needs"),
     ],
 )  # fmt: skip

@@ -1,10 +1,9 @@
 """The settings in docs/operations.md equal those of the code."""
 
-import re
 from pathlib import Path
 
 from baton.cli.settings import HELP
-from baton.deploy.config import RENAMED, RENAMED_VALUES, ServeSettings
+from baton.deploy.config import ServeSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
@@ -26,13 +25,3 @@ def test_every_setting_has_its_row_with_its_default():
         assert (f"`{default}`" if default != "" else "empty") in row
         assert HELP[field] in row
     assert rows == {}
-
-
-def test_every_old_name_has_its_row():
-    rows = "\n".join(_table("| old name | present name |")).replace("-", "_")
-    for old, new in RENAMED.items():
-        assert re.search(rf"\| `__{old}`.* \| `__{new}` \|", rows), old
-    for name, values in RENAMED_VALUES.items():
-        for old, new in values.items():
-            assert re.search(rf"`__{name} {old}`.*`__{name} {new}`", rows), old
-    assert len(rows.splitlines()) == len(RENAMED) + len(RENAMED_VALUES)

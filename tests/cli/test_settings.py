@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from baton.cli import settings as settings_module
-from baton.cli.settings import GROUPS, HELP, resolve, unknown_variables
-from baton.deploy.config import RENAMED, RENAMED_VALUES, ServeSettings, check, convert, parse_size
+from baton.cli.settings import GROUPS, HELP, resolve
+from baton.deploy.config import ServeSettings, parse_size
 from baton.proto.errors import ConfigError
 
 
@@ -50,58 +50,6 @@ def test_opentelemetrys_variable_names_the_collector_if_its_packages_are_there(m
     assert resolve(own, given, None).otlp_endpoint == "http://other:4318"
     with pytest.raises(ConfigError, match=r"--otlp-endpoint must begin with http://"):
         resolve({"otlp_endpoint": "collector:4318"}, given, None)
-
-
-def test_an_earlier_name_sets_the_same_and_yields_to_a_higher_layer(tmp_path):
-    path = tmp_path / "serve.toml"
-    path.write_text("worker-timeout = 9\n")
-    warnings: list[str] = []
-    old = {"BATON_SILENCE": "3"}
-    assert resolve({}, old, str(path), warn=warnings.append).worker_timeout == 3.0
-    assert resolve({"worker_timeout": 4.0}, old, str(path)).worker_timeout == 4.0
-    assert resolve({"silence": 2.0}, {"BATON_WORKER_TIMEOUT": "4"}, None).worker_timeout == 2.0
-    assert warnings == ["BATON_SILENCE is deprecated; use BATON_WORKER_TIMEOUT"]
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_every_old_name_works_in_each_source_with_one_warning(tmp_path, old):
-    new = RENAMED[old]
-    default = getattr(ServeSettings(), new)
-    value = "numpy" if isinstance(default, str) else type(default)(default + 1)
-    path = tmp_path / "serve.toml"
-    path.write_text(f"{old} = {value!r}\n")
-    variables = {f"BATON_{old.upper()}": str(value)}
-    flags = {old: value}
-    for sources, spelled in (
-        (({}, {}, str(path)), (f"{path}: {old}", f"{path}: {new}")),
-        (({}, variables, None), (f"BATON_{old.upper()}", f"BATON_{new.upper()}")),
-        ((flags, {}, None), (f"--{old}".replace("_", "-"), f"--{new}".replace("_", "-"))),
-    ):
-        warnings: list[str] = []
-        assert getattr(resolve(*sources, warn=warnings.append), new) == value
-        assert warnings == ["{} is deprecated; use {}".format(*spelled)]
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [(name, *pair) for name, pairs in RENAMED_VALUES.items() for pair in pairs.items()],
-)
-def test_every_old_value_works_with_one_warning(name, old, new):
-    warnings: list[str] = []
-    assert getattr(resolve({name: old}, {}, None, warn=warnings.append), name) == new
-    assert warnings == [f"--{name.replace('_', '-')} {old} is deprecated; use {new}"]
-    with pytest.raises(ConfigError, match=new) as caught:
-        check(convert({name: "random"}))
-    assert f" {old}" not in str(caught.value)
-
-
-def test_a_present_name_wins_over_its_old_name():
-    assert resolve({"max_batch": 3, "max_num_seqs": 4}, {}, None).max_num_seqs == 4
-
-
-def test_hints_name_no_old_name():
-    assert unknown_variables({"BATON_MAX_LENGTHS": "1"}) == ["BATON_MAX_LENGTHS has no effect"]
-    assert unknown_variables({"BATON_MAX_LENGTH": "1"}) == []
 
 
 @pytest.mark.parametrize(

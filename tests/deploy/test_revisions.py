@@ -39,12 +39,6 @@ def test_the_trial_of_new_settings_takes_no_gpu(tmp_path):
     assert revisions.spec("decode-0", "decode", revision).process.config.runner.ordinal == gpu
 
 
-def test_changes_may_have_old_names(revisions):
-    assert revisions.settings(revisions.add(0, {"max_batch": "7"})).max_num_seqs == 7
-    with pytest.raises(ConfigError, match="max_num_seqs must be at least 1"):
-        revisions.add(0, {"max_batch": 0})
-
-
 def test_an_added_worker_is_as_large_as_the_others(revisions):
     first, late = (revisions.spec(f"decode-{n}", "decode", 0).process.config for n in (0, 9))
     assert first.runner == late.runner
