@@ -45,19 +45,13 @@ def test_the_wait_is_over_with_the_timeout(monkeypatch):
         ordered(monkeypatch, Controller(1 << 40), "--timeout", "0.01")
 
 
-def test_old_names_of_settings_are_sent_as_the_new_ones(monkeypatch, tmp_path, capsys):
+def test_changes_of_the_command_replace_those_of_the_file(monkeypatch, tmp_path):
     controller = Controller(0)
     file = tmp_path / "baton.toml"
-    file.write_text("max_batch = 3\nchunk-budget = 64\n")
-    words = ("--config", str(file), "max_num_seqs=5", "prefill-order=in_time")
-    assert ordered(monkeypatch, controller, *words) == 0
-    changes = {"max_num_seqs": "5", "max_num_batched_tokens": 64, "prefill_order": "edf"}
+    file.write_text("max_num_seqs = 3\nmax-num-batched-tokens = 64\n")
+    assert ordered(monkeypatch, controller, "--config", str(file), "max-num-seqs=5") == 0
+    changes = {"max_num_seqs": "5", "max_num_batched_tokens": 64}
     assert controller.orders == [RollOut(changes=changes)]
-    assert capsys.readouterr().err.splitlines() == [
-        f"baton: warning: {file}: max_batch is deprecated; use {file}: max_num_seqs",
-        f"baton: warning: {file}: chunk_budget is deprecated; use {file}: max_num_batched_tokens",
-        "baton: warning: prefill_order in_time is deprecated; use edf",
-    ]
 
 
 def test_a_damaged_tokenizer_of_the_new_model_is_found_before_the_order(

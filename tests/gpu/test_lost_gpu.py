@@ -81,7 +81,7 @@ def made(environment: dict[str, str]) -> str:
 
 def test_an_installation_that_cannot_compute_is_one_sentence(with_cupy: dict[str, str]) -> None:
     said = (
-        "this installation of CuPy cannot compute: pip install 'cupy-cuda13x[ctk]' (RuntimeError: "
+        "this installation of CuPy cannot compute: pip install 'baton-serve[cuda]' (RuntimeError: "
     )
     without = made({**with_cupy, "BATON_FAKE_NO_NVRTC": "1"})
     assert without == f"{said}CuPy failed to load libnvrtc.so.13: OSError: cannot open)"
