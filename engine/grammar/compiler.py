@@ -6,6 +6,7 @@ of a compilation. So untrusted schemas are first compiled in a trial (:mod:`.tri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _MAX_LEXER_STATES = 32_000  # about 0.6 KiB each
 _MESSAGE_CHARS = 300
+_spelled_alike = re.compile("[!-~]+").fullmatch
+"""In a byte-level vocabulary, only these characters stand for themselves."""
 
 
 def load_tokenizer(folder: Path, vocab_size: int, eos: Iterable[int]) -> LLTokenizer:
@@ -32,15 +35,36 @@ def load_tokenizer(folder: Path, vocab_size: int, eos: Iterable[int]) -> LLToken
     if not ids:
         raise InputError("json_schema needs a model with an end-of-sequence id")
     try:
-        content = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        content = (folder / "tokenizer.json").read_bytes()
         return LLTokenizer(
-            content, n_vocab=vocab_size, eos_token=ids, slices=LLTokenizer.json_slices()
+            _with_texts_as_tokens(content).decode(),
+            n_vocab=vocab_size,
+            eos_token=ids,
+            slices=LLTokenizer.json_slices(),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         reason = one_line(str(error))
         raise InputError(
             f"json_schema needs a tokenizer.json that fits the model: {reason}"
         ) from None
+
+
+def _with_texts_as_tokens(content: bytes) -> bytes:
+    """Return a ``tokenizer.json`` whose added tokens are the special ones alone.
+
+    llguidance takes every added token with a name in angle brackets for a special one, also the
+    ``<tool_call>`` of Qwen, which is text. It then proposes the token and refuses it.
+    """
+    file = msgspec.json.decode(content)
+    added = (file.get("added_tokens") if isinstance(file, dict) else None) or []
+    texts = [token for token in added if not token.get("special", True)]
+    vocabulary = file["model"].get("vocab") if texts else None
+    if not isinstance(vocabulary, dict):
+        return content
+    plain = [token for token in texts if _spelled_alike(token["content"])]
+    vocabulary |= {token["content"]: token["id"] for token in plain}
+    file["added_tokens"] = [token for token in added if token not in plain]
+    return msgspec.json.encode(file)
 
 
 def compile_schema(tokenizer: LLTokenizer, schema: str) -> LLMatcher:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from baton.deploy.config import demo_model_folder
+from baton.engine.grammar.compiler import compile_schema, load_tokenizer
 from baton.engine.grammar.constraint import (
     COMPILE_LIMIT_S,
     NOT_COMPILED,
@@ -507,6 +508,33 @@ def test_a_model_without_a_tokenizer_is_said(tmp_path, content):
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(InputError, match=r"needs a tokenizer\.json"):
         GrammarCompiler(tmp_path, VOCABULARY, EOS).compile(task(INTEGER))
+
+
+def test_an_added_token_that_is_text_may_stand_for_its_text(tmp_path):
+    """As Qwen's ``<tool_call>``, which begins a forced call."""
+    file = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
+    vocabulary = file["model"]["vocab"]
+    call = VOCABULARY - 1
+    file["model"]["merges"] = [
+        pair
+        for pair in file["model"]["merges"]
+        if vocabulary["".join(pair).replace(" ", "")] != call
+    ]
+    file["model"]["vocab"] = {k: v for k, v in vocabulary.items() if v != call}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    file["added_tokens"].append({"id": call, "content": "<call>", **flags})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    matcher = compile_schema(load_tokenizer(tmp_path, VOCABULARY, EOS), '{"const": "<call>"}')
+    quote = file["model"]["vocab"]['"']
+    assert [matcher.consume_token(token) for token in (quote, call, quote)] == [True] * 3
+    assert matcher.is_accepting()
+    spelled = compile_schema(load_tokenizer(tmp_path, VOCABULARY, EOS), '{"const": "<call>"}')
+    steps = 0
+    while not spelled.is_accepting() and steps < 20:
+        allowed = np.frombuffer(spelled.compute_bitmask(), np.uint8)
+        assert spelled.consume_token(int(np.unpackbits(allowed, bitorder="little").argmax()))
+        steps += 1
+    assert spelled.is_accepting()
 
 
 def test_a_tokenizer_larger_than_the_model_is_said():
