@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import math
 import os
 import platform
 import re
@@ -66,7 +65,9 @@ class Finding:
 def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
     parser = verbs.add_parser("doctor", help="check this machine, installation and a model")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="model folder to open as well")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="model folder or GGUF file to open as well"
+    )
     parser.set_defaults(run=run)
 
 
@@ -213,13 +214,17 @@ def check_folder(folder: str) -> Iterable[Finding]:
             require_tokenizer(folder)
             memory, tensors = model_memory(checkpoint, 0), checkpoint.tensors
             need, length = memory.weights, checkpoint.config.rope.default_length()
-            count = sum(math.prod(tensors.entry(name).shape) for name in tensors)
-            detail = f"{folder}: {checkpoint.architecture}, {count:,} parameters"
-            detail += f", {mebibytes(need)} of weights"
+            detail = f"{folder}: {checkpoint.architecture}, {tensors.elements:,} parameters"
+            detail += f", {mebibytes(tensors.nbytes)} in the file, {mebibytes(need)} in memory"
             per = f"{mebibytes(memory.context // length)} of KV memory per token in float32"
             context = f"{length} tokens"
     except BatonError as problem:
-        yield Finding("fail", "model", str(problem), "give a folder in the Hugging Face layout")
+        yield Finding(
+            "fail",
+            "model",
+            str(problem),
+            "give a folder in the Hugging Face layout, or a GGUF file",
+        )
         return
     yield Finding("ok", "model", f"{detail}, {per}")
     free = free_memory()

@@ -20,7 +20,7 @@ from baton.deploy.local.daemon import Daemon
 from baton.deploy.local.terminal import terminal
 from baton.deploy.plan.addresses import admin_address, claim_admin, client_addresses, ipc_path
 from baton.deploy.plan.hub import is_hub_name, with_local_model
-from baton.deploy.plan.plan import key_folder, model_folder, router_names
+from baton.deploy.plan.plan import key_folder, model_path, router_names
 from baton.deploy.plan.prepare import check_start, gpus_decide, with_task
 from baton.proto.errors import ConfigError, ConnectionLost, RequestFailed
 from baton.runtime.keys.api_keys import KEY_VARIABLE
@@ -117,9 +117,9 @@ def on_ray(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments, note)
     if is_hub_name(settings.model):
         raise ConfigError(
-            f"{settings.model} is a name on the Hugging Face hub, and no folder here; under Ray "
-            "each host reads the model from a folder: download it to the same path on all hosts, "
-            "and give that path"
+            f"{settings.model} is a name on the Hugging Face hub, and not here; under Ray each "
+            "host reads the model from a folder or GGUF file: download it to the same path on all "
+            "hosts, and give that path"
         )
     if not arguments.detach:
         raise ConfigError("--no-detach cannot be combined with --backend ray")
@@ -141,7 +141,7 @@ def absolute(settings: ServeSettings) -> ServeSettings:
     """Make paths absolute, for a process with another working folder."""
     changes: dict[str, Any] = {}
     if settings.model:
-        changes["model"] = model_folder(settings)
+        changes["model"] = model_path(settings)
     if settings.keys:
         changes["keys"] = key_folder(settings)
     for name in ("run_dir", "api_key_file", "ssl_certfile", "ssl_keyfile"):

@@ -10,7 +10,7 @@ from typing import Any
 from baton.deploy.config import ServeSettings
 from baton.deploy.controller.admin import RollOut
 from baton.deploy.controller.admin_client import AdminClient
-from baton.deploy.plan.plan import model_folder
+from baton.deploy.plan.plan import model_path
 from baton.deploy.plan.prepare import check_tokenizer
 from baton.deploy.supervise.core import Phase
 from baton.proto.errors import ConfigError
@@ -75,7 +75,7 @@ def _check_tokenizer(changes: dict[str, Any]) -> None:
     controller's host has is not checked.
     """
     settings = ServeSettings(model=str(changes.get("model", "")))
-    if settings.model and Path(model_folder(settings)).is_dir():
+    if settings.model and Path(model_path(settings)).exists():
         check_tokenizer(settings)
 
 

@@ -34,8 +34,8 @@ _SERVICE = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)$")
 """Suffixes of the variables that Kubernetes sets in every pod for a service named ``baton...``."""
 
 HELP = {
-    "model": "folder of the checkpoint, or org/name on the Hugging Face hub (default: the embedded "
-    "demo model)",
+    "model": "folder of the checkpoint, a GGUF file, or org/name on the Hugging Face hub (default: "
+    "the embedded demo model)",
     "task": "generate text, embed or draw (default: from the model); embed needs no decode workers",
     "prefill": "number of prefill workers (default with device cuda: a quarter of the GPUs, at "
     "least one, if decode is not given either)",

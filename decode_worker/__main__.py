@@ -9,7 +9,7 @@ import msgspec
 from baton.engine.audio.chunks import AudioDecoder, load_audio
 from baton.engine.audio.codec_kernels import codec_kernels
 from baton.engine.loading.embedding_config import DRAW
-from baton.engine.loading.loader import StepRunner, folder_task, load_runner
+from baton.engine.loading.loader import StepRunner, folder_task, load_runner, with_folder
 from baton.engine.pictures.loading import load_denoiser
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.vision import TextAndVisionContext
@@ -63,6 +63,7 @@ def with_local_prompts(card: ModelCard, *, vision: bool) -> ModelCard:
 
 def serve(config: DecodeWorkerConfig) -> int:
     """Load the model, register with the routers, run until drained or terminated."""
+    config = msgspec.structs.replace(config, runner=with_folder(config.runner))
     keys = load_keys(config.keys, DECODE, config.worker_id)
     draws = folder_task(config.runner.model, config.runner.task) == DRAW
     load = load_denoiser if draws else load_runner

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 from functools import partial
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from baton.engine.kernels.backend import Gpu
 from baton.engine.kernels.memory import aligned_zeros
 from baton.engine.loading.embedding_config import DRAW, EMBED
-from baton.engine.loading.loader import StepRunner, folder_task, load_embedder, load_runner
+from baton.engine.loading.loader import (
+    StepRunner,
+    folder_task,
+    load_embedder,
+    load_runner,
+    with_folder,
+)
 from baton.engine.pictures.loading import load_encoder
 from baton.kv_transfer.shared_pool import PoolOwner, can_share
 from baton.proto.ids import new_nonce, worker_incarnation
@@ -42,6 +49,7 @@ _log = get_logger()
 
 def serve(config: PrefillWorkerConfig) -> int:
     """Load the model, register with the routers, run until drained or terminated."""
+    config = msgspec.structs.replace(config, runner=with_folder(config.runner))
     keys = load_keys(config.keys, PREFILL, config.worker_id)
     task = folder_task(config.runner.model, config.runner.task)
     make = _load_embedder(config) if task == EMBED else _load_steps(config, task)

@@ -1,5 +1,7 @@
 """Models named as on the Hugging Face hub: ``org/name`` becomes a folder of the hub's cache.
 
+``org/name/FILE.gguf`` names one GGUF file of such a model.
+
 huggingface_hub does the download, so its variables count: HF_HOME, HF_ENDPOINT, HF_TOKEN and
 HF_HUB_OFFLINE. Only data is fetched, never code: the files that :mod:`...engine.loading` and
 :mod:`...text` read. A folder of that name wins over the hub.
@@ -10,11 +12,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from baton.engine.loading.gguf import part_paths
 from baton.proto.errors import ConfigError
 
 from ..config import ServeSettings
@@ -65,28 +68,38 @@ FILES = (
 NOT = ("model*/*.safetensors",)
 """A star of the patterns also matches slashes, and copies in other formats lie in folders."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_FILE_NAME = re.compile(rf"({_NAME.pattern})/([\w.-]{{1,200}}\.gguf)")
 
 Say = Callable[[str], object]
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether ``model`` is of the form ``org/name``, and no file or folder here."""
-    return bool(_NAME.fullmatch(model)) and not Path(model).exists()
+    """Whether ``model`` is ``org/name`` or ``org/name/FILE.gguf``, and no file or folder here."""
+    named = _NAME.fullmatch(model) or _FILE_NAME.fullmatch(model)
+    return bool(named) and not Path(model).exists()
 
 
 def with_local_model(settings: ServeSettings, say: Say, *, fetch: bool = True) -> ServeSettings:
-    """Return settings whose model is a folder: a model of the hub is downloaded first.
+    """Return settings whose model is local: a model of the hub is downloaded first.
 
     ``say`` receives a line before and after. ``fetch=False``: use the cache alone. Raises
     ConfigError, with the reason in one sentence, if the model cannot be had.
     """
     if not is_hub_name(settings.model):
         return settings
-    folder = download(settings.model, say, fetch=fetch)
-    return msgspec.structs.replace(settings, model=folder)
+    file = _FILE_NAME.fullmatch(settings.model)
+    if file is None:
+        folder = download(settings.model, say, fetch=fetch)
+        return msgspec.structs.replace(settings, model=folder)
+    names = [part.name for part in part_paths(Path(file[2]))]
+    folder = download(file[1], say, fetch=fetch, files=names)
+    for name in names:
+        if not (Path(folder) / name).is_file():
+            raise ConfigError(f"{file[1]} has no file {name}")
+    return msgspec.structs.replace(settings, model=str(Path(folder) / file[2]))
 
 
-def download(name: str, say: Say, *, fetch: bool = True) -> str:
+def download(name: str, say: Say, *, fetch: bool = True, files: Sequence[str] = FILES) -> str:
     """Return the folder of the hub's cache with the model ``name``. Raises ConfigError."""
     from huggingface_hub import constants, snapshot_download  # takes a second to import
     from huggingface_hub.errors import HfHubHTTPError
@@ -99,7 +112,7 @@ def download(name: str, say: Say, *, fetch: bool = True) -> str:
     def get(*, only_cached: bool) -> str:
         found = snapshot_download(
             name,
-            allow_patterns=[*FILES],
+            allow_patterns=[*files],
             ignore_patterns=[*NOT],
             local_files_only=only_cached,
         )

@@ -16,6 +16,7 @@ import msgspec
 
 from baton.decode_worker.config import DecodeWorkerConfig
 from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.gguf_folder import is_gguf, local_folder
 from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
 from baton.gateway.config import GatewayConfig
 from baton.prefill_worker.config import PrefillWorkerConfig
@@ -178,9 +179,22 @@ def gateway_names(settings: ServeSettings) -> list[str]:
     return [f"{GATEWAY}-{index}" for index in range(settings.gateways)]
 
 
-def model_folder(settings: ServeSettings) -> str:
-    """Return the absolute path of the model folder."""
+def model_path(settings: ServeSettings) -> str:
+    """Return the absolute path of the model: a folder or a GGUF file.
+
+    Workers get this path, because each host makes its own folder from a file.
+    """
+    if is_gguf(settings.model):
+        return str(Path(settings.model).absolute())  # a link's name is the model's name
     return str(Path(settings.model).resolve() if settings.model else demo_model_folder())
+
+
+def model_folder(settings: ServeSettings) -> str:
+    """Return the absolute path of the model folder; of a GGUF file, of the folder made from it.
+
+    Raises CheckpointError for a GGUF file that cannot be served.
+    """
+    return local_folder(model_path(settings))
 
 
 def key_folder(settings: ServeSettings) -> str:
@@ -406,7 +420,7 @@ def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) 
     blocks, memory = kv_size(settings, role)
     on_gpu = settings.device == "cuda"
     return RunnerConfig(
-        model=model_folder(settings),
+        model=model_path(settings),
         backend="cuda" if on_gpu else settings.kernels,
         block_size=settings.block_size,
         num_blocks=blocks,

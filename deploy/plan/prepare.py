@@ -77,9 +77,9 @@ def check_model(settings: ServeSettings) -> None:
     Raises ConfigError if the folder does not exist, CheckpointError for its files. A tokenizer is
     optional: without it, prompts must be token ids, and clients get an error for text.
     """
-    if not Path(model_folder(settings)).is_dir():
-        raise ConfigError(f"no model folder {model_folder(settings)}")
     folder = model_folder(settings)
+    if not Path(folder).is_dir():
+        raise ConfigError(f"no model folder {folder}")
     if folder_task(folder, settings.task) != DRAW:
         return
     open_folder(folder)

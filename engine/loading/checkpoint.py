@@ -15,6 +15,7 @@ import msgspec
 from baton.proto.errors import CheckpointError
 
 from .gguf import gguf_file, open_parts
+from .gguf_folder import local_folder
 from .gguf_tensors import GgufTensors
 from .model_config import (
     GenerationConfig,
@@ -66,8 +67,11 @@ class Checkpoint:
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
-    """Open a model folder. Raises :class:`CheckpointError` if a file is missing or invalid."""
-    path = Path(folder)
+    """Open a model folder or GGUF file.
+
+    Raises :class:`CheckpointError` if a file is missing or invalid.
+    """
+    path = Path(local_folder(folder))
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such model folder")
     config = load_model_config(path)
@@ -88,7 +92,7 @@ def _open_tensors(folder: Path) -> TensorStore:
 
 def require_tokenizer(folder: str | Path) -> Path:
     """Return the path of tokenizer.json. Raises :class:`CheckpointError` if it is missing."""
-    path = Path(folder) / "tokenizer.json"
+    path = Path(local_folder(folder)) / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
             f"{folder}: tokenizer.json is missing; only tokenizers in this format are supported"

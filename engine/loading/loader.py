@@ -41,6 +41,7 @@ from .embedding_config import (
     EmbeddingSettings,
     load_embedding_settings,
 )  # fmt: skip
+from .gguf_folder import local_folder
 from .model_config import CrossConfig, ModelConfig, stated_sizes
 
 F32 = npt.NDArray[np.float32]
@@ -51,8 +52,9 @@ DEFAULT_KV_BYTES = 256 << 20
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model to load and its memory.
 
-    ``model``: folder. ``backend``: "auto", "cpu", "numpy" or "cuda". ``ordinal``: number of the GPU
-    of "cuda", among those that CUDA_VISIBLE_DEVICES leaves. ``block_size``: tokens per KV block.
+    ``model``: folder or GGUF file. ``backend``: "auto", "cpu", "numpy" or "cuda". ``ordinal``:
+    number of the GPU of "cuda", among those that CUDA_VISIBLE_DEVICES leaves. ``block_size``:
+    tokens per KV block.
     ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` takes precedence).
     If both are unset, a GPU's pool gets ``device_share`` of its memory minus the weights.
     ``max_length``: longest context served, 0 for the model's own limit; a smaller pool lowers it.
@@ -79,6 +81,11 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device_share: float = 0.9
     vision: bool = True
     picture_bytes: int = 0
+
+
+def with_folder(config: RunnerConfig) -> RunnerConfig:
+    """Return the settings with a model folder instead of a GGUF file. Raises CheckpointError."""
+    return msgspec.structs.replace(config, model=local_folder(config.model))
 
 
 class StepPipeline(Protocol):
@@ -187,6 +194,7 @@ def folder_task(folder: str | Path, asked: str = "") -> str:
     Raises CheckpointError for the folder's files, ConfigError if the model does not support the
     task.
     """
+    folder = local_folder(folder)
     if not (Path(folder) / PICTURE_INDEX).is_file():
         return model_task(load_checkpoint(folder), asked)
     if asked not in ("", DRAW):
@@ -223,6 +231,7 @@ def load_runner(
     of the KV pool, which may be shared. ``backend``: used instead of the configured backend.
     Raises :class:`CheckpointError` for the folder, :class:`ConfigError` for the settings.
     """
+    config = with_folder(config)
     checkpoint = load_checkpoint(config.model)
     make = architecture_of(checkpoint.config, checkpoint.folder).generator
     if make is None or model_task(checkpoint, config.task) != GENERATE:
@@ -288,6 +297,7 @@ def _device_steps(
 
 def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> EmbeddingRunner:
     """Load an embedding model. Parameters and errors as in :func:`load_runner`."""
+    config = with_folder(config)
     checkpoint = load_checkpoint(config.model)
     entry = architecture_of(checkpoint.config, checkpoint.folder)
     if entry.embedder is None or model_task(checkpoint, config.task) != EMBED:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ..engine.gguf_models import write_file
+
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -17,6 +19,7 @@ ARGUMENTS = {
 SAID = {
     "chat_stream": r"> What is Baton\?\n.*two pools.*\n  \((stop|length), read by prefill-0, wri",
     "batch": r"'Once upon a time' \(\d+ tokens\)\n  0 \w+ +'.*\n  1 \w+ +'.*\n'The fox'",
+    "gguf_file": r"^\['default'\] 1024 tokens\n(stop|length) '",
     "many_tasks": r"^100 answers with \d+ tokens$",
     "cancel": r"^cancelled after \d+ tokens\nDeadlineExceeded: ",
     "target_endpoint": r"(decode-\d) at \S+: \1 wrote the answer\n(decode-\d) at \S+: \2 wrote",
@@ -44,7 +47,10 @@ def test_every_example_is_here_and_in_their_readme():
 @pytest.mark.parametrize("name", SAID)
 def test_an_example(name, address, monkeypatch, capsys, tmp_path):
     arguments = [str(ARGUMENTS[name])] if name in ARGUMENTS else []
-    monkeypatch.chdir(tmp_path)  # one of them writes files
+    monkeypatch.chdir(tmp_path)  # two of them write files
+    if name == "gguf_file":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        arguments = [str(write_file(tmp_path))]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out

@@ -157,6 +157,21 @@ def test_a_model_of_the_hub_is_fetched_once_and_without_code(hub, tmp_path):
     assert len(hub.fetched) == count
 
 
+def test_one_gguf_file_and_all_parts_of_a_split_one_are_fetched(hub, tmp_path):
+    hub.files |= {name: name.encode() for name in ("m-Q4_0.gguf", "m-Q8_0.gguf")}
+    parts = [f"s-0000{part}-of-00002.gguf" for part in (1, 2)]
+    hub.files |= {name: name.encode() for name in parts}
+    lines = ask(
+        tmp_path, "org/tiny/m-Q4_0.gguf", f"org/tiny/{parts[0]}", "org/tiny/none.gguf",
+        endpoint=hub.url,
+    )  # fmt: skip
+    folder = tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT
+    assert f"folder {folder / 'm-Q4_0.gguf'}" in lines
+    assert f"folder {folder / parts[0]}" in lines
+    assert lines[-1] == "refused org/tiny has no file none.gguf"
+    assert sorted(hub.fetched) == ["m-Q4_0.gguf", *parts]
+
+
 def test_a_hub_that_fails_or_is_not_there_is_one_sentence(hub, tmp_path):
     hub.status = 403
     (_, refused) = ask(tmp_path, "org/tiny", endpoint=hub.url)
@@ -173,6 +188,8 @@ def test_a_folder_wins_and_other_names_are_left_alone(tmp_path, monkeypatch):
     assert is_hub_name("org/a.b-1_c")
     (tmp_path / "org" / "a.b-1_c").mkdir(parents=True)
     assert not is_hub_name("org/a.b-1_c")
+    assert is_hub_name("org/name/m-Q4_K_M.gguf")
+    assert not is_hub_name("org/name/sub/m.gguf")
     settings = ServeSettings(model="org/a.b-1_c")
     assert with_local_model(settings, print) is settings
 
