@@ -184,6 +184,8 @@ def _why(story: Story) -> str:
 def _attempt(attempt: dict[str, Any]) -> list[str]:
     lines = [f"attempt {attempt['number']}" + (f": {attempt['cause']}" * bool(attempt["cause"]))]
     route = attempt["route"]
+    if route is not None and route["why"]:
+        lines.append(f"  way      {route['way']}: {route['why']}")
     lines += [
         f"  {role:<8} {attempt[role]}{_reason(role, route)}"
         for role in ("prefill", "decode")

@@ -114,9 +114,17 @@ def needed_features(wire: WireContext) -> tuple[str, ...]:
     return FEATURES if wire.sampling.logit_bias else ()
 
 
+_PROMPTS = "prompts:"
+
+
 def prompt_feature(kind: str) -> str:
     """Return the feature of a decode worker that computes prompts of this kind of context."""
-    return f"prompts:{kind}"
+    return _PROMPTS + kind
+
+
+def computes_prompts(card: ModelCard) -> bool:
+    """Return whether a decode worker with this card computes prompts of any kind."""
+    return any(feature.startswith(_PROMPTS) for feature in card.features)
 
 
 def local_feature(wire: WireContext) -> str:

@@ -22,6 +22,8 @@ from baton.runtime.process.log import Level
 
 MAX_TRACE_REQUESTS = 100_000
 """Bound of ``trace_requests``: 45 MB of stories, more if many requests were replayed."""
+MODES = ("disaggregated", "colocated")
+"""How requests are distributed over the two kinds of workers (:mod:`.decider`)."""
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 
 
@@ -68,6 +70,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     equal at all routers and after a restart; with another key Resume fails. ``model_folder``:
     folder whose text files Describe returns.
 
+    ``mode``: one of :data:`MODES`. ``enforce_disaggregation``: requests wait for a prefill worker,
+    even if no prefill worker is ready.
+
     ``start_grace_s``: longest wait of a request before the first worker is ready;
     ``worker_grace_s``: longest wait after the last ready worker was lost.
     ``recovery_s``: after its start the router waits this long for workers' Hello before it
@@ -93,6 +98,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cluster_key: str = ""
     model_folder: str = ""
     policy: PolicyConfig = PolicyConfig()
+    mode: str = "disaggregated"
+    enforce_disaggregation: bool = False
     admission: AdmissionConfig = AdmissionConfig()
 
     default_deadline_s: float = DEFAULT_DEADLINE_S
@@ -138,6 +145,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.policy.name not in POLICIES:
             known = ", ".join(POLICIES)
             raise ConfigError(f"policy.name must be one of {known}, not {self.policy.name!r}")
+        if self.mode not in MODES:
+            raise ConfigError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.trace_requests > MAX_TRACE_REQUESTS:
             raise ConfigError(
                 f"trace_requests is {self.trace_requests}, limit {MAX_TRACE_REQUESTS}"
@@ -160,6 +169,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             _check_numbers(part)
 
     @property
+    def serves_locally(self) -> bool:
+        """Whether decode workers may serve requests without a prefill worker."""
+        return self.mode != "disaggregated" or not self.enforce_disaggregation
+
+    @property
     def key(self) -> bytes:
         """Return the cluster key as bytes."""
         return bytes.fromhex(self.cluster_key)
@@ -176,7 +190,7 @@ _MAY_BE_ZERO = {
 def _check_numbers(part: msgspec.Struct) -> None:
     for field in part.__struct_fields__:
         value = getattr(part, field)
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
         if not math.isfinite(value) or value < 0 or (value == 0 and field not in _MAY_BE_ZERO):
             raise ConfigError(f"{field} is {value}; it must be a positive number")

@@ -62,10 +62,10 @@ class EarlyMoves:
 
     def _replay_s(self, request: Request, now: float) -> float | None:
         """Predict the seconds until a replay reaches the next token; None if none can start."""
-        ready, pool = self._registry.ready, request.pool
-        prefills = [w for w in ready("prefill", pool) if now - w.seen_at <= HEARD_S]
-        decodes = ready("decode", pool)
-        if not prefills or not (request.embeds or any(_has_slot(w, now) for w in decodes)):
+        registry, pool = self._registry, request.pool
+        computing = [w for w in registry.prompt_workers(pool) if now - w.seen_at <= HEARD_S]
+        decodes = registry.ready("decode", pool)
+        if not computing or not (request.embeds or any(_has_slot(w, now) for w in decodes)):
             return None
         if request.draws:  # a picture begins anew
             server = request.attempt.server
@@ -73,7 +73,7 @@ class EarlyMoves:
             return max(0.0, seen - request.attempt.assigned_at)
         waits = [
             (worker.burden + request.next) * load.compute_seconds / load.prompt_tokens
-            for worker in prefills
+            for worker in computing
             if (load := worker.load).prompt_tokens
         ]
         return min(waits, default=None)

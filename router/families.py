@@ -30,6 +30,7 @@ from baton.runtime.metrics.families import (
 
 from .admission import Admission
 from .config import RouterConfig
+from .decider import NO_PREFILL
 from .latency import Latency, cumulated
 from .metrics import CANCELLED, OK, HandoffMetrics, Metrics
 from .registry import Registry
@@ -133,6 +134,12 @@ def _requests(sources: Sources) -> list[Family]:
             "baton_requests_moved_total",
             "Waiting requests moved away from suspect workers.",
             metrics.moved,
+        ),
+        counter(
+            "baton_requests_local_total",
+            "Attempts that a decode worker got alone, with its prompt, by reason.",
+            {(NO_PREFILL,): 0} | _by_one(metrics.local),
+            ("reason",),
         ),
         counter(
             "baton_prompt_tokens_total",

@@ -144,10 +144,13 @@ class Lifecycle:
             return
         attempt = request.attempt
         prefill, decode = attempt.prefill, attempt.decode = pair
-        prefill.requests[request.key] = request
+        if prefill is not None:
+            prefill.requests[request.key] = request
         if decode is not None:
             decode.requests[request.key] = request
         attempt.route = self._placement.placed(request)
+        if prefill is None:
+            self._metrics.local[attempt.route[-1]] += 1
         attempt.assigned_at = now
         request.step(_ASSIGN)
         del self._table.queued[request.key]
@@ -167,11 +170,13 @@ class Lifecycle:
         """Send the Assign, and repeat it until it is answered."""
         attempt = request.attempt
         prefill, decode = attempt.prefill, attempt.decode
-        if prefill is None:
+        receiver = decode if prefill is None else prefill
+        if receiver is None:
             return
         there = decode.holder if decode else None
+        handoff = None if prefill is None else there
         proof, decode_proof, ticket = assignment(
-            self._key, request.key, attempt.number, prefill.holder, there, self._incarnation
+            self._key, request.key, attempt.number, receiver.holder, handoff, self._incarnation
         )
         waited = now - request.submitted_at
         message = Assign(
@@ -189,14 +194,17 @@ class Lifecycle:
             decode_proof=decode_proof,
             ticket=ticket,
         )
-        self._out.append(ToWorker(prefill.identity, message))
+        self._out.append(ToWorker(receiver.identity, message))
         self._table.repeat_later(request, now, self._config.retry_ceiling_s)
 
     def accepted(self, request: Request) -> None:
         """Note that a worker has accepted the current attempt."""
         if request.state is _ASSIGNED:
-            request.step(_ACCEPT)
-            request.attempt.server = request.attempt.prefill
+            if request.attempt.prefill is None:
+                self.handed_over(request)
+            else:
+                request.step(_ACCEPT)
+                request.attempt.server = request.attempt.prefill
             request.retry_at = NEVER
             request.due_at = request.limit  # the wheel's slot is earlier; there it is armed again
 
@@ -252,7 +260,7 @@ class Lifecycle:
             return
         hint = max(1.0, self._admission.retry_after())
         where = f" in pool {request.pool!r}" if request.pool else ""
-        missing = [role for role in request.roles if not self._registry.ready(role, request.pool)]
+        missing = self._registry.missing(request.roles, request.pool)
         roles = " and no ".join(missing or request.roles)
         reason = f"no {roles} worker was ready{where} for {grace:g} s"
         self.fail(request, CapacityError(reason, retry_after=hint), now)
@@ -260,7 +268,7 @@ class Lifecycle:
     # ------------------------------------------------------------------ work on workers
 
     def handed_over(self, request: Request) -> None:
-        """Note the end of the handoff: the request no longer depends on its prefill worker."""
+        """Note that a decode worker has the request, which depends on no prefill worker."""
         request.step(_HAND_OVER)
         request.unreachable, request.shunned = "", ()
         attempt = request.attempt

@@ -88,7 +88,8 @@ class Served:
 class Metrics:
     """Numbers of requests by outcome since the start, their latencies and their sizes.
 
-    ``refused``: by error code. ``dropped``: messages and token runs without effect, by reason.
+    ``local``: attempts without a prefill worker, by reason. ``refused``: by error code.
+    ``dropped``: messages and token runs without effect, by reason.
     ``first_tokens``: TTFT; ``between_tokens``: ITL; ``first_audio``: until the first samples of
     speech; ``first_tokens_s``, ``between_tokens_s`` and ``first_audio_s``: their sums in seconds.
     """
@@ -96,11 +97,12 @@ class Metrics:
     __slots__ = (
         "_attempts", "_lost", "_requests", "_served", "between_tokens", "between_tokens_s",
         "dropped", "first_audio", "first_audio_s", "first_tokens", "first_tokens_s",
-        "moved", "refused", "replayed", "submitted",
+        "local", "moved", "refused", "replayed", "submitted",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.submitted = self.replayed = self.moved = 0
+        self.local: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.first_tokens = Latency()

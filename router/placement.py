@@ -24,6 +24,7 @@ from baton.proto.wire.wire_context import WirePixelContext
 from baton.runtime.liveness import HEARTBEAT_S
 
 from .config import RouterConfig
+from .decider import Decider
 from .pairs import FailedPairs
 from .policy import NO_HASHES, Margin, make_policy
 from .registry import Registry
@@ -32,12 +33,14 @@ from .workers import Worker
 
 HEARD_S = 2.5 * HEARTBEAT_S
 """A request that is placed again prefers workers that sent a message in these last seconds."""
-Route = tuple[str, int, int, Margin | None, int, int, Margin | None]
+Route = tuple[str, int, int, Margin | None, int, int, Margin | None, str]
 """Why a pair was chosen: the role of the pinned worker, or empty. Then of the prefill worker, and
 again of the decode worker (zeros without one): its load in tokens before the request, the tokens of
-the prompt that it has probably cached, and the margin by which it was preferred."""
-Pair = tuple[Worker, Worker | None]
-"""Prefill worker and decode worker; a request for embeddings has no decode worker."""
+the prompt that it has probably cached, and the margin by which it was preferred. Last, why the
+request takes its way: over a prefill worker, which needs no reason, or local."""
+Pair = tuple[Worker | None, Worker | None]
+"""Prefill worker and decode worker. A request for embeddings has no decode worker, a local request
+no prefill worker."""
 
 
 class Placement:
@@ -48,7 +51,9 @@ class Placement:
         self._config = config.policy
         self._policy = make_policy(config.policy, config.name)
         self.failed_pairs = FailedPairs()
+        self._decider = Decider(registry, config)
         self._margins: tuple[Margin | None, Margin | None] = (None, None)  # of the last pair
+        self._why = ""  # the last pair takes its way
 
     def pin(self, request: Request, endpoint: str | None, *, fallback: bool) -> None:
         """Resolve ``target_endpoint`` at admission.
@@ -90,8 +95,11 @@ class Placement:
         else:
             decodes = None if request.embeds else self._candidates(request, "decode", now)
             prefills = self._candidates(request, "prefill", now)
-        if decodes == [] or not prefills:
-            return None
+        if decodes == [] or not prefills or self._decider.always:
+            if not decodes or (prefills and not self._decider.always):
+                return None
+            return self._alone(request, decodes)
+        self._why = ""
         policy = self._policy
         short = request.base < self._config.block_tokens
         hashes = NO_HASHES if short else self._hashes(request)
@@ -113,6 +121,17 @@ class Placement:
         self._margins = policy.margin, margin
         self.failed_pairs.placed(prefill, decode, now)
         return prefill, decode
+
+    def _alone(self, request: Request, decodes: list[Worker]) -> Pair | None:
+        """Return a decode worker that computes the prompt too, or None to wait."""
+        able, self._why = self._decider.local(request, decodes)
+        if not able:
+            return None
+        short = request.base < self._config.block_tokens
+        hashes = NO_HASHES if short else self._hashes(request)
+        decode = self._policy.choose(able, hashes)
+        self._margins = None, self._policy.margin
+        return None, decode
 
     def _reaching(self, request: Request, decode: Worker, now: float) -> Callable[[Worker], bool]:
         """Return a predicate: True for a prefill worker that can reach ``decode``.
@@ -160,7 +179,8 @@ class Placement:
         request.hashes = None  # kilobytes of memory, cheap to compute again
         pinned = "" if request.pin is None else request.pin[0]
         margin, decode_margin = self._margins
-        return pinned, load, cached, margin, decode_load, decode_cached, decode_margin
+        why = self._why
+        return pinned, load, cached, margin, decode_load, decode_cached, decode_margin, why
 
     def forget(self, worker: Worker) -> None:
         """Drop the state of a dead worker."""
@@ -209,8 +229,7 @@ class Placement:
 
     def kept_apart(self, request: Request) -> bool:
         """True if a poison suspect waits only because other suspects run on the workers."""
-        ready = all(self._registry.ready(role, request.pool) for role in request.roles)
-        return request.suspect and ready
+        return request.suspect and not self._registry.missing(request.roles, request.pool)
 
     def _pinned(self, request: Request, endpoint: str) -> list[Worker] | None:
         """Return the pinned worker, no worker while it is busy or suspect, None for a void pin."""

@@ -310,14 +310,14 @@ class WorkerLosses:
                 self._move_waiting(worker, now)
 
     def _move_waiting(self, worker: Worker, now: float) -> None:
-        if worker.role != "prefill":
-            return
-
         def move(request: Request) -> None:
-            computes = request.started or request.state is State.DECODING
+            attempt = request.attempt
+            if worker is not attempt.assignee or (attempt.prefill is None and not attempt.local):
+                return  # a handoff reached it, or may
+            computes = request.started or (request.state is State.DECODING and not attempt.local)
             waits = request.state is State.ASSIGNED or not computes
             pinned = request.pin is not None and request.pin[1] == worker.endpoint
-            if waits and not pinned and self._registry.ready("prefill", request.pool):
+            if waits and not pinned and self._registry.prompt_workers(request.pool):
                 self._metrics.moved += 1
                 self._lifecycle.requeue(request, now, f"{worker.id} is suspect: {worker.reason}")
 

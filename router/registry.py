@@ -12,7 +12,7 @@ Pure: derives the states from messages and the time. :mod:`.recovery` acts on th
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from baton.proto.errors import (
     EndpointDead,
@@ -78,7 +78,7 @@ class Registry:
         self.slots = 0
         """Batch slots of all live decode workers that are not draining."""
         self.prefills = 0
-        """Number of live prefill workers that are not draining."""
+        """Number of live workers that compute prompts and are not draining."""
         self.reporting: list[Worker] = []
         """Live workers whose last Hello lists requests."""
 
@@ -131,6 +131,22 @@ class Registry:
                 self._ready[role, pool] = found
         return found
 
+    def prompt_workers(self, pool: str | None = None) -> list[Worker]:
+        """Return the workers that compute the next prompts: decode workers if they must."""
+        found = self.ready("prefill", pool)
+        if found or not self._config.serves_locally:
+            return found
+        return [worker for worker in self.ready("decode", pool) if worker.computes_prompts]
+
+    def missing(self, roles: Sequence[str], pool: str | None = None) -> list[str]:
+        """Return the roles that lack a ready worker, so that requests must wait."""
+        lacking = [role for role in roles if not self.ready(role, pool)]
+        if lacking == ["prefill"] and "decode" in roles and self.prompt_workers(pool):
+            return []
+        if self._config.mode == "colocated" and "decode" in lacking:
+            return ["decode"]
+        return lacking
+
     @property
     def others(self) -> int:
         """Requests of other routers on ready decode workers (for embeddings: prefill workers)."""
@@ -141,7 +157,7 @@ class Registry:
 
     def check_pool(self, pool: str) -> None:
         """Raise InputError for an unknown pool while the cluster can serve requests."""
-        if not all(self.ready(role) for role in self.roles):
+        if self.missing(self.roles):
             return
         pools = {worker.pool for worker in self.listed()}
         if pool not in pools:
@@ -399,10 +415,12 @@ class Registry:
         self.uneven = any(worker.card.max_length < longest for worker in self._live.values())
         staffed = [worker for worker in self._live.values() if not worker.draining]
         self.slots = sum(worker.max_batch for worker in staffed if worker.role == "decode")
-        self.prefills = sum(worker.role == "prefill" for worker in staffed)
+        self.prefills = sum(worker.role == "prefill" for worker in staffed) or sum(
+            worker.computes_prompts for worker in staffed if self._config.serves_locally
+        )
         self.reporting = [worker for worker in self._live.values() if worker.reported]
         if not self.ever_ready:
-            self.ever_ready = all(self.ready(role) for role in self.roles)
+            self.ever_ready = not self.missing(self.roles)
 
 
 def _preferred(workers: Mapping[int, Worker] | None) -> Worker | None:

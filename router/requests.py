@@ -17,10 +17,10 @@ An attempt holds what :data:`HOLDINGS` lists for the request's state, see
     assign |                               | adopt
            v                               v       follow
          ASSIGNED ---- accept -------> PREFILLING ---------> FOLLOWED
-                                           | ^                  |
-                                 hand over | | reassign         | hand over
-                                           v |                  |
-                                         DECODING <-------------+
+           |                               | ^                  |
+           |                     hand over | | reassign         | hand over
+           |                               v |                  |
+           +-- hand over (local) ------> DECODING <-------------+
 
     ASSIGNED, PREFILLING, FOLLOWED, DECODING -- requeue --> QUEUED, as a new attempt
     any of these -- end --> ENDED -- acknowledged, expired --> FORGOTTEN
@@ -63,10 +63,10 @@ class State(Enum):
 
     RECOVERING = "recovering"  # resumed without a record here: a worker may hold it
     QUEUED = "queued"  # waits for workers
-    ASSIGNED = "assigned"  # Assign sent to a prefill worker, not answered yet
+    ASSIGNED = "assigned"  # Assign sent to a worker, not answered yet
     PREFILLING = "prefilling"  # a prefill worker has accepted it
     FOLLOWED = "followed"  # as PREFILLING, but the handoff names another router: Adopt is repeated
-    DECODING = "decoding"  # handed over: the prefill worker is not needed any more
+    DECODING = "decoding"  # a decode worker has it: handed over, or local, also with its prompt
     ENDED = "ended"  # its terminal is known and kept until acknowledged
     FORGOTTEN = "forgotten"
 
@@ -96,6 +96,7 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.QUEUED, Step.ASSIGN): State.ASSIGNED,
     (State.QUEUED, Step.END): State.ENDED,
     (State.ASSIGNED, Step.ACCEPT): State.PREFILLING,
+    (State.ASSIGNED, Step.HAND_OVER): State.DECODING,  # local: a decode worker has accepted it
     (State.ASSIGNED, Step.REQUEUE): State.QUEUED,
     (State.ASSIGNED, Step.END): State.ENDED,
     (State.PREFILLING, Step.FOLLOW): State.FOLLOWED,
@@ -148,7 +149,7 @@ class Holding(NamedTuple):
 HOLDINGS: dict[State, Holding] = {
     State.RECOVERING: Holding(NO, NO, "", NO, MAYBE),
     State.QUEUED: Holding(NO, NO, "", NO, NO),
-    State.ASSIGNED: Holding(YES, MAYBE, "", YES, NO),  # embeddings: no decode
+    State.ASSIGNED: Holding(MAYBE, MAYBE, "", YES, NO),  # embeddings: no decode, local: no prefill
     State.PREFILLING: Holding(YES, MAYBE, "prefill", MAYBE, NO),
     State.FOLLOWED: Holding(YES, NO, "prefill", NO, NO),
     State.DECODING: Holding(MAYBE, YES, "decode", MAYBE, NO),
@@ -211,6 +212,16 @@ class Attempt:
     def next(self) -> Attempt:
         """Return the attempt that replaces this one."""
         return Attempt(self.number + (TAKEOVER if self.foreign else 1))
+
+    @property
+    def local(self) -> bool:
+        """Whether this router assigned it to a decode worker alone."""
+        return self.prefill is None and self.route is not None and self.decode is not None
+
+    @property
+    def assignee(self) -> Worker | None:
+        """The worker that gets the Assign."""
+        return self.decode if self.prefill is None else self.prefill
 
     def runs_on(self, worker: Worker) -> bool:
         """True if ``worker`` is one of the attempt's workers."""
@@ -452,6 +463,8 @@ class Request:
             search=attempt.search is not None,
         )
         wrong = holding.wrong(held)
+        if self.state is State.ASSIGNED and attempt.assignee is None:
+            wrong.append("assignee")
         if wrong or (attempt.server is not None and not attempt.runs_on(attempt.server)):
             text = f"{self.request_id} is {self.state.value}, but its attempt holds {held}"
             raise InternalError(f"{text}: wrong {', '.join(wrong) or 'server'}")

@@ -208,6 +208,8 @@ class Reporter:
         return {
             "name": self._config.name,
             "policy": self._config.policy.name,
+            "mode": self._config.mode,
+            "serving": not self._registry.missing(self._registry.roles),
             "uptime_s": round(now - self._started_at, 3),
             "model": card.name if card else "",
             "task": card.task if card else "",
@@ -231,6 +233,7 @@ class Reporter:
                 "refused_by_reason": dict(metrics.refused),
                 "replayed": metrics.replayed,
                 "moved": metrics.moved,
+                "local": metrics.local.total(),
             },
             "latency": {
                 "first_token_s": self._metrics.first_tokens.summary(now),

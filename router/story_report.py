@@ -177,13 +177,21 @@ def _handoff(report: StoryHandoff, reported: float) -> Record:
 def _route(attempt: StoryAttempt, policy: str) -> Record | None:
     if attempt.route is None:
         return None
-    pinned, load, cached, margin, decode_load, decode_cached, decode_margin = attempt.route
+    pinned, load, cached, margin, decode_load, decode_cached, decode_margin, why = attempt.route
     return {
         "policy": policy,
+        "way": _way(attempt),
+        "why": why,
         "pinned": pinned,
-        "prefill": _side(load, cached, margin),
+        "prefill": _side(load, cached, margin) if attempt.prefill else None,
         "decode": _side(decode_load, decode_cached, decode_margin) if attempt.decode else None,
     }
+
+
+def _way(attempt: StoryAttempt) -> str:
+    if not attempt.prefill:
+        return "local"
+    return "handoff" if attempt.decode else "prefill"  # alone, for embeddings
 
 
 def _side(load: int, cached: int, margin: Margin | None) -> Record:

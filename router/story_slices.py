@@ -82,7 +82,7 @@ class _Slices:
         if prefill is not None:
             self._prefill(attempt, prefill, place)
         if decode is not None:
-            self._decode(str(attempt["decode"]), decode, place)
+            self._decode(attempt, decode, place)
         elif attempt["handoff"] is not None:  # lost there, or still running: no times from it
             since = float(attempt["handoff"]["reported_s"])
             lost = self._add("decode", str(attempt["decode"]), since, end, place)
@@ -105,12 +105,16 @@ class _Slices:
         facts = ("transport", "bytes_sent", "bytes_received", "blocks", "frames", "resent_frames")
         self.found[transfer].details = {name: handoff[name] for name in facts}
 
-    def _decode(self, worker: str, times: Record, parent: int) -> None:
+    def _decode(self, attempt: Record, times: Record, parent: int) -> None:
+        worker, route = str(attempt["decode"]), attempt["route"]
         end = _seconds(times["ended_s"])
         place = self._add("decode", worker, _seconds(times["taken_over_s"]), end, parent)
         self.found[place].details = {"preemptions": int(times["preemptions"])}
-        steps = [times["taken_over_s"], times["computing_s"], end]
-        self._chain(worker, ("wait for batch", "generate"), steps, place)
+        steps, names = [times["taken_over_s"], times["computing_s"]], ["wait for batch"]
+        if route is not None and route["way"] == "local":
+            steps.append(times["computed_s"])
+            names.append("compute")
+        self._chain(worker, (*names, "generate"), [*steps, end], place)
 
     def _chain(
         self, worker: str, names: tuple[str, ...], steps: list[float | None], parent: int
@@ -135,7 +139,9 @@ def _route(attempt: Record) -> dict[str, str | int | float]:
     route = attempt["route"]
     if route is None:
         return found
-    found["policy"] = route["policy"]
+    found["policy"], found["way"] = route["policy"], route["way"]
+    if route["why"]:
+        found["why"] = route["why"]
     if route["pinned"]:
         found["pinned"] = route["pinned"]
     for role in ("prefill", "decode"):

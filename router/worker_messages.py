@@ -436,7 +436,7 @@ class WorkerMessages:
             self._unknown(worker, message.request, message.attempt, now)
             return
         attempt = request.attempt
-        expected = worker is attempt.prefill and message.attempt == attempt.number
+        expected = worker is attempt.assignee and message.attempt == attempt.number
         if expected and request.state is _ASSIGNED:
             self._lifecycle.accepted(request)
             return
@@ -482,7 +482,8 @@ class WorkerMessages:
         if not self._current(worker, request, attempt, now, proof):
             return None
         if request.state is _DECODING:
-            self._lifecycle.abort_on(worker, key, attempt, request.deadline, "handed over")
+            if worker is not request.attempt.server:  # else an answer to an Assign sent before
+                self._lifecycle.abort_on(worker, key, attempt, request.deadline, "handed over")
             return None
         return request
 
@@ -499,7 +500,7 @@ class WorkerMessages:
             self._takeover.denied(request, worker, now)
             return
         current = None if request is None else request.attempt
-        if request is None or current is None or worker not in (current.prefill, current.server):
+        if request is None or current is None or worker not in (current.assignee, current.server):
             return
         asked = not current.answered or request.state is State.FOLLOWED
         unknown_there = not attempt and asked and current.server is worker
@@ -516,7 +517,7 @@ class WorkerMessages:
             return
         decode = request.attempt.decode
         reason = f"worker {worker.id} cannot reach {message.endpoint}: {message.reason}"
-        if message.refused or decode is None:
+        if message.refused or decode is None or worker is decode:
             avoid = request.avoid = request.avoid or set()
             if decode is not None:
                 avoid.add(decode.incarnation)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from baton.proto.errors import InternalError
 from baton.proto.layout import ModelCard
+from baton.proto.requests import computes_prompts
 from baton.proto.wire.messages import Hello, RequestState, WorkerLoad
 from baton.proto.wire.proofs import Holder
 from baton.runtime.liveness import suspect_after
@@ -99,12 +100,14 @@ class Worker:
     this death. ``latency``: TTFT of a prefill worker, ITL of a decode worker. ``dropped``: counts
     of messages dropped by the worker, by reason. ``holder``: its incarnation and key. ``vouched``:
     the key list names this worker literally, so no other key may use its name.
+    ``computes_prompts``: it is a decode worker that serves requests without a prefill worker.
     """
 
     __slots__ = (
         "aborts",
         "busy",
         "card",
+        "computes_prompts",
         "connected",
         "device",
         "doubted",
@@ -154,6 +157,7 @@ class Worker:
         self.endpoint = hello.endpoint
         self.pool = hello.pool
         self.card: ModelCard = hello.model
+        self.computes_prompts = self.role == "decode" and computes_prompts(self.card)
         self.max_batch = hello.max_batch
         self.device = hello.device
         self.seal = hello.seal

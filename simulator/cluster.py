@@ -38,7 +38,8 @@ class Shape:
 
     ``draws``: the prefill and decode workers serve a picture model. ``rogues``: all connections
     have keys, and a rogue of each role has one too (:mod:`.rogues`). ``greedy``: rogues also
-    register as workers, take requests and compute them falsely.
+    register as workers, take requests and compute them falsely. ``mode``: of the routers.
+    ``local``: decode workers compute prompts, if a router asks for it.
     """
 
     prefill: int = 2
@@ -52,6 +53,8 @@ class Shape:
     draws: bool = False
     rogues: bool = False
     greedy: bool = False
+    mode: str = "disaggregated"
+    local: bool = False
 
 
 class Cluster:
@@ -136,6 +139,7 @@ class Cluster:
             worker_address=f"ipc:///simulated/{node.name}-workers",
             name=node.name,
             cluster_key=CLUSTER_KEY,
+            mode=self.shape.mode,
             policy=PolicyConfig(name=self.shape.policy, block_tokens=8),
         )
         node.cluster_key = config.key

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.decode_worker import events as decode
+from baton.decode_worker.__main__ import with_local_prompts
 from baton.decode_worker.core import DecodeCore
 from baton.decode_worker.handoffs import GrantStore
 from baton.engine.cache.paged_cache import PagedCache
@@ -16,6 +17,7 @@ from baton.kv_transfer.frames import FrameWriter
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.receiver_grants import ReceiverConfig
 from baton.proto.errors import ProtocolError
+from baton.proto.layout import ModelCard
 from baton.proto.wire.messages import Credit, KVFrame, Message, PrefillToDecode
 from baton.worker.events import RunStep, StepDone
 
@@ -39,6 +41,11 @@ class DecodeNode(EngineNode[DecodeCore]):
     """A decode worker with the real core."""
 
     role = "decode"
+
+    def make_card(self) -> ModelCard:
+        """Return the card, with the feature of local requests if the scenario has them."""
+        card = super().make_card()
+        return with_local_prompts(card, vision=False) if self.cluster.shape.local else card
 
     def make(self) -> None:
         """Create pool, scheduler, receiver and core."""

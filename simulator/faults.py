@@ -224,7 +224,7 @@ class Storm:
         """Return two nodes that have a connection."""
         cluster, random = self._cluster, self._random
         router = random.choice(cluster.routers)
-        kind = random.randrange(3 if cluster.decodes else 2)
+        kind = random.randrange(3 if cluster.prefills and cluster.decodes else 2)
         if kind == 0:
             return router, random.choice(cluster.workers)
         if kind == 1:

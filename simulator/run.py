@@ -216,6 +216,7 @@ def figures(cluster: Cluster) -> Counter[str]:
         reordered=network.reordered,
         milliseconds=int(network.now * 1000),
         preemptions=sum(node.preempted for node in cluster.workers),
+        local=sum(router.core.metrics.local.total() for router in cluster.routers),
         replays=sum(router.core.metrics.replayed for router in cluster.routers),
     )
     for client in cluster.clients:

@@ -19,6 +19,10 @@ NARROW = Sizes(frame_bytes=64, window=128, budget=256, stream_tokens=8, token_bu
 DRAW = Shape(sizes=Sizes(block_size=8), draws=True)
 EMBED = Shape(prefill=0, decode=0, embed=3)
 
+COLOCATED = Shape(prefill=0, decode=3, mode="colocated", local=True)
+MIXED = Shape(prefill=1, local=True)
+"""While the prefill worker is away, decode workers compute prompts too."""
+
 PATIENT_S = 6.0
 """Longer than the loss of a router may delay a token, shorter than a client's own timeout."""
 TWO = Shape(routers=2, clients=4)
@@ -436,6 +440,50 @@ SCENARIOS: dict[str, Scenario] = {
         _RAISES, shape=TWO, victims=("router", "prefill", "decode"), crashes=1, flaps=1
     ),
     "raises-all": replace(_ALL, raises=6, allowed=_ALL.allowed | {"internal"}),
+    "colocated": Scenario(shape=COLOCATED, cancels=0.2, deadlines=0.1, faults=NOISE),
+    "colocated-crash": Scenario(shape=COLOCATED, crashes=4, cancels=0.1, allowed=UNLUCKY),
+    "colocated-scarce": Scenario(
+        shape=replace(COLOCATED, sizes=SCARCE),
+        cancels=0.2,
+        answer=40,
+        requests=40,
+        crashes=2,
+        faults=NOISE,
+        load_s=0.3,
+        structured=0.3,
+        allowed=UNLUCKY,
+    ),
+    "colocated-router": Scenario(
+        shape=replace(COLOCATED, routers=2, clients=4),
+        crashes=3,
+        victims=("router",),
+        cancels=0.1,
+        faults=NOISE,
+    ),
+    "colocated-pauses": Scenario(
+        shape=COLOCATED, load_s=3.0, pauses=6, stops=1, cancels=0.1, answer=100, allowed=UNLUCKY
+    ),
+    "colocated-raises": replace(_RAISES, shape=COLOCATED, victims=("router", "decode"), raises=6),
+    "colocated-rogue": replace(
+        _ROGUE, shape=replace(COLOCATED, clients=4, rogues=True, greedy=True), allowed=UNLUCKY
+    ),
+    "colocated-all": replace(
+        _ALL, shape=replace(COLOCATED, routers=2, clients=4), structured=0.2, pauses=1
+    ),
+    "mixed": Scenario(shape=MIXED, crashes=3, victims=("prefill",), cancels=0.1, faults=NOISE),
+    "mixed-raises": replace(
+        _RAISES, shape=MIXED, victims=("router", "prefill", "decode"), crashes=1
+    ),
+    "mixed-rogue": replace(
+        _ROGUE,
+        shape=replace(ROGUES, prefill=1, local=True),
+        crashes=2,
+        victims=("prefill",),
+        allowed=UNLUCKY,
+    ),
+    "mixed-all": replace(
+        _ALL, shape=replace(MIXED, routers=2, clients=4), crashes=5, structured=0.2, pauses=1
+    ),
     "rogue": _ROGUE,
     "rogue-failover": replace(
         _ROGUE, shape=replace(ROGUES, routers=2), victims=("router",), crashes=2

@@ -15,7 +15,7 @@ from baton.proto.errors import ConnectionLost
 
 def story(**fields: Any) -> dict[str, Any]:
     route = {
-        "policy": "prefix_aware", "pinned": "decode",
+        "policy": "prefix_aware", "way": "handoff", "why": "", "pinned": "decode",
         "prefill": {
             "load_tokens": 320, "cached_tokens": 448, "cost": -368.0, "next_best": "prefill-1",
             "next_cost": 80.0, "candidates": 2,

@@ -70,7 +70,7 @@ def test_an_attempt_without_what_its_state_says_is_a_bug(context):
     request.slot = 0
     request.check_integrity()
     request.step(Step.ASSIGN)
-    with pytest.raises(InternalError, match=r"assigned.*wrong prefill, load"):
+    with pytest.raises(InternalError, match=r"assigned.*wrong load, assignee"):
         request.check_integrity()
 
 

@@ -22,7 +22,7 @@ def attempt(**fields: Any) -> dict[str, Any]:
         "number": 1, "prefill": "prefill-0", "decode": "decode-1", "cause": "",
         "assigned_s": 0.1, "ended_s": 3.0,
         "route": {
-            "policy": "prefix_aware", "pinned": "",
+            "policy": "prefix_aware", "way": "handoff", "why": "", "pinned": "",
             "prefill": {"load_tokens": 5, "cached_tokens": 128}, "decode": None,
         },
         "prefill_times": {

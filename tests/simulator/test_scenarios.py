@@ -60,6 +60,15 @@ FIGURES = {
     "rogue": ["rogue_heard Rejected", "rogue_heard Stale", "rogue_refused", "foreign_frames"],
     "rogue-failover": ["rogue_heard Adopt", "rogue_malformed"],
     "rogue-greedy": ["surrendered"],
+    "colocated": ["local", "abandoned", "lost"],
+    "colocated-crash": ["local", "replays"],
+    "colocated-scarce": ["local", "preemptions", "grammars", "replays"],
+    "colocated-router": ["local", "moves"],
+    "colocated-raises": ["local", "raised", "faults"],
+    "colocated-rogue": ["local", "surrendered"],
+    "mixed": ["local", "credits", "replays"],
+    "mixed-all": ["local", "credits", "grammars"],
+    "mixed-rogue": ["local", "rogue_heard Rejected"],
     "structured": ["grammars", "grammars_dropped", "preemptions", "replays"],
 }
 """The events that a scenario must contain to deserve its name."""

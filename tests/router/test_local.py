@@ -1,0 +1,275 @@
+"""Requests that a decode worker serves alone: colocated clusters, and without a prefill worker."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from baton.proto.requests import prompt_feature
+from baton.proto.wire.messages import (
+    Abort,
+    Aborted,
+    Accepted,
+    Adopt,
+    Assign,
+    Busy,
+    HandoffReport,
+    PeerLost,
+    RequestState,
+    Terminal,
+    WorkerTimes,
+)
+from baton.proto.wire.proofs import Holder, assignment_proof
+from baton.router.decider import COLOCATED, NO_PREFILL
+from baton.router.requests import State
+from baton.router.story_slices import slices_of
+
+from .conftest import CARD, make_context
+from .test_stories import told
+
+ALONE = replace(CARD, features=[*CARD.features, prompt_feature("TextContext")])
+
+
+@pytest.fixture
+def colocated(make_bench):
+    bench = make_bench(mode="colocated")
+    bench.join("decode", 0, model=ALONE)
+    bench.join("decode", 1, model=ALONE)
+    return bench
+
+
+def test_a_colocated_request_is_assigned_to_a_decode_worker_without_a_ticket(colocated):
+    key = colocated.submit()
+    worker, assign = colocated.find(Assign)
+    holder = Holder(worker.hello.incarnation)
+    assert (assign.decode_incarnation, assign.decode) == (holder.incarnation, worker.endpoint)
+    assert assign.proof == assignment_proof(colocated.config.key, key, 1, holder)
+    assert (assign.ticket, assign.decode_proof) == (b"", b"")
+    worker.accept(assign)
+    request = colocated.core.table.requests[key]
+    assert request.state is State.DECODING
+    worker.tokens(key, 10, 5, 6)
+    worker.end(key, 12, prefill=worker.id, decode=worker.id)
+    assert colocated.streamed(key) == [(10, 5), (11, 6)]
+    (terminal,) = colocated.terminals(key)
+    assert (terminal.prefill, terminal.decode) == (worker.id, worker.id)
+    colocated.ack(key)
+    colocated.advance(2.0)
+    colocated.assert_nothing_kept()
+
+
+def test_the_story_and_the_metrics_show_the_way_and_why(colocated):
+    key, assign = colocated.run()
+    worker = colocated.decode_of(assign)
+    colocated.advance(1.0)
+    worker.tokens(key, 10, 5)
+    times = WorkerTimes(computing=0.25, computed=1.0, ended=1.0)
+    worker.end(key, 11, prefill=worker.id, decode=worker.id, times=times)
+    (story,) = told(colocated, "r")
+    (attempt,) = story["attempts"]
+    route = attempt["route"]
+    assert (attempt["prefill"], route["way"], route["why"]) == ("", "local", COLOCATED)
+    assert story["queue_s"] == pytest.approx(0.25)
+    names = [part.name for part in slices_of(story)]
+    assert names[-3:] == ["wait for batch", "compute", "generate"]
+    assert slices_of(story)[1].details["why"] == COLOCATED
+    assert colocated.core.metrics.local == {COLOCATED: 1}
+
+
+def test_colocated_requests_are_spread_over_the_workers(colocated):
+    for number in range(4):
+        colocated.submit(f"r{number}")
+    assert [len(colocated.take(worker, Assign)) for worker in colocated.workers] == [2, 2]
+
+
+def test_a_colocated_cluster_uses_no_prefill_worker(colocated):
+    prefill = colocated.join("prefill")
+    colocated.run()
+    assert not colocated.take(prefill, Assign)
+
+
+def test_tokens_before_accepted_count(colocated):
+    key = colocated.submit()
+    worker, _ = colocated.find(Assign)
+    worker.tokens(key, 10, 5)
+    assert colocated.streamed(key) == [(10, 5)]
+
+
+def test_the_assign_is_repeated_until_it_is_answered(colocated):
+    colocated.submit()
+    worker, _ = colocated.find(Assign)
+    colocated.advance(0.5)
+    assert colocated.take(worker, Assign)
+
+
+def test_a_busy_worker_is_avoided_and_a_late_busy_changes_nothing(colocated):
+    key = colocated.submit()
+    first, assign = colocated.find(Assign)
+    first.say(Busy(request=key, attempt=1, reason="queue full"))
+    second, assign = colocated.find(Assign)
+    assert (second is not first, assign.attempt) == (True, 2)
+    second.accept(assign)
+    second.say(Busy(request=key, attempt=2, reason="queue full"))  # to an earlier Assign
+    assert not colocated.take(second, Abort)
+    second.tokens(key, 10, 5, attempt=2)
+    assert colocated.streamed(key) == [(10, 5)]
+
+
+def test_a_worker_that_does_not_have_it_loses_it(colocated):
+    key = colocated.submit()
+    worker, _ = colocated.find(Assign)
+    worker.say(Aborted(request=key, attempt=1))
+    _, assign = colocated.find(Assign)
+    assert assign.attempt == 2
+
+
+def test_a_replay_after_a_kill_continues_at_another_worker(colocated):
+    key, assign = colocated.run()
+    worker = colocated.decode_of(assign)
+    worker.tokens(key, 10, 5, 6)
+    worker.gone()
+    other, again = colocated.find(Assign)
+    assert (other is not worker, again.attempt, again.emitted) == (True, 2, [5, 6])
+
+
+def test_a_waiting_prompt_leaves_a_suspect_worker_and_a_stream_stays(colocated):
+    keys = {}
+    for name in ("waits", "streams"):
+        keys[name], assign = colocated.run(name, target_endpoint=None)
+        keys[name + " at"] = colocated.decode_of(assign)
+    waits, streams = keys["waits at"], keys["streams at"]
+    streams.tokens(keys["streams"], 10, 5)
+    for quiet in (waits, streams):
+        other = next(w for w in colocated.workers if w is not quiet)
+        for _ in range(12):
+            colocated.advance(0.1, beats=False)
+            other.beat()
+        if quiet is waits:
+            moved, assign = colocated.find(Assign)
+            assert (moved, assign.request) == (other, keys["waits"])
+            moved.accept(assign)
+            quiet.beat()
+            other.beat()
+            break
+
+
+def test_another_router_finds_it_by_its_proof(make_bench, submitted):
+    bench = make_bench(mode="colocated", recovery_s=0.0)
+    worker = bench.join("decode", 0, model=ALONE)
+    bench.client(bench.resume_message(submitted, []))
+    adopt = bench.one(worker, Adopt)
+    proof = assignment_proof(bench.config.key, adopt.request, 3, Holder(worker.hello.incarnation))
+    worker.say(Accepted(request=adopt.request, attempt=3, proof=proof))
+    request = bench.core.table.requests[adopt.request]
+    assert (request.state, request.attempt.server.id, request.attempt.number) == (
+        State.DECODING, "decode-0", 3,
+    )  # fmt: skip
+
+
+def test_a_hello_without_it_loses_it(colocated):
+    key, assign = colocated.run()
+    worker = colocated.decode_of(assign)
+    worker.say(replace(worker.hello, requests=[]))
+    _, again = colocated.find(Assign)
+    assert (again.request, again.attempt) == (key, 2)
+    worker.say(replace(worker.hello, requests=[RequestState(key, 1, 10, 10)]))
+
+
+def test_two_deaths_alone_poison_a_local_request(make_bench):
+    bench = make_bench(mode="colocated")
+    key = bench.submit()
+    for number in range(2):
+        worker = bench.join("decode", number, model=ALONE)
+        _, assign = bench.find(Assign)
+        worker.accept(assign)
+        worker.gone()
+        bench.advance(6.0)
+    (terminal,) = bench.terminals(key)
+    assert terminal.code == "poisoned"
+
+
+# --------------------------------------------------------------------------- fallback
+
+
+def test_without_a_prefill_worker_a_decode_worker_serves_at_once(make_bench):
+    bench = make_bench()
+    decode = bench.join("decode", model=ALONE)
+    bench.run()
+    assert bench.core.metrics.local == {NO_PREFILL: 1}
+    prefill = bench.join("prefill")
+    bench.run("next")
+    assert bench.core.metrics.local == {NO_PREFILL: 1}
+    assert not bench.take(decode, Assign)
+    assert len(prefill.bench.core.registry.ready("prefill")) == 1
+
+
+@pytest.mark.parametrize("settings", [{"enforce_disaggregation": True}, {}])
+def test_requests_wait_if_they_must_or_if_no_worker_can_serve_them_alone(make_bench, settings):
+    bench = make_bench(**settings)
+    decode = bench.join("decode", model=ALONE if settings else CARD)
+    key = bench.submit()
+    bench.advance(59.0)
+    assert not bench.take(decode, Assign)
+    bench.advance(2.0)
+    terminal = bench.terminals(key)[0]
+    assert (terminal.code, "no prefill worker was ready" in terminal.message) == (
+        "overloaded",
+        True,
+    )
+
+
+def test_a_prompt_at_the_last_prefill_worker_moves_when_that_worker_is_lost(make_bench):
+    bench = make_bench()
+    prefill = bench.join("prefill")
+    decode = bench.join("decode", model=ALONE)
+    key, _ = bench.run()
+    prefill.gone()
+    worker, assign = bench.find(Assign)
+    assert (worker, assign.request, assign.ticket) == (decode, key, b"")
+
+
+def test_a_pin_to_a_prefill_worker_forces_the_handoff_and_one_to_a_decode_worker_the_place(
+    make_bench,
+):
+    bench = make_bench()
+    prefill = bench.join("prefill")
+    decodes = [bench.join("decode", number, model=ALONE) for number in range(2)]
+    strict = bench.submit("strict", target_endpoint=prefill.endpoint, pin="strict")
+    assert bench.one(prefill, Assign).request == strict
+    bench.advance(1.5, beats=False)  # suspect
+    for worker in decodes:
+        worker.beat()
+    bench.submit("again", target_endpoint=prefill.endpoint, pin="strict")
+    for worker in decodes:
+        assert not bench.take(worker, Assign)
+    key = bench.submit("there", target_endpoint=decodes[1].endpoint)
+    assert bench.one(decodes[1], Assign).request == key
+
+
+def test_an_image_needs_a_worker_with_its_tower(make_bench):
+    """Features decide, not the name of the model."""
+    bench = make_bench(mode="colocated")
+    bench.join("decode", 0, model=CARD)
+    able = bench.join("decode", 1, model=ALONE)
+    for number in range(3):
+        bench.submit(f"r{number}")
+    assert len(bench.take(able, Assign)) == 3
+
+
+def test_reports_of_handoffs_and_lost_peers_do_not_touch_a_local_request(colocated):
+    key, assign = colocated.run()
+    worker = colocated.decode_of(assign)
+    rogue = colocated.join("prefill")
+    report = HandoffReport(
+        request=key, attempt=1, prefill=rogue.id, decode=worker.id, transport="zmq",
+        bytes_sent=1, bytes_received=1, blocks=1, cached_tokens=0,
+    )  # fmt: skip
+    rogue.say(report, PeerLost(endpoint=worker.endpoint, request=key, attempt=1))
+    rogue.say(Terminal(request=key, attempt=1, position=10, status="end_of_sequence"))
+    worker.tokens(key, 10, 5)
+    assert colocated.streamed(key) == [(10, 5)]
+    assert not colocated.core.placement.failed_pairs.known
+
+
+def test_the_context_of_the_bench_is_text():
+    assert make_context().__struct_config__.tag == "TextContext"
