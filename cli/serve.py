@@ -50,7 +50,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         for field in fields:
             default = getattr(defaults, field)
             text = f"{HELP[field]} [{default}]" if default != "" else HELP[field]
-            if field == "strict_parameters":
+            if field in ("strict_parameters", "enforce_disaggregation"):
                 group.add_argument(flag(field), action="store_const", const="on", help=text)
                 continue
             group.add_argument(

@@ -40,6 +40,12 @@ HELP = {
     "prefill": "number of prefill workers (default with device cuda: a quarter of the GPUs, at "
     "least one, if decode is not given either)",
     "decode": "number of decode workers (default with device cuda: the other GPUs, at least one)",
+    "workers": "number of workers in mode colocated (0: as many as prefill and decode together; "
+    "with device cuda one per GPU)",
+    "mode": "disaggregated: prefill workers compute prompts, decode workers the tokens after them; "
+    "colocated: each worker computes prompts and tokens of its requests",
+    "enforce_disaggregation": "let requests wait while no prefill worker is ready, instead of "
+    "serving them by decode workers alone",
     "routers": "number of routers; give clients all their addresses, separated by commas",
     "gateways": "number of gateways, which serve HTTP at one port (0: none, as --no-http)",
     "http_host": "address of the gateways; an address that other hosts reach requires an API key",
@@ -94,8 +100,8 @@ HELP = {
     "decode_kv_memory": "memory for KV blocks per decode worker (default: kv_memory)",
     "picture_memory": "memory of a decode worker for the arrays of a picture, which limits its "
     "size (default: from free memory)",
-    "decode_max_num_batched_tokens": "maximum tokens a decode worker recomputes per step after a "
-    "preemption (0: no maximum)",
+    "decode_max_num_batched_tokens": "maximum prompt tokens per step of a decode worker, which "
+    "computes prompts after a preemption and of local requests (0: no maximum)",
     "max_model_len": "maximum context length in tokens (0: the model's maximum)",
     "device": "where models run; cuda: NVIDIA GPUs, one per worker as far as there are enough",
     "device_ids": "numbers of the GPUs to use, such as 0,2, among those that CUDA_VISIBLE_DEVICES "
@@ -127,7 +133,7 @@ HELP = {
 
 GROUPS = {
     "model": ("task", "device", "device_ids", "kernels", "max_model_len"),
-    "processes": ("prefill", "decode", "routers"),
+    "processes": ("mode", "prefill", "decode", "workers", "routers"),
     "HTTP": (
         "gateways", "http_host", "http_port", "served_model_name", "api_key_file", "ssl_certfile",
         "ssl_keyfile", "tool_call_parser", "reasoning_parser", "image_hosts",
@@ -140,8 +146,8 @@ GROUPS = {
         "decode_kv_memory", "decode_kv_blocks", "picture_memory",
     ),
     "routing and batching": (
-        "policy", "prefill_order", "max_num_seqs", "prefill_max_num_seqs", "max_num_batched_tokens",
-        "decode_max_num_batched_tokens", "step_time",
+        "policy", "enforce_disaggregation", "prefill_order", "max_num_seqs", "prefill_max_num_seqs",
+        "max_num_batched_tokens", "decode_max_num_batched_tokens", "step_time",
     ),
     "autoscaling": (
         "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max", "slo_ttft",

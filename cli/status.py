@@ -217,6 +217,8 @@ def _requests(router: RouterReport) -> list[str]:
         f"{counts.finished} ok, {counts.failed} failed, {refused}, {counts.cancelled} cancelled, "
         f"{counts.replayed} replayed, {counts.in_flight} in flight, {counts.queued} queued"
     )
+    if router.mode != "disaggregated" or counts.local:
+        requests += f", {counts.local} local (mode {router.mode})"
     throughput = (
         f"{rates.requests_per_s:.1f} requests/s, prompt {rates.prompt_tokens_per_s:.1f} tok/s "
         f"({cached:.0f} % cached), generation {rates.generated_tokens_per_s:.1f} tok/s"

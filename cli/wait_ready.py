@@ -116,7 +116,8 @@ def _needed(
         )
     wanted = expected() if prefill is None or decode is None else None
     if wanted is None:
-        wanted = {"prefill": 1, "decode": 0 if embeds else 1}
+        alone = report.router.mode == "colocated" and not embeds
+        wanted = {"prefill": 0 if alone else 1, "decode": 0 if embeds else 1}
     return {
         "prefill": wanted.get("prefill", 1) if prefill is None else prefill,
         "decode": wanted.get("decode", 0) if decode is None else decode,

@@ -21,7 +21,7 @@ from baton.engine.loading.embedding_config import TASKS
 from baton.gateway.chat_style import REASONING_PARSERS, TOOL_CALL_PARSERS
 from baton.kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from baton.proto.errors import ConfigError
-from baton.router.config import MAX_TRACE_REQUESTS, POLICIES
+from baton.router.config import MAX_TRACE_REQUESTS, MODES, POLICIES
 from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, LEAST_WORKER_TIMEOUT_S
 from baton.runtime.metrics.vllm import METRICS_COMPAT
 
@@ -33,14 +33,19 @@ KERNELS = ("auto", "cpu", "numpy")
 DEVICES = ("cpu", "cuda")
 AUTOSCALE = ("off", "on")
 STRICT_PARAMETERS = ("off", "on")
+ENFORCE_DISAGGREGATION = ("off", "on")
 PREFILL_ORDERS = ("auto", "fcfs", "edf")
 LOG_LEVELS = ("info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+COLOCATED = "colocated"
+"""The mode in which decode workers alone serve."""
 CHOICES = {
     "task": TASKS,
     "autoscale": AUTOSCALE,
     "transport": TRANSPORTS,
     "handoff": HANDOFFS,
+    "mode": MODES,
+    "enforce_disaggregation": ENFORCE_DISAGGREGATION,
     "policy": POLICIES,
     "prefill_order": PREFILL_ORDERS,
     "device": DEVICES,
@@ -67,7 +72,7 @@ ANY_HTTP_PORT = -1
 LEAST_HANDOFF_TIMEOUT = 1.0
 """Seconds: two intervals of 0.5 s at which the two sides of a handoff ping each other."""
 _MAY_BE_ZERO = (
-    "gateways", "prefill_min", "prefill_max", "decode_min", "decode_max",
+    "workers", "gateways", "prefill_min", "prefill_max", "decode_min", "decode_max",
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "max_num_batched_tokens",
     "decode_max_num_batched_tokens", "step_time", "max_model_len", "grace", "stats_interval",
     "trace_requests", "metrics_port",
@@ -81,6 +86,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     task: str = ""
     prefill: int = 1
     decode: int = 1
+    workers: int = 0
+    mode: str = "disaggregated"
+    enforce_disaggregation: str = "off"
     routers: int = 1
     gateways: int = 1
     http_host: str = "127.0.0.1"
@@ -194,6 +202,7 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require(math.isfinite(value) and value >= least, name, f"must be at least {least} seconds")
     for name, choices in CHOICES.items():
         _require_choice(settings, name, choices)
+    _check_mode(settings)
     _check_autoscale(settings)
     on_cpu = settings.device == "cpu"
     device_ids(settings)
@@ -219,6 +228,7 @@ def _check_autoscale(settings: ServeSettings) -> None:
         value = getattr(settings, name)
         _require(math.isfinite(value) and value > 0, name, "must be a positive number of seconds")
     if settings.autoscale == "on":
+        _require(settings.mode != COLOCATED, "autoscale", f"cannot be on in mode {COLOCATED}")
         _require(settings.prefill_max > 0, "prefill_max", "must be set for autoscale")
         embeds = settings.task == "embed"
         _require(embeds or settings.decode_max > 0, "decode_max", "must be set for autoscale")
@@ -234,6 +244,26 @@ def _check_http(settings: ServeSettings) -> None:
     for name, other in (("ssl_certfile", "ssl_keyfile"), ("ssl_keyfile", "ssl_certfile")):
         complete = getattr(settings, other) or not getattr(settings, name)
         _require(complete, name, f"needs {other} too")
+
+
+def _check_mode(settings: ServeSettings) -> None:
+    alone = settings.mode == COLOCATED
+    _require(alone or not settings.workers, "workers", f"needs mode {COLOCATED}")
+    _require(settings.workers <= MAX_MEMBERS, "workers", f"must be at most {MAX_MEMBERS}")
+    enforced = settings.enforce_disaggregation == "on"
+    rule = f"cannot be on in mode {COLOCATED}"
+    _require(not (alone and enforced), "enforce_disaggregation", rule)
+
+
+def with_colocated_workers(settings: ServeSettings) -> ServeSettings:
+    """In mode colocated, let decode workers take the place of all workers.
+
+    Their number is ``workers``, else that of both pools together.
+    """
+    if settings.mode != COLOCATED:
+        return settings
+    count = settings.workers or settings.prefill + settings.decode
+    return msgspec.structs.replace(settings, prefill=0, decode=count)
 
 
 def _check_counts(settings: ServeSettings) -> None:

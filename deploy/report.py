@@ -126,6 +126,7 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     ``finished``, ``failed`` and ``cancelled``: admitted requests that ended. ``refused``: requests
     that were not admitted. ``replayed``, ``moved``: attempts made again, waiting requests moved.
+    ``local``: attempts that decode workers got alone, with their prompts.
     """
 
     in_flight: int = 0
@@ -138,6 +139,7 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     refused_by_reason: dict[str, int] = {}
     replayed: int = 0
     moved: int = 0
+    local: int = 0
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,11 +163,14 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     a first token. ``picture_rows``: work of the steps of all admitted pictures;
     ``queued_picture_rows``: of the steps not yet computed.
     ``cached_tokens``: prompt tokens of finished requests that came from a prefix cache.
-    ``restarts``: of all workers.
+    ``restarts``: of all workers. ``mode``: how requests are distributed over prefill and decode
+    workers. ``serving``: whether requests are served at once, or wait for workers.
     """
 
     name: str = ""
     model: str = ""
+    mode: str = "disaggregated"
+    serving: bool = False
     uptime_s: float = 0.0
     clients: int = 0
     rates: Rates = Rates()

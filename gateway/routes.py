@@ -231,10 +231,7 @@ class Readiness:
         counts = {"prefill": 0, "decode": 0}
         for worker in report["workers"]:
             counts[worker["role"]] += worker["state"] == "ready"
-        missing = [role for role, count in counts.items() if not count]
-        if missing == ["decode"] and (await served.model()).card.embedding_size:
-            missing = []  # prefill workers alone serve an embedding model
-        return not missing, {"ready_workers": counts}
+        return bool(report["router"]["serving"]), {"ready_workers": counts}
 
 
 # --------------------------------------------------------------------------- metrics

@@ -462,7 +462,7 @@ class Request:
             load=bool(attempt.prefill_cost or attempt.decode_cost),
             search=attempt.search is not None,
         )
-        wrong = holding.wrong(held)
+        wrong = [*holding.wrong(held)]  # a copy: the list is cached
         if self.state is State.ASSIGNED and attempt.assignee is None:
             wrong.append("assignee")
         if wrong or (attempt.server is not None and not attempt.runs_on(attempt.server)):

@@ -174,6 +174,8 @@ def _kv_memory(plan: ClusterPlan) -> str:
     """Describe the KV memory per worker of both pools."""
     parts = []
     for role in ("prefill", "decode"):
+        if not getattr(plan.settings, role):
+            continue
         blocks, memory = kv_size(plan.settings, role)
         size = f"{blocks} blocks" if blocks else mebibytes(memory or plan.kv_default)
         chosen = "" if blocks or memory else ", from free memory"

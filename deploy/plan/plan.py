@@ -25,6 +25,7 @@ from baton.runtime.keys.api_keys import KEY_VARIABLE, api_key_digests, check_htt
 
 from ..config import (
     ANY_HTTP_PORT,
+    COLOCATED,
     HTTP_PORT,
     ServeSettings,
     demo_model_folder,
@@ -276,6 +277,8 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         cluster_key=cluster_key,
         model_folder=model_folder(settings),
         policy=PolicyConfig(name=settings.policy),
+        mode=settings.mode,
+        enforce_disaggregation=settings.enforce_disaggregation == "on",
         trace_requests=settings.trace_requests,
         otlp_endpoint=settings.otlp_endpoint,
         worker_timeout_s=settings.worker_timeout,
@@ -385,7 +388,7 @@ def _decode(
         routers=dict(book.workers),
         runner=runner,
         max_batch=settings.max_num_seqs,
-        token_budget=settings.decode_max_num_batched_tokens,
+        token_budget=_decode_budget(settings),
         step_seconds=settings.step_time,
         handoff_timeout_s=settings.handoff_timeout,
         keys=key_folder(settings),
@@ -394,6 +397,13 @@ def _decode(
         log_level=cast("Level", settings.log_level),
     )
     return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
+
+
+def _decode_budget(settings: ServeSettings) -> int:
+    """Return the prompt tokens per step of a decode worker; colocated ones compute all prompts."""
+    if settings.mode == COLOCATED:
+        return settings.max_num_batched_tokens
+    return settings.decode_max_num_batched_tokens
 
 
 def first_token_limit(settings: ServeSettings) -> float:
@@ -429,7 +439,8 @@ def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) 
         device_share=_DEVICE_SHARE / gpus.most(sized_for(settings)),
         max_length=settings.max_model_len,
         task=settings.task,
-        vision=role == "prefill",  # a decode worker gets images as KV
+        # A decode worker gets images as KV, unless it computes all prompts.
+        vision=role == PREFILL or settings.mode == COLOCATED,
         picture_bytes=parse_size(settings.picture_memory) if role == "decode" else 0,
     )
 

@@ -25,7 +25,15 @@ from baton.runtime.keys.allowed import OPERATOR
 from baton.runtime.keys.keyring import CONTROLLER, client_keys, load_keys
 from baton.runtime.process.otlp import check_installed
 
-from ..config import ServeSettings, demo_model_folder, device_ids, kv_size, parse_size
+from ..config import (
+    COLOCATED,
+    ServeSettings,
+    demo_model_folder,
+    device_ids,
+    kv_size,
+    parse_size,
+    with_colocated_workers,
+)
 from ..controller.backend import GATEWAY
 from ..local.run_folder import RunFolder
 from ..messages import mebibytes
@@ -82,6 +90,8 @@ def check_model(settings: ServeSettings) -> None:
         raise ConfigError(f"no model folder {folder}")
     if folder_task(folder, settings.task) != DRAW:
         return
+    if settings.mode == COLOCATED:
+        raise ConfigError("mode colocated cannot serve a picture model, which needs both pools")
     open_folder(folder)
 
 
@@ -163,6 +173,8 @@ def gpus_decide(settings: ServeSettings, given: Container[str]) -> bool:
 
 def with_workers_on(settings: ServeSettings, gpus: int) -> ServeSettings:
     """Set the numbers of workers for this many GPUs, within the limits of the pools."""
+    if settings.mode == COLOCATED:
+        return msgspec.structs.replace(settings, workers=settings.workers or gpus)
     prefill, decode = split_gpus(gpus)
     return msgspec.structs.replace(
         settings,
@@ -193,13 +205,19 @@ def check_kernels(settings: ServeSettings) -> None:
 
 
 def with_task(settings: ServeSettings) -> ServeSettings:
-    """Adapt settings to the model's task: an embedding model has no decode workers."""
+    """Adapt settings to the model's task and the mode.
+
+    An embedding model has no decode workers, colocated workers have no prefill workers.
+    """
+    alone = with_colocated_workers(settings)
     try:
         task = folder_task(model_folder(settings), settings.task)
     except BatonError:
-        return settings  # the workers report the error
+        return alone  # the workers report the error
     if task == EMBED:
-        return msgspec.structs.replace(settings, task=task, decode=0)
+        prefill = settings.prefill if alone is settings else alone.decode
+        return msgspec.structs.replace(settings, task=task, prefill=prefill, decode=0)
+    settings = alone
     return msgspec.structs.replace(settings, task=task) if task == DRAW else settings
 
 

@@ -48,10 +48,13 @@ class Cluster:
         self.folder = folder
         self.interrupts = 0
         self.size = (prefill, decode)
+        if settings.get("mode") == "colocated":
+            self.size = (0, settings.get("workers", prefill + decode))
         self.keys = settings.get("keys")
         module = settings.pop("module", "baton.cli")
         self.address = settings.pop("address", f"ipc://{folder}/s.sock")
-        flags = [f"--{k.replace('_', '-')}={v}" for k, v in settings.items()]
+        names = {key: f"--{key.replace('_', '-')}" for key in settings}
+        flags = [names[k] if v is None else f"{names[k]}={v}" for k, v in settings.items()]
         command = [sys.executable, "-P", "-m", module, "serve"]
         if model is not None:
             command.append(str(model))

@@ -76,7 +76,7 @@ def test_streams_survive_the_loss_of_a_worker(whole, undisturbed, name, sig, aft
     pytest.fail("nothing ran on the lost worker")
 
 
-def test_streams_wait_for_the_only_prefill_workers_to_come_back(whole, undisturbed):
+def test_streams_survive_the_loss_of_all_prefill_workers(whole, undisturbed):
     names = ("prefill-0", "prefill-1")
     pids = [whole.pids()[name] for name in names]
     streams = run(whole.address, WORK, strike(whole, signal.SIGKILL, *names, after=1))

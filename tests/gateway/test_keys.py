@@ -40,7 +40,7 @@ class Cluster:
     """A client whose cluster is away."""
 
     async def status(self, **_: Any) -> Any:
-        return {"workers": []}
+        return {"workers": [], "router": {"serving": False}}
 
 
 def status_of(
@@ -107,7 +107,7 @@ def test_probes_at_the_same_time_ask_the_router_once():
         async def status(self, **_: Any) -> Any:
             self.asked += 1
             await asyncio.sleep(0)
-            return {"workers": []}
+            return {"workers": [], "router": {"serving": False}}
 
     async def send(_: Any) -> None:
         pass

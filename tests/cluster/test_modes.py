@@ -1,0 +1,100 @@
+"""Clusters that serve without prefill workers: the same tokens, also through kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from ..processes import wait_until
+from .driver import Job, ask_all, greedy, lost_requests
+from .streams import begun, jobs, run, tokens
+
+pytestmark = pytest.mark.cluster
+
+WORK = jobs(8, prompt=300, new=200)
+SETTINGS = {"kv_memory": "64MiB", "worker_timeout": 1.0}
+
+
+@pytest.fixture(scope="module")
+def disaggregated(shared_cluster):
+    return shared_cluster(prefill=1, decode=2, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def colocated(shared_cluster):
+    return shared_cluster(mode="colocated", workers=2, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def wanted(disaggregated):
+    return tokens(run(disaggregated.address, WORK))
+
+
+def local_of(cluster) -> int:
+    with cluster.client() as client:
+        return client.status()["router"]["requests"]["local"]
+
+
+def test_colocated_tokens_are_those_of_a_disaggregated_cluster(colocated, wanted):
+    assert {worker["role"] for worker in colocated.workers().values()} == {"decode"}
+    assert tokens(run(colocated.address, WORK)) == wanted
+    alone = [tokens(run(colocated.address, [job]))[0] for job in WORK[:2]]
+    assert alone == wanted[:2]
+    assert local_of(colocated) >= len(WORK) + 2
+    colocated.wait_idle()
+
+
+def test_colocated_streams_survive_a_kill(colocated, wanted):
+    before = lost_requests(colocated)
+    for _ in range(3):  # on a busy machine the blow may come when all is over
+        pid = colocated.pids()["decode-0"]
+
+        async def strike(streams, pid=pid) -> None:
+            await begun(streams, len(WORK), tokens=5)
+            os.kill(pid, signal.SIGKILL)
+
+        assert tokens(run(colocated.address, WORK, strike)) == wanted
+        colocated.wait_replaced("decode-0", pid)
+        if lost_requests(colocated) > before:
+            break
+    else:
+        pytest.fail("nothing ran on the killed worker")
+    colocated.wait_idle()
+
+
+def test_answers_name_the_worker_that_served_them_alone(colocated):
+    with colocated.client() as client:
+        (answer,) = ask_all(client, [Job([5, 6, 7], greedy(3))])
+    assert answer.prefill == answer.decode != ""
+
+
+def test_without_a_prefill_worker_requests_are_served_at_once(disaggregated, wanted):
+    disaggregated.wait_ready()
+    before = local_of(disaggregated)
+    pid = disaggregated.pids()["prefill-0"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(
+            lambda: disaggregated.workers()["prefill-0"]["state"] != "ready",
+            what="the prefill worker to be missed",
+        )
+        assert tokens(run(disaggregated.address, WORK)) == wanted
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert local_of(disaggregated) > before
+    shown = disaggregated.command("status").stdout + disaggregated.command("trace").stdout
+    assert "local (mode disaggregated)" in shown
+    disaggregated.wait_ready()
+    disaggregated.wait_idle()
+
+
+def test_enforced_disaggregation_waits_for_a_prefill_worker(cluster, wanted):
+    running = cluster(prefill=1, decode=1, enforce_disaggregation=None, **SETTINGS)
+    pid = running.pids()["prefill-0"]
+    os.kill(pid, signal.SIGKILL)
+    assert tokens(run(running.address, WORK[:2])) == wanted[:2]
+    running.wait_replaced("prefill-0", pid)
+    assert local_of(running) == 0
+    running.wait_idle()
