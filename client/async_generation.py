@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .async_client import AsyncClient
 
 Prepare = Callable[[], Coroutine[Any, Any, Prepared]]
-MOST_HELD = 64
-"""Maximum tokens of a whole answer that are held: their text takes a while."""
 
 
 class _Mailbox:
@@ -77,7 +75,7 @@ class AsyncGeneration:
 
     __slots__ = (
         "__weakref__", "_assembler", "_client", "_connection", "_done", "_event_loop", "_failure",
-        "_held", "_held_at", "_mailbox", "_on_error", "_on_output", "_sink", "_starting", "_whole",
+        "_held", "_mailbox", "_on_error", "_on_output", "_sink", "_starting", "_whole",
         "_window", "request_id",
     )  # fmt: skip
 
@@ -98,8 +96,7 @@ class AsyncGeneration:
         self._failure: Exception | None = None
         self._done = False
         self._whole = False
-        self._held: list[int] | None = None  # tokens of a whole answer, after its first ones
-        self._held_at = 0  # their position
+        self._held: NewTokens | None = None  # tokens of a whole answer
         self._event_loop = asyncio.get_running_loop()
         self.request_id = request_id
 
@@ -145,8 +142,8 @@ class AsyncGeneration:
         exception; no further call follows. The first calls may come before this method returns.
         The connection keeps the generation alive. End it early with :meth:`cancel`.
 
-        ``whole``: the caller reads the answer at its end. Then an output after the first one may
-        have the tokens of several, which takes less time.
+        ``whole``: the caller reads the answer at its end. Then all tokens come as one output, with
+        the final status, which takes less time.
         """
         self._whole = whole
         self._on_output, self._on_error = on_output, on_error
@@ -228,29 +225,38 @@ class AsyncGeneration:
             self._sink = taker
 
     def _hold(self, news: NewTokens | Ended) -> None:
-        """Hold tokens after the first ones; hand over anything else, after them."""
+        """Hold tokens until the end; hand over all of them with it, and anything else at once."""
         held = self._held
-        if (
-            held is not None
-            and type(news) is NewTokens
-            and news.logprobs is None
-            and news.media is None
-        ):
-            if not held:
-                self._held_at = news.position
-            held += news.tokens
-            if len(held) >= MOST_HELD:
-                self._hand_over_held()
+        if isinstance(news, NewTokens):
+            if news.logprobs is None and news.media is None:
+                if held is None:
+                    self._held = news
+                else:
+                    held.tokens.extend(news.tokens)
+                return
+        elif held is not None and news.error is None:
+            self._held = None
+            self._hand_over_whole(held, news)
             return
         self._hand_over_held()
-        self._held = []
         self._hand_over(news)
 
     def _hand_over_held(self) -> None:
-        held = self._held
-        if held:
-            self._held = []
-            self._hand_over(NewTokens(self.request_id, self._held_at, held))
+        held, self._held = self._held, None
+        if held is not None:
+            self._hand_over(held)
+
+    def _hand_over_whole(self, held: NewTokens, ended: Ended) -> None:
+        """Take the end of a whole answer with its tokens, as :meth:`_hand_over`."""
+        assembler = self._assembler
+        if self._done or assembler is None:
+            return
+        try:
+            self._forget()
+            self._on_output(assembler.whole(held, ended))
+        except Exception as error:
+            self.cancel()
+            self._on_error(error)
 
     def _hand_over(self, news: NewTokens | Ended) -> None:
         """Take an event. An exception must not reach the connection, which serves all requests."""

@@ -130,7 +130,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a request, with a status if the request finished, or an error if it failed.
 
     ``embedding``: float32 ``[dim]``, only for an embedding request. ``media``: the PNG, only for a
-    picture request.
+    picture request. ``tokens_s``: seconds from the first tokens to the end, of a whole answer.
     """
 
     request_id: str
@@ -142,6 +142,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     embedding: npt.NDArray[np.float32] | None = None
     media: bytes | None = None
+    tokens_s: float = 0.0
 
 
 class Answered(msgspec.Struct, frozen=True):

@@ -69,8 +69,8 @@ class RequestOptions(TypedDict, total=False):
     each as bytes of a file, a path, a Pillow image or an array; the prompt has one placeholder for
     each, and a chat one part of type image (or none). For a list of prompts: a list of such lists.
     ``traceparent``: the trace that the request belongs to, as in W3C Trace Context. ``gateway``:
-    name of the gateway that makes the request for another client. ``whole=True``: after the first
-    tokens, the router sends the others with the end, which takes less time; not with a ``stop``.
+    name of the gateway that makes the request for another client. ``whole=True``: the router
+    sends all tokens with the end, which takes less time; not with a ``stop``.
     """
 
     target_endpoint: str | None

@@ -45,7 +45,8 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     ``media``: samples of speech that are complete with the last token, little-endian 16 bit.
     ``final_status``: None except in the last output, which may have no tokens. Only in the last
     output: ``prefill`` and ``decode`` are the workers' ids, and ``cached_tokens`` is the number of
-    prompt tokens taken from the prefix cache.
+    prompt tokens taken from the prefix cache; ``tokens_s`` is the time from the first tokens to the
+    end, of a whole answer.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     cached_tokens: int = 0
     media: bytes | None = None
     tokenizer: Tokenizer | None = None
+    tokens_s: float = 0.0
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
@@ -173,6 +175,18 @@ class Assembler:
             tokenizer=self._tokenizer,
         )
 
+    def whole(self, news: NewTokens, ended: Ended) -> Output:
+        """Return the only output of an answer: all its tokens, without log-probabilities.
+
+        Not with stop strings. Raises the error of a failed request.
+        """
+        text = "" if self._push_all is None else self._push_all(news.tokens)
+        last = self.end(ended)
+        last.tokens, last.position = news.tokens, news.position
+        if text:
+            last.text = text + last.text
+        return last
+
     def end(self, ended: Ended) -> Output:
         """Return the last output. Raises the error of a failed request."""
         if ended.error is not None and not self.stopped:
@@ -189,6 +203,7 @@ class Assembler:
             prefill=ended.prefill,
             decode=ended.decode,
             cached_tokens=ended.cached_tokens,
+            tokens_s=ended.tokens_s,
         )
 
     def _status(self, ended: Ended) -> GenerationStatus:

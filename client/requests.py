@@ -508,6 +508,7 @@ class Requests:
             cached_tokens=terminal.cached_tokens,
             embedding=terminal.embedding,
             media=terminal.media,
+            tokens_s=terminal.tokens_s,
         )
         return [*self._remove(request), ended]
 

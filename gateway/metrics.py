@@ -100,7 +100,9 @@ class OutputTimes:
         if output.final_status is not None:
             metrics.generated.observe(self._tokens)
             if self._tokens > 1:
-                metrics.per_token.observe((now - self._first) / (self._tokens - 1))
+                seconds = output.tokens_s or now - self._first
+                if seconds:  # known: not all tokens came at once from a router that resumed them
+                    metrics.per_token.observe(seconds / (self._tokens - 1))
 
 
 current_clock: ContextVar[Clock | None] = ContextVar("current_clock", default=None)

@@ -381,6 +381,7 @@ class Lifecycle:
             decode=terminal.decode or (decode.id if decode and state is _DECODING else ""),
             embedding=terminal.embedding if request.embeds else None,
             media=terminal.media if request.draws else None,
+            tokens_s=now - request.first_at if request.whole and request.started else 0.0,
         )
         attempt.leave(request.key)
         if request.deadline < now + ENDED_KEEP_S:

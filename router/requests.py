@@ -298,7 +298,7 @@ class Request:
     media: dict[int, bytes] | None = None  # by the position of the token that completes it
     media_bytes: int = 0  # most bytes of all media
     sent: int = -1  # position of the first token not sent to its client yet, or -1
-    whole: bool = False  # after its first tokens, its client gets the others with the terminal
+    whole: bool = False  # its client gets all tokens with the terminal
 
     pool: str | None = None
     pin: tuple[str, str] | None = None  # role and endpoint

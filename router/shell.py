@@ -81,10 +81,12 @@ RETRY_S = 0.02
 LINGER_S = 1.0
 """Seconds for which a closing router waits for acknowledgements of terminals."""
 PATIENCE_S = 0.001
-"""Longest delay in seconds of Submitted and TerminalAck, which are batched with the next message.
+"""Longest delay in seconds of TerminalAck, which is batched with the next message.
 
-They are not urgent. An extra envelope for each of them would wake two more threads, which compete
-with urgent messages for the processors."""
+It is not urgent. An extra envelope for it would wake two more threads, which compete with urgent
+messages for the processors."""
+CLIENT_PATIENCE_S = 0.02
+"""The same of Submitted. A short answer that the client takes as a whole is over by then."""
 TOLD_AT_ONCE = 64
 """Ended requests that are logged before the next tick: their objects are still in the cache."""
 WORKER_LINES = 500
@@ -152,6 +154,7 @@ class RouterShell:
         self._heard_worker = False
         self._gone: list[bytes] = []  # workers whose lost connection is not reported yet
         self._patience: Timer | None = None  # runs while messages wait to be batched
+        self._client_patience: Timer | None = None  # the same, for those to clients
         self._clock = Clock(loop, self._turn, lambda: self.core.errors.unowned, self._break)
         self.exit_code = 0
 
@@ -375,9 +378,11 @@ class RouterShell:
         for box in (self._to_workers, self._to_clients):
             if box.pressing:
                 box.flush()
-        waiting = self._to_workers.waiting or self._to_clients.waiting
-        if waiting and self._patience is None:
+        if self._to_workers.waiting and self._patience is None:
             self._patience = self._loop.call_later(PATIENCE_S, self._out_of_patience)
+        if self._to_clients.waiting and self._client_patience is None:
+            end = self._out_of_client_patience
+            self._client_patience = self._loop.call_later(CLIENT_PATIENCE_S, end)
         if many := self.core.stories.take_complete(at_least=TOLD_AT_ONCE):
             self._tell_requests(many)  # after the messages, which are urgent
 
@@ -415,7 +420,11 @@ class RouterShell:
 
     def _out_of_patience(self) -> None:
         self._patience = None
-        self._to_workers.pressing = self._to_clients.pressing = True  # sent at the end of this turn
+        self._to_workers.pressing = True  # sent at the end of this turn
+
+    def _out_of_client_patience(self) -> None:
+        self._client_patience = None
+        self._to_clients.pressing = True
 
     def _worker_unsent(self, identity: bytes, messages: list[Message], result: SendResult) -> None:
         """Drop messages to a full worker, since the core repeats them; disconnect a lost worker."""

@@ -204,7 +204,7 @@ class WorkerMessages:
                 request.token_at = now
                 client = request.client
                 if client is not None:
-                    if client.behind or (request.whole and request.started):
+                    if client.behind or request.whole:
                         if request.sent < 0:
                             request.sent = run.position
                     else:

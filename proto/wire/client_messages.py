@@ -74,6 +74,7 @@ class Terminal(Message, frozen=True, kw_only=True, eq=False):
     decode: WorkerName = ""
     embedding: CarriedArray = None  # float32 [dim], of a request for embeddings
     times: WorkerTimes | None = None  # from a worker to the router alone
+    tokens_s: Seconds = 0.0  # of a whole answer: from its first tokens to its end
     media: Result | None = None  # a binary result that is not streamed, such as a picture
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
@@ -100,7 +101,7 @@ class Submit(Message, frozen=True, kw_only=True):
     serial: Word = 0  # number of the request at its client; distinguishes requests of one name
     gateway: Name = ""  # name of the gateway that sends it for an HTTP client
     traceparent: Name = ""  # trace that the request belongs to, as in W3C Trace Context
-    whole: bool = False  # after its first tokens, send the others with the terminal
+    whole: bool = False  # send the tokens with the terminal, all at once
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 

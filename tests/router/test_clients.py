@@ -485,15 +485,16 @@ def test_expired_work_is_never_started(bench):
 # ------------------------------------------------------------------ whole answers
 
 
-def test_a_whole_answer_comes_as_its_first_tokens_and_its_rest(bench):
+def test_a_whole_answer_comes_with_its_end(bench):
     _, decode = bench.pair()
     key, _ = bench.run(whole=True)
-    decode.tokens(key, 10, 5)
-    for position in range(11, 15):
+    for position in range(10, 15):
         decode.tokens(key, position, position)
-    assert bench.streamed(key) == [(10, 5)]
+        bench.advance(0.25)
+    assert bench.streamed(key) == []
     decode.end(key, 15)
-    assert len(bench.take(b"client", Tokens)) == 2
+    assert [run.tokens for run in bench.one(b"client", Tokens).runs] == [[10, 11, 12, 13, 14]]
+    assert bench.terminals(key)[0].tokens_s == pytest.approx(1.25)
     bench.advance(2.0)  # repeats the terminal alone
     assert len(bench.terminals(key)) > 1
     assert not bench.take(b"client", Tokens)
@@ -507,7 +508,6 @@ def test_a_whole_answer_goes_on_after_a_lost_message_and_a_cancel(bench):
     submitted = bench.one(b"client", Submitted)
     decode.tokens(key, 10, 5)
     decode.tokens(key, 11, 6, 7)
-    bench.take(b"client", Tokens)
     bench.client(bench.resume_message(submitted, [5]))
     assert bench.streamed(key) == [(11, 6), (12, 7)]
     decode.tokens(key, 13, 8)
@@ -524,7 +524,7 @@ def test_a_slow_client_of_a_whole_answer_gets_it_when_it_reads_again(bench):
     bench.feed(ClientFull(b"client"))
     decode.tokens(key, 11, 6)
     decode.end(key, 12)
-    assert bench.streamed(key) == [(10, 5)]
+    assert bench.streamed(key) == []
     bench.feed(ClientWritable(b"client"))
     assert bench.streamed(key) == [(10, 5), (11, 6)]
     assert len(bench.terminals(key)) == 1
