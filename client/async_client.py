@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.errors import BatonError, ConnectionLost, InputError
+from baton.proto.sampling import SamplingParams
 from baton.proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from baton.runtime.keys.keyring import GivenKeys, client_keys
 from baton.runtime.net.loop import Loop
@@ -39,6 +40,7 @@ from .model import (
     Sampling,
     ServedModel,
     TokensOrText,
+    prepare,
 )
 from .options import (
     GenerationOptions,
@@ -110,6 +112,26 @@ class AsyncClient(Calls["AsyncGeneration"]):
         for generation, draft in zip(started, drafts, strict=True):
             generation.start_later(partial(self._prepare, draft))
         return started
+
+    def begin(
+        self, prompt: TokensOrText, params: SamplingParams, options: RequestOptions
+    ) -> AsyncGeneration:
+        """Start one request, as :meth:`generate`, in less time.
+
+        ``options``: the result of :func:`check_options`, with a ``request_id``.
+        """
+        connection = self._connected()
+        request_id = options["request_id"] or ""
+        generation = AsyncGeneration(self, connection, request_id)
+        model = self._models.fresh(connection.connections)
+        chars = len(prompt) if isinstance(prompt, str) else 0
+        at_once = model is not None and not model.draws and "images" not in options
+        if model is not None and at_once and (not chars or model.is_quick(chars)):
+            generation.start(partial(prepare, prompt, params, options, model))
+        else:
+            draft = Draft(request_id, prompt, params, options, None)
+            generation.start_later(partial(self._prepare, draft))
+        return generation
 
     async def _prepare(self, draft: Draft) -> Prepared:
         with at_prompt(draft.index):

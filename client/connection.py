@@ -16,7 +16,7 @@ import zmq
 from baton.proto.errors import BatonError, ConnectionLost, InternalError, ProtocolError
 from baton.proto.limits import MAX_DESCRIBED_BYTES
 from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
-from baton.proto.wire.messages import Message, Ping, RouterToClient, StatusReport
+from baton.proto.wire.messages import FinalAck, Message, Ping, RouterToClient, StatusReport
 from baton.runtime.keys.allowed import ROUTER
 from baton.runtime.keys.keyring import Keys, keys_for
 from baton.runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
@@ -58,6 +58,10 @@ _SIZE_S = 5.0
 """Seconds to wait for the cluster's size, while a call's requests already run."""
 _LOOK_S = 2.0
 """Seconds for a router to answer a :class:`Look`."""
+_ENDS_S = 0.005
+"""Longest delay in seconds of a FinalAck, which is batched with the next message."""
+_MANY_ENDS = 256
+"""Ends of requests that are acknowledged without a delay: the router keeps their records."""
 # Long heartbeat timeout: while the user's event loop is busy, no heartbeat is read.
 _PATIENT = ChannelOptions(
     max_frame_bytes=MAX_DESCRIBED_BYTES, heartbeat_s=1.0, heartbeat_timeout_s=5.0
@@ -111,6 +115,8 @@ class Connection:
             RouterToClient, max_bytes=MAX_DESCRIBED_BYTES
         )
         self._outbox: Outbox[None] = Outbox(self._send)
+        self._ends: FinalAck | None = None  # in the outbox, for further ends
+        self._patience: Timer | None = None  # runs while it waits there
         self._sinks: dict[str, Sink] = {}
         self._windows: dict[str, Window] = {}  # by request id, until the request ends
         self._asked: dict[int, AnswerSink] = {}
@@ -125,7 +131,7 @@ class Connection:
         except BatonError:
             self._context.destroy(linger=0)
             raise
-        loop.on_turn_end(self._outbox.flush)
+        loop.on_turn_end(self._flush)
         if batch is not None:
             loop.on_turn_end(batch.end)
 
@@ -218,6 +224,7 @@ class Connection:
             return
         self._closed = True
         self._outbox.drop(None)  # the loop will still call flush
+        self._ends = None
         self._channel.close()
         self._stop_looking()
         self._context.destroy(linger=0)
@@ -259,6 +266,7 @@ class Connection:
 
     def _renew(self, address: str) -> None:
         self._outbox.drop(None)
+        self._ends = None
         self._channel.close()
         self._stop_looking()
         self._channel = self._connect(address)
@@ -310,6 +318,29 @@ class Connection:
                     self._not_performed(action, error)
         self._arm()
         self._loop.turn_soon()
+
+    def _acknowledge(self, end: FinalAck) -> None:
+        """Send a FinalAck with the next message: it is not urgent, and would wake the router.
+
+        Only with a ``batch``: a client that ends soon after its last request could not send it.
+        """
+        if self._ends is None:
+            self._ends = FinalAck(requests=list(end.requests))
+            self._outbox.put_patient(None, self._ends)
+        else:
+            self._ends.requests.extend(end.requests)
+
+    def _flush(self) -> None:
+        if self._outbox.pressing or len(self._ends.requests if self._ends else ()) >= _MANY_ENDS:
+            self._ends = None
+            self._outbox.flush()
+        elif self._ends is not None and self._patience is None:
+            self._patience = self._loop.call_later(_ENDS_S, self._out_of_patience)
+
+    def _out_of_patience(self) -> None:
+        self._patience = None
+        if not self._closed:
+            self._outbox.pressing = True
 
     def _send(self, _peer: None, frames: Buffers) -> SendResult:
         return self._channel.send(frames)
@@ -363,7 +394,10 @@ class Connection:
                 if sink is not None:
                     sink(action)
             case Send():
-                self._outbox.put(None, action.message)
+                if type(action.message) is FinalAck and self._batch is not None:
+                    self._acknowledge(action.message)
+                else:
+                    self._outbox.put(None, action.message)
             case Ended():
                 sink = self._sinks.pop(action.request_id, None)
                 try:

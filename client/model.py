@@ -51,6 +51,7 @@ Prompt = TokensOrText | TextContext
 Prompts = list[str] | list[list[int]] | list[npt.NDArray[Any]] | list[TextContext]
 Messages = Sequence[Mapping[str, Any]]
 Sampling = SamplingParams | SamplingParamsInput | None
+QUICK_CHARS = 1024
 
 
 class ServedModel:
@@ -109,6 +110,14 @@ class ServedModel:
                 origin = self.description.folder or self.card.name
                 self._pictures = PicturePrompts.from_files(files, trusted=trusted, origin=origin)
             return self._pictures
+
+    def is_quick(self, chars: int) -> bool:
+        """Whether so much text is rendered and tokenized in a fraction of a millisecond.
+
+        A thread for it would take longer.
+        """
+        tokenizer = self._tokenizer  # else it is loaded first
+        return chars <= QUICK_CHARS and tokenizer is not None and tokenizer.runs_here
 
     def check_text(self) -> None:
         """Raise TaskMismatch if the model generates no text."""

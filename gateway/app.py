@@ -191,7 +191,10 @@ class Door:
             added += await self._cors.headers(scope)
         exchange = Exchange.find(scope)
         if exchange is not None:
-            exchange.headers = b"".join(b"%b: %b\r\n" % pair for pair in added)
+            exchange.fields = headers
+            exchange.headers = b"x-request-id: %b\r\n" % name
+            if len(added) > 1:
+                exchange.headers = b"".join([b"%b: %b\r\n" % pair for pair in added])
 
         async def send_named(message: Message) -> None:
             nonlocal status, answer
@@ -269,6 +272,7 @@ def _named(scope: Scope) -> tuple[dict[bytes, bytes], bytes, str]:
         if given is not None:
             others = [pair for pair in others if pair[0] != b"x-request-id"]
         scope["headers"] = [*others, (b"x-request-id", name)]
+        headers[b"x-request-id"] = name
     return headers, name, repeated
 
 

@@ -77,7 +77,8 @@ _UNBATCHED = WriteBatch()  # never opened
 class Exchange:
     """One request and its answer. ``cycle``: uvicorn's state of them.
 
-    ``place``: of the connection. ``headers``: header lines that the answer has besides its own.
+    ``place``: of the connection. ``fields``: the request's headers by name, once they are known.
+    ``headers``: header lines that the answer has besides its own.
     ``status``: 0 before the answer. ``batch``: may hold the events of a stream; a closed
     one writes each at once. ``flow``: its ``write_paused`` is true while the client reads too
     slowly, so that no event should be written.
@@ -87,7 +88,7 @@ class Exchange:
 
     __slots__ = (
         "_chunks", "_cycle", "_held", "_on_gone", "_on_room", "_parts", "_place",
-        "_transport", "batch", "flow", "headers", "status",
+        "_transport", "batch", "fields", "flow", "headers", "status",
     )  # fmt: skip
 
     def __init__(self, cycle: RequestResponseCycle, place: Place) -> None:
@@ -100,6 +101,7 @@ class Exchange:
         self._on_room: Callback | None = None
         self._held = b""  # events that the batch holds
         self._parts = False  # ASGI's answer has no length
+        self.fields: dict[bytes, bytes] = {}
         self.headers = b""
         self.status = 0
         self.batch = _UNBATCHED

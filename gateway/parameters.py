@@ -58,9 +58,20 @@ def sampling_of(
     ``defaults``: of the model. Each answer has a separate random stream: with a seed, answer 0 has
     this seed.
     """
-    lists = (body.stop, body.stop_token_ids, body.logit_bias)
-    if lists != (None, None, None):
-        return _made(body, _seed(body, index))
+    shared = shared_sampling(body, defaults)
+    seed = seed_of(body, index)
+    return _made(body, seed) if shared is None else shared.seeded(seed)
+
+
+def shared_sampling(
+    body: SamplingBody, defaults: SamplingParamsGenerationConfigDefaults
+) -> SamplingParams | None:
+    """Return parameters with the model's defaults that need only a seed; None if there are none.
+
+    Bodies with equal fields share them. Raises ParameterError.
+    """
+    if body.stop is not None or body.stop_token_ids is not None or body.logit_bias is not None:
+        return None
     # The parameters refer to the defaults, so no other defaults get this id.
     key = (id(defaults), body.answer_tokens(), body.min_tokens, *_scalars(body))
     known = _known.get(key)
@@ -68,10 +79,11 @@ def sampling_of(
         known = _known[key] = _made(body, None).completed(defaults)
         if len(_known) > _MOST_KNOWN:
             del _known[next(iter(_known))]
-    return known.seeded(_seed(body, index))
+    return known
 
 
-def _seed(body: SamplingBody, index: int) -> int | None:
+def seed_of(body: SamplingBody, index: int) -> int | None:
+    """Return the seed of answer ``index`` of ``n``; None: a random one."""
     if body.seed is None:
         return None
     return (body.seed + index) & MAX_SEED  # negative seeds are allowed by OpenAI

@@ -8,6 +8,7 @@ request waits for the end alone.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from starlette.requests import Request
 
 from baton.client.async_generation import AsyncGeneration
 from baton.client.model import ServedModel, TokensOrText, encode
-from baton.client.options import RequestOptions
+from baton.client.options import RequestOptions, check_options
 from baton.client.output import Output
 from baton.images.processor import Image, SharedImage
 from baton.proto.contexts.status import GenerationStatus
@@ -36,6 +37,7 @@ from .answers import (
     TokenTexts,
     usage_of,
 )
+from .asked import Asked
 from .bodies import (
     MAX_PROMPTS,
     BodyReader,
@@ -49,17 +51,9 @@ from .bodies import (
 from .errors import ParameterError, error_json
 from .exchange import Exchange
 from .field_rules import CHAT_REFUSED
-from .grammars import constraint_of
 from .messages import ImageUrl, Unknown, messages_of
 from .metrics import OutputTimes, current_clock
-from .parameters import (
-    content_of,
-    named,
-    options_of,
-    prompts_of,
-    sampling_of,
-    whitespace_of,
-)
+from .parameters import content_of, named, prompts_of, whitespace_of
 from .served import Served, name_of, origin_of, read_body, target_of
 from .tools import tools_of
 
@@ -75,7 +69,8 @@ _completion_reader = BodyReader(CompletionBody)
 async def chat(request: Request) -> None:
     """``POST /v1/chat/completions``."""
     served = Served.of(request)
-    body, warnings = _chat_reader.read(await read_body(request), strict=served.strict_parameters)
+    content = await read_body(request)
+    body, warnings = _chat_reader.read(content, strict=served.strict_parameters)
     model = await served.text_model(body.model)
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
@@ -91,7 +86,7 @@ async def chat(request: Request) -> None:
     images: list[Image] = await served.images(model, urls) if urls else []
     if (body.n or 1) > 1:
         images = [SharedImage(one) for one in images]
-    plan = await asyncio.to_thread(
+    planned = partial(
         served.planner.plan,
         model,
         messages,
@@ -100,17 +95,21 @@ async def chat(request: Request) -> None:
         content=content_of(body),
         whitespace=whitespace_of(body),
     )
+    plan = planned() if model.is_quick(len(content)) else await asyncio.to_thread(planned)
 
     def start(params: SamplingParams, options: RequestOptions) -> AsyncGeneration:
-        options |= {**plan.constraint, "show_text": True}
+        own: RequestOptions = {**plan.constraint}
         if images:
-            options["images"] = images  # copied, so the list may be cleared
-        return served.client.generate(plan.tokens, params, **options)
+            own["images"] = images  # copied, so the list may be cleared
+        if own:
+            options |= check_options(own)
+        return served.client.begin(plan.tokens, params, options)
 
+    asked = Asked.of(body, model.defaults)
     form = ChatForm(token_texts(model, body), plan.new_reader)
     name = name_of("chatcmpl", request)
     answer = Answer(form, name, served.name, prompt_texts(model, body), warnings)
-    await _respond(request, name, answer, body, model, [start], images)
+    await _respond(request, name, answer, asked, body, [start], images)
 
 
 async def completions(request: Request) -> None:
@@ -123,33 +122,31 @@ async def completions(request: Request) -> None:
     prompts: Sequence[TokensOrText] = prompts_of(body)
     if body.add_special_tokens is False:
         prompts = await asyncio.to_thread(_without_special_tokens, prompts, model)
-    constraint = constraint_of(content_of(body), whitespace=whitespace_of(body))
+    asked = Asked.of(body, model.defaults)
     texts: list[str] = []
     if body.echo or body.logprobs is not None:
         once = await asyncio.to_thread(_texts_of, prompts, model)
         texts = [text for text in once for _ in range(body.n or 1)]
 
     def starter(prompt: TokensOrText) -> _Start:
-        def start(params: SamplingParams, options: RequestOptions) -> AsyncGeneration:
-            options |= {**constraint, "show_text": True}
-            return served.client.generate(given, params, **options)
-
-        # The body's ids fit 32 bits. Of a list, the client would have to check that.
-        given = prompt if isinstance(prompt, str) else np.asarray(prompt, np.int32)
-        return start
+        if isinstance(prompt, str):
+            return partial(served.client.begin, prompt)
+        # The body's ids fit 32 bits. Of a list, the client would have to check that. The array of
+        # Python's library takes half as long as NumPy's.
+        return partial(served.client.begin, np.frombuffer(array("i", prompt), np.int32))
 
     form = CompletionForm(token_texts(model, body), texts, echo=bool(body.echo))
     name = name_of("cmpl", request)
     answer = Answer(form, name, served.name, prompt_texts(model, body), warnings)
-    await _respond(request, name, answer, body, model, [starter(one) for one in prompts])
+    await _respond(request, name, answer, asked, body, [starter(one) for one in prompts])
 
 
 async def _respond(
     request: Request,
     name: str,
     answer: Answer,
+    asked: Asked,
     body: GenerationBody,
-    model: ServedModel,
     starts: Sequence[_Start],
     images: list[Image] | None = None,
 ) -> None:
@@ -159,13 +156,14 @@ async def _respond(
     """
     if body.stream_options is not None and not body.stream:
         raise ParameterError("stream_options needs stream: true", "stream_options")
-    options = options_of(body) | origin_of(request) | target_of(request)
-    options["whole"] = not body.stream
+    options = asked.options | origin_of(request)
+    if target := target_of(request):
+        options |= check_options(target)
     number = body.n or 1
     if len(starts) * number > MAX_PROMPTS:
         text = f"{len(starts)} prompts with n={number} are {len(starts) * number} answers"
         raise ParameterError(f"{text}, at most {MAX_PROMPTS} are allowed", "n")
-    params = [sampling_of(body, index, model.defaults) for index in range(number)]
+    params = [asked.sampling(body, index) for index in range(number)]
     generations = []
     for at, start in enumerate(starts):
         for index in range(number):

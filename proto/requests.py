@@ -71,12 +71,13 @@ def build_wire_context(
         limit = min(limit, len(prompt) + params.max_new_tokens)
     sequences = [[int(token)] for token in params.stop_token_ids or ()]
     sequences += [[int(token) for token in sequence] for sequence in stop_sequences]
+    ends = sorted(card.eos_token_ids)
     wire = WireContext(
         tokens=WireTokens(prompt),
         max_length=limit,
         sampling=params.to_wire(),
         model_name=card.name,
-        eos_token_ids=sorted(card.eos_token_ids),
+        eos_token_ids=ends,
         eos_sequences=sequences,
         log_probabilities=log_probabilities,
         log_probabilities_echo=log_probabilities_echo,
@@ -85,8 +86,28 @@ def build_wire_context(
         cache_salt=cache_salt,
         json_schema=json_schema,
     )
-    check_wire_context(wire, card)
+    plain = not (sequences or log_probabilities or log_probabilities_echo or target_endpoint)
+    plain = plain and not (cache_salt or json_schema or params.logit_bias)
+    if not (plain and len(ends) <= MAX_EOS_TOKEN_IDS and _fits(wire, card)):
+        check_wire_context(wire, card)
     return wire
+
+
+def _fits(wire: WireContext, card: ModelCard) -> bool:
+    """True if tokens, lengths and sampling of a new request for text have no fault."""
+    if card.task != "generate" or _TEXT not in card.kinds:
+        return False
+    tokens, most = wire.tokens.array, wire.max_length
+    length = len(tokens)
+    if not 0 < length < most <= min(card.max_length, MAX_CONTEXT_TOKENS):
+        return False
+    if length + wire.sampling.min_new_tokens > most:
+        return False
+    unsigned = tokens.view(_UINT32)  # as in _check_vocabulary
+    if unsigned.item(unsigned.argmax()) >= card.vocab_size:
+        return False
+    SamplingParams.check_wire(wire.sampling)  # its fields may have been set after it was made
+    return True
 
 
 def build_embed_context(

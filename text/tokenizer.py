@@ -320,6 +320,11 @@ class Tokenizer:
         """
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether this process renders and tokenizes, and no guarded one."""
+        return not (self.chat_template.is_guarded or isinstance(self._core, GuardedTokenizer))
+
     def close(self) -> None:
         """End the processes of untrusted templates and tokenizers, if any."""
         self.chat_template.close()

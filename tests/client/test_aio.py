@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import secrets
 
 import numpy as np
 import pytest
 import uvloop
 
 from baton.client import AsyncClient
+from baton.client.model import QUICK_CHARS
 from baton.proto import (
     ConnectionLost,
     GenerationStatus,
@@ -18,6 +20,7 @@ from baton.proto import (
     SamplingParams,
     TextContext,
 )
+from baton.proto.errors import PromptTooLong
 
 pytestmark = pytest.mark.integration
 
@@ -214,6 +217,52 @@ def test_a_whole_answer_is_delivered_as_one_output(cluster, run, tokenizer, say)
             return "".join(output.text for output in stopped.outputs)
 
     assert run(main()) == "a b "
+
+
+class Batch:
+    def begin(self):
+        pass
+
+    def end(self):
+        pass
+
+
+def test_a_client_with_a_batch_acknowledges_ends_with_its_next_message_or_soon(cluster, run):
+    async def main():
+        async with AsyncClient(cluster.address, batch=Batch()) as client:
+            await client.model()
+            connection = client._connected()
+            for _ in range(5):
+                await tokens_of(client.generate([1], greedy(3), whole=True))
+            before = connection._outbox.envelopes
+            running = [client.generate([1], greedy(3), whole=True) for _ in range(8)]
+            for one in running:
+                await tokens_of(one)
+            assert connection._outbox.envelopes - before < 16  # 8 with a request, 8 with its end
+            await until(lambda: not cluster.router.shell.core.kept)
+
+    run(main())
+
+
+def test_a_request_begins_with_checked_options(cluster, run, tokenizer):
+    async def begun(client, prompt):
+        options = {"request_id": secrets.token_hex(8), "show_text": True}
+        taken = Taken(client.begin(prompt, greedy(4), options))
+        await taken.over.wait()
+        return taken
+
+    async def main():
+        async with AsyncClient(cluster.address) as client:
+            for _ in range(2):  # the first waits for the model and the tokenizer
+                taken = await begun(client, "Hi")
+                assert taken.tokens == expect(len(tokenizer.encode("Hi")), 4)
+                assert "".join(output.text for output in taken.outputs)
+            assert (await begun(client, np.array([1, 2], np.int32))).tokens == expect(2, 4)
+            for prompt, kind in ((np.array([1 << 20]), InputError), ("Hi " * 3000, PromptTooLong)):
+                assert len(prompt) == 1 or len(prompt) > QUICK_CHARS
+                assert [type(error) for error in (await begun(client, prompt)).errors] == [kind]
+
+    run(main())
 
 
 def test_outputs_that_have_arrived_before_are_delivered_first(cluster, run):

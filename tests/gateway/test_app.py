@@ -50,7 +50,7 @@ class Cluster:
         self.decoded.append(threading.current_thread())
         return "text"
 
-    def generate(self, prompt: Any, _params: Any, **options: Any) -> Any:
+    def begin(self, _prompt: Any, _params: Any, options: Any) -> Any:
         self.started.append(options)
         raise InputError("the stub starts no request")
 
@@ -186,7 +186,7 @@ def test_a_request_has_a_limited_number_of_answers():
 
 def test_other_connections_take_turns_with_a_request_of_many_prompts():
     class Slow(Cluster):
-        def generate(self, prompt: Any, _params: Any, **options: Any) -> Any:
+        def begin(self, _prompt: Any, _params: Any, options: Any) -> Any:
             self.started.append(options)
             if len(self.started) == 1024:
                 raise InputError("enough")

@@ -323,7 +323,7 @@ class Requests:
             description=description, card=card, defaults=defaults, check_text=lambda: None
         )
 
-    def generate(self, _prompt: Any, _params: Any, **options: Any) -> AsyncGeneration:
+    def begin(self, _prompt: Any, _params: Any, options: Any) -> AsyncGeneration:
         generation = AsyncGeneration(self, self, options["request_id"])  # type: ignore[arg-type]
         generation.start(self._prepare)
         return generation

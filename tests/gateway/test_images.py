@@ -147,10 +147,11 @@ def test_several_answers_share_the_images_of_a_request(number):
                 description=description,
                 card=card,
                 check_text=lambda: None,
+                is_quick=lambda _: False,
                 defaults=SamplingParamsGenerationConfigDefaults(),
             )
 
-        def generate(self, tokens, params, **options):
+        def begin(self, tokens, params, options):
             asked.append(options["images"])
             if len(asked) == number:
                 raise Refused
