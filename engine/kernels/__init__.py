@@ -6,6 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .cpu import CpuBackend
     from .host_backend import HostBackend
 
 BUILD_KERNELS = (
@@ -22,22 +23,29 @@ def load_backend(name: str = "auto", *, isa: str | None = None) -> HostBackend:
 
     Raises:
         ValueError: unknown name, or an instruction set that this machine does not have.
-        ImportError: ``cpu`` was requested but the extension was not built.
+        ImportError: ``cpu`` was requested but the extension was not built, or from other sources.
 
     """
     if name not in ("auto", "cpu", "numpy"):
         raise ValueError(f"unknown backend {name!r}; choose auto, cpu or numpy")
     if name != "numpy":
         try:
-            from .cpu import CpuBackend
-
-            return CpuBackend(isa)
+            return _compiled()(isa)
         except ImportError:
             if name == "cpu":
                 raise
     from .reference import NumpyBackend
 
     return NumpyBackend()
+
+
+def _compiled() -> type[CpuBackend]:
+    """Import the compiled kernels. Raises ImportError, also if they lack what these sources use."""
+    try:
+        from .cpu import CpuBackend
+    except AttributeError as problem:
+        raise ImportError(f"they were built from other sources: {problem}") from problem
+    return CpuBackend
 
 
 def compiled_kernels_problem() -> str:

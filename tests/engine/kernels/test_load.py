@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -40,3 +41,15 @@ def test_unknown_names_raise():
 def test_unknown_instruction_set_raises(compiled):
     with pytest.raises(ValueError, match="avx1024"):
         load_backend("cpu", isa="avx1024")
+
+
+def test_kernels_of_other_sources_are_as_good_as_none():
+    """As after an update of a checkout that was not installed again."""
+    program = (
+        "import baton.engine.kernels as k, baton.engine.kernels._cpu as c; del c.quantized_kinds;"
+        "print(k.load_backend().numerics); print(k.compiled_kernels_problem())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    numerics, problem = done.stdout.splitlines()
+    assert numerics.startswith("numpy-")
+    assert problem.startswith("they were built from other sources: ")
