@@ -19,6 +19,7 @@ from baton.client import Client
 from baton.deploy.controller.admin import Overview
 from baton.deploy.controller.backend import GATEWAY, ROUTER
 from baton.deploy.controller.health import DEGRADED
+from baton.deploy.local.banner import dashboard_of
 from baton.deploy.messages import counted, duration, mebibytes
 from baton.deploy.report import DRAINED, ClusterReport, HandoffRecord, RouterReport, WorkerReport
 from baton.deploy.supervise.core import Phase
@@ -143,6 +144,7 @@ def describe_controller(found: Overview, reports: Sequence[ClusterReport] = ()) 
         lines.append(f"{role:<12} {stages[READY]} of {wanted} ready{extra}")
     if found.http and gateways:
         lines.append(f"HTTP         {found.http}")
+        lines.append(f"dashboard    {dashboard_of(found.http)}")
     if found.phase != Phase.SERVING.value:  # a serving cluster lists these among its problems
         lines += [f"{m.name}: waits for a host: {m.note}" for m in found.members if m.note]
     return [*lines, f"rollout      {found.rollout}"] if found.rollout else lines

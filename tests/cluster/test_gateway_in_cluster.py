@@ -201,6 +201,7 @@ def test_status_names_the_gateways_and_one_of_two_can_be_drained(two):
     shown = two.command("status").stdout
     assert "gateway      2 of 2 ready\n" in shown
     assert f"HTTP         http://127.0.0.1:{http.port}/v1\n" in shown
+    assert f"dashboard    http://127.0.0.1:{http.port}/dashboard\n" in shown
     drained = two.command("drain", "gateway-1", "--wait")
     assert drained.returncode == 0, drained.stderr
     assert set(two.pids()) & {"gateway-0", "gateway-1"} == {"gateway-0"}
