@@ -95,8 +95,9 @@ class Placement:
         else:
             decodes = None if request.embeds else self._candidates(request, "decode", now)
             prefills = self._candidates(request, "prefill", now)
-        if decodes == [] or not prefills or self._decider.always:
-            if not decodes or (prefills and not self._decider.always):
+        always = self._decider.always and decodes is not None  # embeddings need a prefill worker
+        if decodes == [] or not prefills or always:
+            if not decodes or (prefills and not always):
                 return None
             return self._alone(request, decodes)
         self._why = ""

@@ -88,6 +88,13 @@ def test_a_colocated_cluster_uses_no_prefill_worker(colocated):
     assert not colocated.take(prefill, Assign)
 
 
+def test_embeddings_of_a_colocated_cluster_use_prefill_workers(make_bench):
+    bench = make_bench(mode="colocated")
+    prefill = bench.join("prefill", model=replace(CARD, task="embed", embedding_size=8))
+    bench.submit(context=make_context(new=None, task="embed", max_length=10))
+    assert bench.one(prefill, Assign).decode == ""
+
+
 def test_tokens_before_accepted_count(colocated):
     key = colocated.submit()
     worker, _ = colocated.find(Assign)
