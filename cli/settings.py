@@ -43,7 +43,8 @@ HELP = {
     "workers": "number of workers in mode colocated (0: as many as prefill and decode together; "
     "with device cuda one per GPU)",
     "mode": "disaggregated: prefill workers compute prompts, decode workers the tokens after them; "
-    "colocated: each worker computes prompts and tokens of its requests",
+    "colocated: each worker computes prompts and tokens of its requests; adaptive: per request, a "
+    "prefill worker or the decode worker computes its prompt",
     "enforce_disaggregation": "let requests wait while no prefill worker is ready, instead of "
     "serving them by decode workers alone",
     "routers": "number of routers; give clients all their addresses, separated by commas",
@@ -76,7 +77,7 @@ HELP = {
     "this many",
     "autoscale": "on: scale each pool with its load, between its minimum and maximum",
     "slo_ttft": "target time to first token (TTFT) in seconds, for autoscale and prefill_order",
-    "slo_itl": "target inter-token latency (ITL) in seconds, for autoscale",
+    "slo_itl": "target inter-token latency (ITL) in seconds, for autoscale and mode adaptive",
     "stabilization_window": "scale-down stabilization window in seconds: a pool shrinks after "
     "fewer workers were enough for this long",
     "address": "client address: ipc://PATH or tcp://HOST:PORT (default: a socket file of this "

@@ -22,7 +22,7 @@ from baton.runtime.process.log import Level
 
 MAX_TRACE_REQUESTS = 100_000
 """Bound of ``trace_requests``: 45 MB of stories, more if many requests were replayed."""
-MODES = ("disaggregated", "colocated")
+MODES = ("disaggregated", "colocated", "adaptive")
 """How requests are distributed over the two kinds of workers (:mod:`.decider`)."""
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 
@@ -71,7 +71,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     folder whose text files Describe returns.
 
     ``mode``: one of :data:`MODES`. ``enforce_disaggregation``: requests wait for a prefill worker,
-    even if no prefill worker is ready.
+    even if no prefill worker is ready. Of mode adaptive, ``step_time_s``: target seconds of decode
+    workers' steps with prompt tokens, ``slo_itl_s``: longest such step that streams may wait for.
 
     ``start_grace_s``: longest wait of a request before the first worker is ready;
     ``worker_grace_s``: longest wait after the last ready worker was lost.
@@ -100,6 +101,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: PolicyConfig = PolicyConfig()
     mode: str = "disaggregated"
     enforce_disaggregation: bool = False
+    step_time_s: float = 0.05
+    slo_itl_s: float = 0.1
     admission: AdmissionConfig = AdmissionConfig()
 
     default_deadline_s: float = DEFAULT_DEADLINE_S
@@ -183,7 +186,7 @@ _MAY_BE_ZERO = {
     "metrics_port",
     "requests_per_slot", "resume_window_s", "recovery_s", "orphan_grace_s",
     "start_grace_s", "worker_grace_s",
-    "prefill_load", "decode_load", "trace_requests",
+    "prefill_load", "decode_load", "trace_requests", "step_time_s",
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from .authorization import ANYBODY, Caller, Proofs
 from .client_messages import ClientMessages
 from .clients import Clients
 from .config import RouterConfig
+from .decider import HandoffTails
 from .early_moves import EarlyMoves
 from .events import (
     Action,
@@ -93,9 +94,10 @@ class RouterCore:
         admission = self.admission = Admission(config.admission, now)
         clients = self.clients = Clients()
         metrics = self.metrics = Metrics()
-        handoffs = self.handoffs = Handoffs(lambda name: registry.find(name) is not None)
+        tails = HandoffTails() if config.mode == "adaptive" else None
+        handoffs = self.handoffs = Handoffs(lambda name: registry.find(name) is not None, tails)
         history = History(table, registry, admission, metrics, handoffs.metrics, now)
-        placement = self.placement = Placement(registry, config)
+        placement = self.placement = Placement(registry, config, tails)
         stories = self.stories = Stories(config.trace_requests, fresh=fresh_stories)
         errors = self.errors = OwnErrors(out, table, registry, admission, clients, metrics)
         lifecycle = self._lifecycle = Lifecycle(

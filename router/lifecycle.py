@@ -150,7 +150,7 @@ class Lifecycle:
             decode.requests[request.key] = request
         attempt.route = self._placement.placed(request)
         if prefill is None:
-            self._metrics.local[attempt.route[-1]] += 1
+            self._metrics.local[attempt.route[-1].partition(":")[0]] += 1
         attempt.assigned_at = now
         request.step(_ASSIGN)
         del self._table.queued[request.key]

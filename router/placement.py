@@ -24,7 +24,7 @@ from baton.proto.wire.wire_context import WirePixelContext
 from baton.runtime.liveness import HEARTBEAT_S
 
 from .config import RouterConfig
-from .decider import Decider
+from .decider import Decider, HandoffTails
 from .pairs import FailedPairs
 from .policy import NO_HASHES, Margin, make_policy
 from .registry import Registry
@@ -46,12 +46,14 @@ no prefill worker."""
 class Placement:
     """Applies the configured policy to the registered workers."""
 
-    def __init__(self, registry: Registry, config: RouterConfig) -> None:
+    def __init__(
+        self, registry: Registry, config: RouterConfig, tails: HandoffTails | None = None
+    ) -> None:
         self._registry = registry
         self._config = config.policy
         self._policy = make_policy(config.policy, config.name)
         self.failed_pairs = FailedPairs()
-        self._decider = Decider(registry, config)
+        self._decider = Decider(registry, config, tails or HandoffTails())
         self._margins: tuple[Margin | None, Margin | None] = (None, None)  # of the last pair
         self._why = ""  # the last pair takes its way
 
@@ -113,15 +115,35 @@ class Placement:
             margin = policy.margin
             prefill = policy.choose(prefills, hashes)
             self._margins = policy.margin, margin
-            return prefill, decode
+            return self._compared(request, prefill, decode, hashes) or (prefill, decode)
         reached = self._reached(request, prefills, now)
         decode = policy.choose(_narrowed(request, decodes, reached), hashes)
         margin = policy.margin
         reaching = self._reaching(request, decode, now)
         prefill = policy.choose(_narrowed(request, prefills, reaching), hashes)
         self._margins = policy.margin, margin
+        if local := self._compared(request, prefill, decode, hashes):
+            return local
         self.failed_pairs.placed(prefill, decode, now)
         return prefill, decode
+
+    def _compared(
+        self, request: Request, prefill: Worker, decode: Worker, hashes: Sequence[bytes]
+    ) -> Pair | None:
+        """Return the decode worker alone if mode adaptive prefers it, else None."""
+        if not self._decider.compares:
+            return None
+        size, cached = self._config.block_tokens, self._policy.cached
+        ways = self._decider.costs(
+            request, prefill, decode, size * cached(prefill, hashes), size * cached(decode, hashes)
+        )
+        if ways is None:
+            return None
+        self._why = ways.explain()
+        if not ways.prefers_local:
+            return None
+        self._margins = None, self._margins[1]
+        return None, decode
 
     def _alone(self, request: Request, decodes: list[Worker]) -> Pair | None:
         """Return a decode worker that computes the prompt too, or None to wait."""

@@ -37,6 +37,10 @@ class Policy(Protocol):
         """Return one of ``workers`` (not empty, all of one role) for a prompt with these blocks."""
         ...
 
+    def cached(self, worker: Worker, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks the worker has probably cached; 0 if not known."""
+        ...
+
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
         """Note that ``worker`` got a request with these blocks and ``tokens`` of work.
 
@@ -64,6 +68,10 @@ class RoundRobin:
         turn = self._turns.get(role, self._first)
         self._turns[role] = turn + 1
         return workers[turn % len(workers)]
+
+    def cached(self, worker: Worker, hashes: Sequence[bytes]) -> int:
+        """Return 0: not known."""
+        return 0
 
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
         """Keep no state."""
@@ -103,6 +111,10 @@ class LeastLoaded:
                 rival, second = worker, burden
         self.margin = (least, rival.id, second, count)
         return best
+
+    def cached(self, worker: Worker, hashes: Sequence[bytes]) -> int:
+        """Return 0: not known."""
+        return 0
 
     def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
         """Keep no state: the placement counts outstanding tokens."""

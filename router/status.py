@@ -18,6 +18,7 @@ from .admission import Admission
 from .authorization import ANYBODY, Caller
 from .clients import Clients
 from .config import RouterConfig
+from .decider import HandoffTails
 from .families import Sources, families_of
 from .history import History
 from .metrics import CANCELLED, FAILED, OK, HandoffMetrics, Metrics, Transferred
@@ -37,10 +38,11 @@ MAX_REPORTED_REQUESTS = 1000
 class Handoffs:
     """Totals of all handoffs, and the latest reports.
 
-    ``known``: see :class:`HandoffMetrics`.
+    ``known``: see :class:`HandoffMetrics`. ``tails``: learn from the reports, in mode adaptive.
     """
 
-    def __init__(self, known: Callable[[str], bool]) -> None:
+    def __init__(self, known: Callable[[str], bool], tails: HandoffTails | None = None) -> None:
+        self._tails = tails
         self._last: deque[tuple[HandoffReport, bytes]] = deque(maxlen=KEEP_HANDOFFS)
         self.metrics = HandoffMetrics(known)
 
@@ -48,6 +50,8 @@ class Handoffs:
         """Add a committed handoff; ``owner``: key of the request's client."""
         self._last.append((report, owner))
         self.metrics.add(report)
+        if self._tails is not None:
+            self._tails.add(report)
 
     @property
     def count(self) -> int:

@@ -23,6 +23,8 @@ COLOCATED = Shape(prefill=0, decode=3, mode="colocated", local=True)
 MIXED = Shape(prefill=1, local=True)
 """While the prefill worker is away, decode workers compute prompts too."""
 
+ADAPTIVE = Shape(prefill=2, decode=2, mode="adaptive", local=True)
+
 PATIENT_S = 6.0
 """Longer than the loss of a router may delay a token, shorter than a client's own timeout."""
 TWO = Shape(routers=2, clients=4)
@@ -483,6 +485,12 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "mixed-all": replace(
         _ALL, shape=replace(MIXED, routers=2, clients=4), crashes=5, structured=0.2, pauses=1
+    ),
+    "adaptive": Scenario(
+        shape=ADAPTIVE, requests=60, crashes=2, cancels=0.1, faults=NOISE, allowed=UNLUCKY
+    ),
+    "adaptive-all": replace(
+        _ALL, shape=replace(ADAPTIVE, routers=2, clients=4), requests=60, structured=0.2, pauses=1
     ),
     "rogue": _ROGUE,
     "rogue-failover": replace(

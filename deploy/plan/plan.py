@@ -279,6 +279,8 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         policy=PolicyConfig(name=settings.policy),
         mode=settings.mode,
         enforce_disaggregation=settings.enforce_disaggregation == "on",
+        step_time_s=settings.step_time,
+        slo_itl_s=settings.slo_itl,
         trace_requests=settings.trace_requests,
         otlp_endpoint=settings.otlp_endpoint,
         worker_timeout_s=settings.worker_timeout,
@@ -439,8 +441,8 @@ def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) 
         device_share=_DEVICE_SHARE / gpus.most(sized_for(settings)),
         max_length=settings.max_model_len,
         task=settings.task,
-        # A decode worker gets images as KV, unless it computes all prompts.
-        vision=role == PREFILL or settings.mode == COLOCATED,
+        # In mode disaggregated a decode worker gets images as KV.
+        vision=role == PREFILL or settings.mode != "disaggregated",
         picture_bytes=parse_size(settings.picture_memory) if role == "decode" else 0,
     )
 

@@ -98,3 +98,13 @@ def test_enforced_disaggregation_waits_for_a_prefill_worker(cluster, wanted):
     running.wait_replaced("prefill-0", pid)
     assert local_of(running) == 0
     running.wait_idle()
+
+
+def test_adaptive_tokens_are_the_same_whatever_way_each_request_took(cluster, wanted):
+    running = cluster(mode="adaptive", prefill=1, decode=1, **SETTINGS)
+    for _ in range(2):  # the second time the prefill worker's speed is known
+        assert tokens(run(running.address, WORK)) == wanted
+    running.wait_idle()
+    with running.client() as client:
+        status = client.status()
+    assert status["router"]["requests"]["local"] + status["handoffs"]["count"] == 2 * len(WORK)

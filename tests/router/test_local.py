@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import replace
 
@@ -17,10 +20,11 @@ from baton.proto.wire.messages import (
     PeerLost,
     RequestState,
     Terminal,
+    WorkerLoad,
     WorkerTimes,
 )
 from baton.proto.wire.proofs import Holder, assignment_proof
-from baton.router.decider import COLOCATED, NO_PREFILL
+from baton.router.decider import ADAPTIVE, COLOCATED, NO_PREFILL, Costs, HandoffTails
 from baton.router.requests import State
 from baton.router.story_slices import slices_of
 
@@ -280,3 +284,69 @@ def test_reports_of_handoffs_and_lost_peers_do_not_touch_a_local_request(colocat
 
 def test_the_context_of_the_bench_is_text():
     assert make_context().__struct_config__.tag == "TextContext"
+
+
+# --------------------------------------------------------------------------- adaptive
+
+FREE = Costs(
+    ahead=0, uncached=1000, local_ahead=0, local_uncached=1000, per_token=0.001, handoff=0.2,
+    streams=0, step=0.0, chunk=0.05, itl=0.1,
+)  # fmt: skip
+
+
+def but(**fields: float) -> Costs:
+    return dataclasses.replace(FREE, **fields)
+
+
+@pytest.mark.parametrize(
+    ("costs", "local"),
+    [
+        (FREE, True),  # 1.0 s alone, 1.2 s with the handoff
+        (but(handoff=0.05), False),  # too little for a prompt that a prefill worker could take
+        (but(ahead=2000, handoff=0.0), True),  # the prefill worker is busy
+        (but(local_ahead=3000), False),  # other local prompts wait
+        (but(local_uncached=10), True),  # the decode worker has cached it
+        (but(uncached=10), False),  # the prefill worker has
+        (but(streams=4, step=0.02), False),  # 20 steps of 20 ms between its chunks
+        (but(streams=4, step=0.02, ahead=2000), True),
+        (but(streams=4, step=0.06, ahead=2000), False),  # its streams would wait too long
+        (but(streams=4, step=0.06, local_uncached=30), True),  # not for so short a prompt
+        (but(per_token=0.0), False),  # nothing is measured yet
+        (but(chunk=0.0, streams=1, step=0.01, ahead=2000), False),  # one step of the whole prompt
+    ],
+)
+def test_the_way_with_the_earlier_tokens_is_chosen_unless_it_delays_streams(costs, local):
+    assert costs.prefers_local is local
+    assert costs.explain().startswith("adaptive: ")
+
+
+def test_an_adaptive_router_sends_a_prompt_around_a_busy_prefill_worker(make_bench):
+    bench = make_bench(mode="adaptive")
+    prefill = bench.join("prefill")
+    decode = bench.join("decode", model=ALONE)
+    load = WorkerLoad(prompt_tokens=1000, compute_seconds=1.0)
+    bench.submit("unmeasured", prompt=500)
+    assert bench.take(prefill, Assign)  # whose speed is unknown
+    prefill.beat(load=load)
+    bench.submit("behind it", prompt=500)
+    assert bench.one(decode, Assign).ticket == b""
+    assert bench.core.metrics.local == {ADAPTIVE: 1}
+    (story,) = told(bench, "behind it")
+    # The decode worker got this prompt with the first request, all but 52 tokens in whole blocks.
+    assert "0.552 s with handoff, 0.052 s alone" in story["attempts"][0]["route"]["why"]
+    bench.submit("pinned", prompt=50, target_endpoint=prefill.endpoint)
+    assert bench.take(prefill, Assign)
+
+
+def test_the_time_of_handoffs_is_learned_from_their_reports():
+    tails = HandoffTails()
+    report = HandoffReport(
+        request=b"r" * 16, attempt=1, prefill="p", decode="d", transport="zmq", bytes_sent=1,
+        bytes_received=1, blocks=1, cached_tokens=0, times=WorkerTimes(computed=1.0, ended=1.5),
+    )  # fmt: skip
+    tails.add(report)
+    tails.add(replace(report, times=WorkerTimes(computed=1.0, ended=1.0)))
+    tails.add(replace(report, times=None))
+    pair = (SimpleNamespace(id="p"), SimpleNamespace(id="d"))
+    assert tails.of(*pair) == pytest.approx(0.4)
+    assert tails.of(*reversed(pair)) == 0.0

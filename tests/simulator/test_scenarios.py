@@ -60,6 +60,7 @@ FIGURES = {
     "rogue": ["rogue_heard Rejected", "rogue_heard Stale", "rogue_refused", "foreign_frames"],
     "rogue-failover": ["rogue_heard Adopt", "rogue_malformed"],
     "rogue-greedy": ["surrendered"],
+    "adaptive": ["local", "credits", "replays"],
     "colocated": ["local", "abandoned", "lost"],
     "colocated-crash": ["local", "replays"],
     "colocated-scarce": ["local", "preemptions", "grammars", "replays"],
