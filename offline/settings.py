@@ -27,6 +27,9 @@ class ClusterSettings(TypedDict, total=False):
     allowed_hosts: str
     allowed_origins: str
     strict_parameters: str
+    mode: str
+    workers: int
+    enforce_disaggregation: str
     prefill_min: int
     prefill_max: int
     decode_min: int
