@@ -22,6 +22,7 @@ from .tables import section
 ORDER = (
     "codec",
     "kernels",
+    "quantized",
     "engine",
     "device_idle",
     "speech",

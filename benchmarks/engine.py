@@ -42,7 +42,13 @@ EMPTY = np.empty(0, np.int32)
 class Engine:
     """A loaded model, driven through its executor without a scheduler."""
 
-    def __init__(self, folder: Path, backend: str, steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        backend: str,
+        steps: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         blocks = 8 * -(-(PROMPT + CONTEXT) // BLOCK)
         self.runner = load_runner(
             RunnerConfig(
@@ -56,6 +62,7 @@ class Engine:
         vocab = self.runner.card.vocab_size
         self.ids = np.random.default_rng(1).integers(4, vocab, (8, PROMPT)).astype(np.int32)
         self.steps = steps
+        self.clock = clock
 
     def rate(self, measure: str) -> float:
         """Tokens per second of one measurement."""
@@ -65,17 +72,17 @@ class Engine:
         """Nothing to end."""
 
     def _prefill(self) -> float:
-        began = time.perf_counter()
+        began = self.clock()
         self._execute([chunk(0, 0, self.ids[0])])
-        return PROMPT / (time.perf_counter() - began)
+        return PROMPT / (self.clock() - began)
 
     def _decode(self, streams: int) -> float:
         last = self._execute([chunk(i, 0, self.ids[i, :CONTEXT]) for i in range(streams)])
-        began = time.perf_counter()
+        began = self.clock()
         for at in range(CONTEXT, CONTEXT + self.steps):
             tokens = np.array(last, np.int32)[:, None]
             last = self._execute([chunk(i, at, row) for i, row in enumerate(tokens)])
-        return streams * self.steps / (time.perf_counter() - began)
+        return streams * self.steps / (self.clock() - began)
 
     def _execute(self, chunks: Sequence[Chunk]) -> list[int]:
         result = self.runner.pipeline.execute(StepPlan(0, tuple(chunks)))

@@ -23,6 +23,7 @@ from ..audio.codec_kernels import codec_numerics
 from ..kernels import load_backend
 from ..kernels.backend import Backend
 from ..kernels.memory import Allocate, aligned_zeros
+from ..kernels.quantized import NUMERICS as QUANTIZED_NUMERICS
 from ..models.cross_decoder import CrossDecoder
 from ..models.registry import architecture_of
 from ..models.vision_decoder import VisionDecoder
@@ -439,7 +440,10 @@ def _speech(checkpoint: Checkpoint) -> AudioCard | None:
 
 def _numerics(checkpoint: Checkpoint, backend: Backend, length: int) -> str:
     """Return a name for everything except the weights that decides a result's bits."""
-    parts = [backend.numerics, "+".join(checkpoint.weight_dtypes())]
+    dtypes = checkpoint.weight_dtypes()
+    parts = [backend.numerics, "+".join(dtypes)]
+    if backend.quantized_kinds.intersection(dtypes):
+        parts.append(QUANTIZED_NUMERICS)
     if length > checkpoint.config.rope.default_length():
         parts.append(f"rope-{length}")  # here the served length decides the rope frequencies
     if _speech(checkpoint) is not None:

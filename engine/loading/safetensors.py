@@ -145,14 +145,18 @@ class TensorStore:
 
         Raises CheckpointError if the tensor is missing or has another shape.
         """
+        self.check(name, shape)
+        tensor = self.tensor(name)
+        return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError if the tensor is missing or has another shape."""
         found = self.entry(name).shape
         if found != shape:
             raise CheckpointError(
                 f"{self.path(name)}: tensor '{name}' has shape {list(found)}, "
                 f"config.json requires {list(shape)}"
             )
-        tensor = self.tensor(name)
-        return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
 
     def raw(self, name: str) -> memoryview:
         """Return the bytes of a tensor of any dtype."""

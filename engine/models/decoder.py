@@ -104,8 +104,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         embedding = f"{base}embed_tokens.weight"
         if self._tied and embedding not in checkpoint.tensors and _HEAD in checkpoint.tensors:
             embedding = _HEAD
-        table = loader.table(embedding, (config.vocab_size, config.hidden_size))
-        self._table = backend.parameters(table)
+        self._table = loader.embedding(embedding, (config.vocab_size, config.hidden_size))
         self._layers = [
             _load_layer(loader, config, f"{base}layers.{place}", index)
             for index, place in enumerate(self._places())

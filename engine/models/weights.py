@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
 
-from ..kernels.backend import Backend, PackedLinear
+from ..kernels.backend import Backend, PackedLinear, QuantizedWeights
 from ..kernels.bfloat16 import bfloat16_bits
 from ..loading.safetensors import TensorStore, Weights, is_narrow, widened
 
@@ -72,14 +73,36 @@ class WeightLoader:
     def take(self, name: str, shape: tuple[int, ...]) -> Weights:
         """Return a tensor of the given shape: float32, or uint16 bfloat16 bits."""
         tensor = self._checkpoint.take(name, shape)
+        self._note(name)
+        return tensor
+
+    def _note(self, name: str) -> None:
+        """Count a tensor as read."""
         if name not in self._taken:
             entry = self._checkpoint.tensors.entry(name)
             self._taken.add(name)
             self._done += entry.end - entry.begin
-        return tensor
 
-    def table(self, name: str, shape: tuple[int, ...]) -> Weights:
-        """Return a table of the given shape: float32, or uint16 bfloat16 bits if quantized."""
+    def embedding(self, name: str, shape: tuple[int, int]) -> Weights | QuantizedWeights:
+        """Return the table of an embedding in the backend's form."""
+        if self._stays_quantized(name):
+            return self._blocks(name, shape)
+        return self.backend.parameters(self._matrix(name, shape))
+
+    def _stays_quantized(self, name: str) -> bool:
+        """True if the backend computes with the blocks of a tensor."""
+        return self._checkpoint.tensors.entry(name).dtype in self.backend.quantized_kinds
+
+    def _blocks(self, name: str, shape: tuple[int, int]) -> QuantizedWeights:
+        """Return a quantized tensor in its blocks."""
+        tensors = self._checkpoint.tensors
+        tensors.check(name, shape)
+        self._note(name)
+        rows = np.frombuffer(tensors.raw(name), np.uint8).reshape(shape[0], -1)
+        return QuantizedWeights(tensors.entry(name).dtype, rows, shape[1])
+
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> Weights:
+        """Return a matrix: float32, or uint16 bfloat16 bits, also if it was quantized."""
         return self._narrow(name, self.take(name, shape))
 
     def _narrow(self, name: str, tensor: Weights) -> Weights:
@@ -113,21 +136,33 @@ class WeightLoader:
 
         ``orders``: for each module, the order in which its outputs are packed, or None.
         ``columns``: the order of its inputs. The index -1 gives a row or column of zeros.
+        Quantized weights stay as they are if the backend computes with them, all modules are
+        quantized, and the inputs keep their order.
         """
-        weights = [self.table(f"{name}.weight", (out, in_features)) for name, out in parts]
-        if len({w.dtype for w in weights}) > 1:
-            weights = [widened(w) for w in weights]
+        tensors = [(f"{name}.weight", (out, in_features)) for name, out in parts]
+        weights: list[Weights | QuantizedWeights]
+        if columns is None and all(self._stays_quantized(name) for name, _ in tensors):
+            weights = [self._blocks(name, shape) for name, shape in tensors]
+        else:
+            weights = [*self._floats(tensors, columns)]
         biases = [self.vector(f"{name}.bias", out) for name, out in parts] if bias else []
         if orders is not None:
-            weights = [_ordered(w, order) for w, order in zip(weights, orders, strict=True)]
+            weights = [_in_order(w, order) for w, order in zip(weights, orders, strict=True)]
             biases = [_ordered(b, order) for b, order in zip(biases, orders, strict=bias)]
-        if columns is not None:
-            weights = [_ordered(w.T, columns).T for w in weights]
         packed = self.backend.pack_linear(weights, np.concatenate(biases) if bias else None)
         self.packed_bytes += packed.nbytes
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
         return packed
+
+    def _floats(
+        self, tensors: Sequence[tuple[str, tuple[int, int]]], columns: Order | None
+    ) -> list[Weights]:
+        """Return matrices of one element type, with their columns in an order."""
+        weights = [self._matrix(name, shape) for name, shape in tensors]
+        if len({w.dtype for w in weights}) > 1:
+            weights = [widened(w) for w in weights]
+        return weights if columns is None else [_ordered(w.T, columns).T for w in weights]
 
     def finish(self, unused: Sequence[str] = ()) -> None:
         """Report the end. Raises CheckpointError for weights that the model does not use.
@@ -146,6 +181,12 @@ class WeightLoader:
                 )
         if self._on_progress is not None:
             self._on_progress(self._total, self._total)
+
+
+def _in_order(weights: Weights | QuantizedWeights, order: Order | None) -> Weights | QuantizedWeights:
+    if isinstance(weights, QuantizedWeights):  # blocks of zeros are weights of zero
+        return replace(weights, blocks=_ordered(weights.blocks, order))
+    return _ordered(weights, order)
 
 
 def _ordered(array: npt.NDArray[A], order: Order | None) -> npt.NDArray[A]:

@@ -5,7 +5,6 @@
 
 #define LANES 8
 #define SIZES(F) F(1) F(2) F(3) F(4) F(8)
-#define AHEAD 4096
 
 typedef __m256i ib, iv, part, scale;
 typedef __m256 fv;

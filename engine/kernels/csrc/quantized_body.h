@@ -153,6 +153,14 @@ ALWAYS void add_products(const int FORM, const int R, const uint8_t *q, const in
     }
 }
 
+/* Fetch lines of weights. Few rows wait for memory: fetched just before use, the lines keep the
+ * order in which the processor's own prefetcher looks ahead. With more rows, which take longer than
+ * the prefetcher looks, lines are fetched well before. */
+ALWAYS void prefetch(const int R, const uint8_t *from, const int64_t bytes) {
+    const int64_t ahead = R <= 4 ? 0 : 4096;
+    UNROLL for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + ahead + line);
+}
+
 /* acc[R][PANEL] += one step of a panel of Q4_K, Q5_K, Q6_K or Q3_K. */
 ALWAYS void wide_step(const int FORM, const int R, const uint8_t *w, const uint8_t *xs, float *acc) {
     const int64_t body = FORM == FORM_4 ? 256 : FORM == FORM_5 ? 320 : FORM == FORM_6 ? 384 : 192;
@@ -164,6 +172,7 @@ ALWAYS void wide_step(const int FORM, const int R, const uint8_t *w, const uint8
         iv sum[R], low[R];
         EACH_ROW sum[r] = low[r] = i_set(0);
         for (int j = 0; j < 8; j++, q += body) {
+            if (o == 0) prefetch(R, q, body);
             const int32_t *at = x + 8 * j * R, *starts = x + (64 + 2 * j) * R;
             if (mins) {
                 add_products(FORM, R, q, 0, 8, at, NULL, s_unsigned(scales + j * PANEL), sum);
@@ -218,12 +227,11 @@ ALWAYS void units(const int KIND, const int R, const uint8_t *panel, const uint8
     for (int64_t i = first; i < first + count; i++) {
         if (KIND < Q8_0) {
             const uint8_t *w = panel + i * step;
-            for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(w + AHEAD + line);
+            prefetch(R, w, 320);
             wide_step(KIND == Q4_K ? FORM_4 : KIND == Q5_K ? FORM_5 : KIND == Q6_K ? FORM_6 : FORM_3,
                       R, w, x + i * X_WIDE * R, acc);
         } else {
-            const uint8_t *w = panel + i / 2 * step + i % 2 * (step / 2);
-            for (int64_t line = 0; line < step / 2; line += 64) __builtin_prefetch(w + AHEAD + line);
+            prefetch(R, panel + i / 2 * step + i % 2 * (step / 2), step / 2);
             narrow_block(KIND == Q8_0 ? FORM_8 : KIND == IQ4_NL ? FORM_TABLE
                          : KIND == Q5_0 || KIND == Q5_1 ? FORM_5 : FORM_4,
                          KIND == Q8_0 || KIND == IQ4_NL ? 7 : KIND == Q5_0 ? 4 : KIND == Q4_0 ? 3 : -1,

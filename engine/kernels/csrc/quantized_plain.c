@@ -7,7 +7,6 @@
 #define LANES 4
 #define SIZES(F) F(1) F(4) F(8)
 #define SMALL_CODE
-#define AHEAD 4096
 #define PARTS_OVERFLOW 0
 #define DOT8_SIGNED 0
 

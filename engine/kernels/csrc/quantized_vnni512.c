@@ -12,7 +12,6 @@
 
 #define LANES 16
 #define SIZES(F) F(1) F(2) F(3) F(4) F(6) F(8)
-#define AHEAD 4096
 #define PARTS_OVERFLOW 0
 #define DOT8_SIGNED 0
 
