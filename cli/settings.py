@@ -107,7 +107,8 @@ HELP = {
     "device": "where models run; cuda: NVIDIA GPUs, one per worker as far as there are enough",
     "device_ids": "numbers of the GPUs to use, such as 0,2, among those that CUDA_VISIBLE_DEVICES "
     "leaves (default: all)",
-    "kernels": "kernels of device cpu; cpu: compiled C; auto: cpu if built, else numpy",
+    "kernels": "kernels of device cpu; cpu: compiled C; auto: cpu if built, else numpy; "
+    "cpu-floats: cpu with quantized weights as float32",
     "grace": "seconds for running requests to finish after an interrupt",
     "worker_timeout": "seconds without heartbeat or progress before a worker is declared dead",
     "handoff_timeout": "seconds without an answer before a live prefill worker and a live decode "

@@ -200,7 +200,7 @@ def check_kernels(settings: ServeSettings) -> None:
     """Raise ConfigError if the settings choose kernels that this machine cannot load."""
     if settings.device == "cuda":
         _ordinals(settings)
-    if settings.kernels == "cpu" and (problem := compiled_kernels_problem()):
+    if settings.kernels.startswith("cpu") and (problem := compiled_kernels_problem()):
         raise ConfigError(f"the compiled kernels are missing ({problem}): {BUILD_KERNELS}")
 
 

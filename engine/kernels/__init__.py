@@ -19,20 +19,21 @@ BUILD_KERNELS = (
 def load_backend(name: str = "auto", *, isa: str | None = None) -> HostBackend:
     """Return kernels: ``cpu`` (compiled), ``numpy``, or ``auto``: cpu if it was built.
 
+    ``cpu-floats``: cpu, but quantized weights become float32, for comparisons.
     ``isa`` forces an instruction set of the cpu kernels (tests); None chooses the best one.
 
     Raises:
         ValueError: unknown name, or an instruction set that this machine does not have.
-        ImportError: ``cpu`` was requested but the extension was not built, or from other sources.
+        ImportError: the extension was requested but not built, or built from other sources.
 
     """
-    if name not in ("auto", "cpu", "numpy"):
-        raise ValueError(f"unknown backend {name!r}; choose auto, cpu or numpy")
+    if name not in ("auto", "cpu", "cpu-floats", "numpy"):
+        raise ValueError(f"unknown backend {name!r}; choose auto, cpu, cpu-floats or numpy")
     if name != "numpy":
         try:
-            return _compiled()(isa)
+            return _compiled()(isa, floats=name == "cpu-floats")
         except ImportError:
-            if name == "cpu":
+            if name != "auto":
                 raise
     from .reference import NumpyBackend
 

@@ -141,6 +141,8 @@ class Backend(Protocol):
     """The GPU that computes; None for a CPU."""
     quantized_kinds: frozenset[str]
     """Kinds of :class:`QuantizedWeights` that the kernels use as they are."""
+    wide_weights: bool
+    """True if other quantized weights become float32 instead of bfloat16."""
 
     @property
     def lost(self) -> str:

@@ -97,20 +97,22 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
     selects the best one of this machine. ``amx`` uses matrix tiles for bfloat16 weights and for
     the parts of attention that may be rounded. There it rounds the other factor to bfloat16, sums
     in float32, and computes a gated MLP in one kernel; elsewhere it equals ``avx512``. Wrong
-    arguments raise ValueError before anything is written.
+    arguments raise ValueError before anything is written. ``floats``: a model's quantized weights
+    become float32.
     """
 
     name = "cpu"
     row_independent = True
-    quantized_kinds = frozenset(QUANTIZED)
 
-    def __init__(self, isa: str | None = None) -> None:
+    def __init__(self, isa: str | None = None, *, floats: bool = False) -> None:
         usable = {name: (index, panels) for index, name, *panels in _cpu.instruction_sets()}
         chosen = next(iter(usable)) if isa is None else isa
         if chosen not in usable:
             raise ValueError(f"instruction set {isa!r} is not one of {', '.join(usable)}")
         self._isa, (self._panel_floats, self._panel_halves, self._terms_halves) = usable[chosen]
         self.numerics = f"cpu-{REVISIONS[chosen]}-{chosen}"
+        self.quantized_kinds = frozenset[str]() if floats else frozenset(QUANTIZED)
+        self.wide_weights = floats
         self._arena = Arena()
 
     def pack_linear(

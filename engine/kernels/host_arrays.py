@@ -23,6 +23,7 @@ class HostArrays:
     head_sizes: tuple[int, ...] = ()
     column_multiple = 1
     quantized_kinds: frozenset[str] = frozenset()
+    wide_weights = False
     computes: Backend | None = None
     """The device that computes, if these kernels only move blocks, as of pictures on a GPU."""
     gpu: Gpu | None = None

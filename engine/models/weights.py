@@ -107,8 +107,14 @@ class WeightLoader:
 
     def _narrow(self, name: str, tensor: Weights) -> Weights:
         """Round a dequantized matrix to bfloat16: half the memory, for less than it has lost."""
-        narrow = is_narrow(self._checkpoint.tensors.entry(name).dtype)
-        return bfloat16_bits(widened(tensor)) if narrow and tensor.dtype != np.uint16 else tensor
+        if not self._is_narrow(name) or tensor.dtype == np.uint16:
+            return tensor
+        return bfloat16_bits(widened(tensor))
+
+    def _is_narrow(self, name: str) -> bool:
+        """True if a matrix that is computed in floats becomes bfloat16."""
+        dtype = self._checkpoint.tensors.entry(name).dtype
+        return dtype == "BF16" or (is_narrow(dtype) and not self.backend.wide_weights)
 
     def vector(self, name: str, size: int) -> F32:
         """Return a copy of the tensor ``[size]`` as float32."""
@@ -119,9 +125,8 @@ class WeightLoader:
         return self.backend.parameters(self.vector(name, size))
 
     def halves(self, parts: Sequence[tuple[str, int]]) -> bool:
-        """True if the weights of all these modules ``(name, out_features)`` become bfloat16."""
-        entry = self._checkpoint.tensors.entry
-        return all(is_narrow(entry(f"{name}.weight").dtype) for name, _ in parts)
+        """True if the weights of all modules ``(name, out_features)`` have few digits."""
+        return all(self._is_narrow(f"{name}.weight") for name, _ in parts)
 
     def linear(
         self,
@@ -183,7 +188,9 @@ class WeightLoader:
             self._on_progress(self._total, self._total)
 
 
-def _in_order(weights: Weights | QuantizedWeights, order: Order | None) -> Weights | QuantizedWeights:
+def _in_order(
+    weights: Weights | QuantizedWeights, order: Order | None
+) -> Weights | QuantizedWeights:
     if isinstance(weights, QuantizedWeights):  # blocks of zeros are weights of zero
         return replace(weights, blocks=_ordered(weights.blocks, order))
     return _ordered(weights, order)

@@ -72,7 +72,12 @@ def test_opentelemetrys_variable_names_the_collector_if_its_packages_are_there(m
             "BATON_TRANSPORT must be one of ipc, tcp, not 'pigeon'",
         ),
         ({}, {"BATON_POLICY": "dice"}, "", "BATON_POLICY must be one of round_robin, "),
-        ({"kernels": "abacus"}, {}, "", "--kernels must be one of auto, cpu, numpy, not 'abacus'"),
+        (
+            {"kernels": "abacus"},
+            {},
+            "",
+            "--kernels must be one of auto, cpu, cpu-floats, numpy, not 'abacus'",
+        ),
         ({"kv_memory": "lots"}, {}, "", "--kv-memory is 'lots', not a size such as 512MiB"),
         (
             {"kv_memory": "1GiB", "kv_blocks": 4},

@@ -1,4 +1,4 @@
-"""A quantized GGUF file through a prefill and a decode worker: the tokens of its values."""
+"""A quantized GGUF file through a prefill and a decode worker: the tokens of one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.engine.loading import gguf_folder
 from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.proto.contexts.text import TextContext
 
-from ..engine.gguf_models import write_file, write_reference
+from ..engine.gguf_models import write_file
 from .driver import Answer, Job, ask_all, collect, greedy, lost_requests
 
 pytestmark = pytest.mark.cluster
@@ -21,13 +21,12 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the file, its cache and the same model as safetensors."""
+    """A folder with the file and its cache."""
     made = tmp_path_factory.mktemp("g")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(made / "cache"))
         gguf_folder._made.cache_clear()
         write_file(made, "Tiny-Q4_K_M.gguf")
-        write_reference(made / "reference")
         yield made
     gguf_folder._made.cache_clear()
 
@@ -45,7 +44,9 @@ def cluster(shared_cluster, folder):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    return LLMEngine(load_runner(RunnerConfig(model=str(folder / "reference"), num_blocks=64)))
+    return LLMEngine(
+        load_runner(RunnerConfig(model=str(folder / "Tiny-Q4_K_M.gguf"), num_blocks=64))
+    )
 
 
 def expected(engine: LLMEngine, job: Job) -> list[int]:

@@ -106,8 +106,11 @@ def write_file(folder: Path, name: str = "tiny.gguf", seed: int = 1) -> Path:
     return write(folder, gguf({**sizes(), **demo_tokenizer()}, quantized(seed)), name)
 
 
-def write_reference(folder: Path, seed: int = 1) -> Path:
-    """Write the same model as config.json and bfloat16 tensors, rows of q and k in halves."""
+def write_reference(folder: Path, seed: int = 1, dtype: str = "BF16") -> Path:
+    """Write the same model as config.json and tensors, rows of q and k in halves.
+
+    ``dtype``: BF16 or F32, of the tensors that are quantized in the file.
+    """
     folder.mkdir()
     tensors = {}
     for name, tensor in quantized(seed).items():
@@ -117,7 +120,8 @@ def write_reference(folder: Path, seed: int = 1) -> Path:
         if inner in ("attn_q.weight", "attn_k.weight"):
             heads = 4 if "q" in inner else 2
             values = values.reshape(heads, -1, 2, 256).swapaxes(1, 2).reshape(values.shape)
-        tensors[usual] = ("F32", values) if tensor[0] == "F32" else ("BF16", bfloat16_bits(values))
+        wide = tensor[0] == "F32" or (dtype == "F32" and tensor[0] != "BF16")
+        tensors[usual] = ("F32", values) if wide else ("BF16", bfloat16_bits(values))
     _write_safetensors(folder / "model.safetensors", tensors)
     config = json.loads((DEMO / "config.json").read_text())
     config |= {

@@ -52,11 +52,10 @@ def greedy(model: Path, backend: str) -> list[list[int]]:
     return [context.tokens.all.tolist() for context in contexts]
 
 
-@pytest.mark.parametrize("backend", ["auto", "numpy"])
-def test_a_quantized_file_has_the_tokens_of_its_values_in_bfloat16(tmp_path, backend):
+def test_a_quantized_file_has_the_tokens_of_its_values_in_bfloat16(tmp_path):
     file = write_file(tmp_path)
-    expected = greedy(write_reference(tmp_path / "reference"), backend)
-    assert greedy(file, backend) == expected
+    expected = greedy(write_reference(tmp_path / "reference"), "numpy")
+    assert greedy(file, "numpy") == expected
     assert len({tuple(tokens) for tokens in expected}) == 4
     tensors = load_checkpoint(file).tensors
     assert tensors.entry("model.layers.1.mlp.down_proj.weight").dtype == "IQ4_NL"

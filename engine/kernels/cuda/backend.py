@@ -137,6 +137,7 @@ class CudaBackend(_BlockMoves):
     head_sizes: tuple[int, ...] = attention.PREFILL_DIMS
     column_multiple = elementwise.VECTOR
     quantized_kinds: frozenset[str] = frozenset()
+    wide_weights = False
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)

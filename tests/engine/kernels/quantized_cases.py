@@ -10,10 +10,9 @@ import numpy.typing as npt
 from baton.engine.kernels.backend import U8, QuantizedWeights
 from baton.engine.kernels.quantized import KINDS
 
-TWO = ("Q4_K", "Q5_K", "Q4_1", "Q5_1")
-HALVES = {kind: [0, 2] if kind in TWO else [0] for kind in KINDS}
-"""Places of the float16 of a block."""
-HALVES |= {"Q6_K": [208], "Q3_K": [108]}
+from ..gguf_cases import FLOAT16_AT
+
+TWO = [kind for kind, places in FLOAT16_AT.items() if len(places) == 2]
 
 
 def random_weights(
@@ -22,7 +21,7 @@ def random_weights(
     """Random bits everywhere, except that scales are finite; some are subnormal, some zero."""
     sizes = KINDS[kind]
     blocks = rng.integers(0, 256, (rows * columns // sizes.items, sizes.nbytes), dtype=np.uint8)
-    for at in HALVES[kind]:
+    for at in FLOAT16_AT[kind]:
         scales = rng.standard_normal(len(blocks)) * 0.02
         scales[rng.random(len(blocks)) < 0.05] = 3e-6
         scales[rng.random(len(blocks)) < 0.05] = 0
@@ -42,7 +41,7 @@ def swapped_nibbles(kind: str, blocks: U8) -> None:
 
 
 def scales_of_the_next_block(kind: str, blocks: U8) -> None:
-    at = HALVES[kind][0]
+    at = FLOAT16_AT[kind][0]
     blocks[:, at : at + 2] = np.roll(blocks[:, at : at + 2], 1, axis=0)
 
 

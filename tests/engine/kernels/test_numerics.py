@@ -14,7 +14,8 @@ import pytest
 from baton.engine.kernels.backend import QuantizedWeights
 from baton.engine.kernels.quantized import KINDS, NUMERICS
 
-from .quantized_cases import HALVES, put_halves
+from ..gguf_cases import FLOAT16_AT
+from .quantized_cases import put_halves
 
 DIGESTS = {
     ("4", "amx"): "21d7fd7decf4bbac",
@@ -176,7 +177,7 @@ def test_products_of_quantized_weights_are_recorded(compiled):
         sizes = KINDS[kind]
         count = 18 * (512 // sizes.items)
         blocks = np.resize(blocks, (count, sizes.nbytes))
-        for at in HALVES[kind]:
+        for at in FLOAT16_AT[kind]:
             put_halves(blocks, at, floats(22, count) / 64)
         weights = QuantizedWeights(kind, blocks.reshape(18, -1), 512)
         y = np.empty((9, 18), np.float32)

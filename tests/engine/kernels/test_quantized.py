@@ -14,6 +14,7 @@ import pytest
 from baton.engine.kernels import load_backend
 from baton.engine.kernels.backend import QuantizedWeights
 from baton.engine.kernels.quantized import KINDS, dequantized, product, round_rows
+from baton.engine.loading.gguf_blocks import dequantize
 
 from .quantized_cases import ERRORS, random_weights, with_error
 
@@ -160,6 +161,14 @@ def test_rows_of_a_table(compiled, fresh, poisoned, kind):
     ids, y = np.array([3, 0, 10, 3], np.int32), poisoned(4, 512)
     compiled.embed(ids, table, y)
     np.testing.assert_array_equal(y, dequantized(table)[ids])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_values_are_those_of_the_reader_of_files(fresh, kind):
+    weights = random_weights(fresh, kind, 7, 512)
+    values = np.empty((7, 512), np.float32)
+    dequantize(kind, memoryview(weights.blocks.tobytes()), values.reshape(-1))
+    np.testing.assert_array_equal(dequantized(weights), values)
 
 
 def test_wrong_arguments(compiled, fresh):
