@@ -127,7 +127,7 @@ class Accepted(Message, frozen=True, kw_only=True):
 
 
 class Busy(Message, frozen=True, kw_only=True):
-    """No room now: prefill worker's answer to an Assign, decode worker's answer to a Reserve."""
+    """No room now: a worker's answer to an Assign, a decode worker's answer to a Reserve."""
 
     request: Binary
     attempt: Attempt

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 
+from baton.proto.sampling import SamplingParams
+
 from ..processes import wait_until
 from .driver import Job, ask_all, greedy, lost_requests
+from .speaker import assert_same, make_speaker, samples_here, speak_all
 from .streams import begun, jobs, run, tokens
+from .vision_model import reference, vision_folder
 
 pytestmark = pytest.mark.cluster
 
@@ -70,6 +75,23 @@ def test_answers_name_the_worker_that_served_them_alone(colocated):
     assert answer.prefill == answer.decode != ""
 
 
+def test_schemas_and_log_probabilities_are_the_same_without_a_prefill_worker(
+    colocated, disaggregated
+):
+    prompt, sampled = list(range(20, 90)), SamplingParams(max_new_tokens=60, seed=7)
+    schema = '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'
+    found = []
+    for running in (disaggregated.wait_ready(), colocated.wait_ready()):
+        with running.client() as client:
+            scored = client.complete(
+                prompt, greedy(9), log_probabilities=3, prompt_log_probabilities=2
+            )
+            shaped = client.complete(prompt, sampled, json_schema=schema)
+        scores = [(one.token_id, one.rank, one.top) for one in scored.prompt_logprobs]
+        found.append((scored.token_ids, scores, scored.logprobs, shaped.token_ids))
+    assert found[0] == found[1]
+
+
 def test_without_a_prefill_worker_requests_are_served_at_once(disaggregated, wanted):
     disaggregated.wait_ready()
     before = local_of(disaggregated)
@@ -108,3 +130,33 @@ def test_adaptive_tokens_are_the_same_whatever_way_each_request_took(cluster, wa
     with running.client() as client:
         status = client.status()
     assert status["router"]["requests"]["local"] + status["handoffs"]["count"] == 2 * len(WORK)
+
+
+def test_colocated_workers_see_images(cluster, tmp_path):
+    running = cluster(mode="colocated", workers=2, model=vision_folder(tmp_path / "seer"))
+    params = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
+    cases = reference()
+    work = [Job(list(prompt), params, {"images": list(images)}) for prompt, images, _ in cases]
+    with running.client() as client:
+        for _ in range(2):  # the second time with prefixes from the caches
+            assert [one.tokens for one in ask_all(client, work)] == [case[2] for case in cases]
+        features = client.model().card.features
+    assert "prompts:TextAndVisionContext" in features
+    assert local_of(running) == 2 * len(work)
+    running.wait_idle()
+
+
+@pytest.mark.long
+def test_colocated_workers_speak_through_a_kill(cluster, tmp_path):
+    folder = make_speaker(tmp_path / "speaker")
+    running = cluster(mode="colocated", workers=2, model=folder, worker_timeout=1.0)
+    with running.client() as client:
+        wanted = samples_here(folder, client.model())
+    assert_same(speak_all(running.address), wanted)
+    pid = running.pids()["decode-0"]
+    kill = threading.Timer(0.2, lambda: os.kill(pid, signal.SIGKILL))
+    kill.start()
+    assert_same(speak_all(running.address), wanted)
+    kill.join()
+    running.wait_replaced("decode-0", pid)
+    running.wait_idle()
