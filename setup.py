@@ -46,7 +46,14 @@ setup(
             # Rounding is part of the contract: no contraction but the FMAs written out.
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
             py_limited_api=STABLE,
-            extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"],
+            extra_compile_args=[
+                "-O3",
+                "-std=gnu11",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+                "-pthread",
+            ],
+            extra_link_args=["-pthread"],
             optional=True,
         )
     ],

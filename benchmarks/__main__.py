@@ -24,6 +24,7 @@ ORDER = (
     "kernels",
     "quantized",
     "engine",
+    "threads",
     "device_idle",
     "speech",
     "vision",

@@ -48,12 +48,14 @@ class Engine:
         backend: str,
         steps: int,
         clock: Callable[[], float] = time.perf_counter,
+        threads: int = 1,
     ) -> None:
         blocks = 8 * -(-(PROMPT + CONTEXT) // BLOCK)
         self.runner = load_runner(
             RunnerConfig(
                 model=str(folder),
                 backend=backend,
+                threads=threads,
                 block_size=BLOCK,
                 num_blocks=blocks,
                 max_length=2 * PROMPT,

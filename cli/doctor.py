@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import re
 import shutil
@@ -34,6 +33,7 @@ from baton.engine.loading.loader import folder_task
 from baton.proto.errors import BatonError, ConfigError
 from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES
 from baton.runtime.net.user_address import default_address
+from baton.runtime.process.cores import default_threads, plural, usable_cores
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _MIN_SHM = 64 << 20
@@ -119,7 +119,7 @@ def check_distribution() -> Iterable[Finding]:
 def check_kernels() -> Iterable[Finding]:
     """The kernels for this machine's processor, and their instruction set."""
     backend = load_backend()
-    detail = f"{kernels_title(backend.numerics)}; one compute thread per worker"
+    detail = kernels_title(backend.numerics)
     warning = kernels_warning(ServeSettings())
     yield Finding("warn" if warning else "ok", "kernels", detail, warning)
 
@@ -137,11 +137,15 @@ def check_blas() -> Iterable[Finding]:
 
 def check_processors() -> Iterable[Finding]:
     """Number of cores: prefill and decode workers need at least one core each."""
-    cores = len(os.sched_getaffinity(0))
-    if cores < 2:
-        yield Finding("warn", "cores", str(cores), "prefill and decode workers share one core")
+    cores, threads = usable_cores(), default_threads(2)
+    detail = (
+        f"{cores.title}: {threads.count} compute {plural(threads.count, 'thread')} per worker for "
+        "a prefill and a decode worker"
+    )
+    if cores.count < 2:
+        yield Finding("warn", "cores", detail, "prefill and decode workers share one core")
     else:
-        yield Finding("ok", "cores", str(cores))
+        yield Finding("ok", "cores", detail)
 
 
 def check_memory() -> Iterable[Finding]:

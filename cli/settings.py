@@ -109,6 +109,10 @@ HELP = {
     "leaves (default: all)",
     "kernels": "kernels of device cpu; cpu: compiled C; auto: cpu if built, else numpy; "
     "cpu-floats: cpu with quantized weights as float32",
+    "threads": "compute threads per worker with device cpu (0: the cores that Baton may use, "
+    "divided among the workers)",
+    "prefill_threads": "compute threads per prefill worker (0: threads)",
+    "decode_threads": "compute threads per decode worker (0: threads)",
     "grace": "seconds for running requests to finish after an interrupt",
     "worker_timeout": "seconds without heartbeat or progress before a worker is declared dead",
     "handoff_timeout": "seconds without an answer before a live prefill worker and a live decode "
@@ -135,7 +139,10 @@ HELP = {
 
 GROUPS = {
     "model": ("task", "device", "device_ids", "kernels", "max_model_len"),
-    "processes": ("mode", "prefill", "decode", "workers", "routers"),
+    "processes": (
+        "mode", "prefill", "decode", "workers", "routers", "threads", "prefill_threads",
+        "decode_threads",
+    ),
     "HTTP": (
         "gateways", "http_host", "http_port", "served_model_name", "api_key_file", "ssl_certfile",
         "ssl_keyfile", "tool_call_parser", "reasoning_parser", "image_hosts",

@@ -193,6 +193,7 @@ def describe(report: ClusterReport, *, verbose: bool = False) -> list[str]:
     totals = report.handoffs
     return [
         *_requests(report.router),
+        *([f"threads      {report.threads}"] if report.threads else []),
         *_latency(report),
         "",
         f"{head} {'restarts':>8}  {'device':<19}  endpoint",
@@ -290,8 +291,8 @@ def _worker_line(worker: WorkerReport) -> str:
     state = "left" if left else worker.state
     return (
         f"{worker.id:<12} {state:<9} {worker.pid:>7} {worker.requests_running:>7} "
-        f"{worker.requests_waiting:>7} {blocks:>12} {worker.restarts:>8}  {worker.gpu:<19}  "
-        f"{worker.endpoint}"
+        f"{worker.requests_waiting:>7} {blocks:>12} {worker.restarts:>8}  "
+        f"{worker.device_title:<19}  {worker.endpoint}"
     )
 
 

@@ -84,6 +84,10 @@ class Column:
     key: Callable[[Line], float | str]
 
 
+def _device(line: Line) -> str:
+    return line.worker.device_title
+
+
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.1f}"
 
@@ -110,7 +114,7 @@ COLUMNS = (
         "GB/S", 8, lambda line: f"{line.bytes_per_s / 1e9:.3f}", lambda line: line.bytes_per_s
     ),
     Column("RESTARTS", 8, lambda line: str(line.restarts), lambda line: line.restarts),
-    Column("DEVICE", -19, lambda line: line.worker.gpu, lambda line: line.worker.gpu),
+    Column("DEVICE", -19, _device, _device),
 )  # fmt: skip
 """P50 and P99 are of the TTFT for prefill workers, and of the ITL for decode workers."""
 _HIDDEN_FIRST = (

@@ -9,7 +9,13 @@ import msgspec
 from baton.engine.audio.chunks import AudioDecoder, load_audio
 from baton.engine.audio.codec_kernels import codec_kernels
 from baton.engine.loading.embedding_config import DRAW
-from baton.engine.loading.loader import StepRunner, folder_task, load_runner, with_folder
+from baton.engine.loading.loader import (
+    StepRunner,
+    device_title,
+    folder_task,
+    load_runner,
+    with_folder,
+)
 from baton.engine.pictures.loading import load_denoiser
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.vision import TextAndVisionContext
@@ -100,7 +106,6 @@ def _shell(
             backlog_bytes=2 * config.credit_budget,  # senders keep to their credit
         ),
     )
-    gpu = runner.backend.gpu
     nonce = new_nonce()
     identity = WorkerIdentity(
         worker=config.worker_id,
@@ -112,7 +117,7 @@ def _shell(
         pool=config.pool,
         model=with_local_prompts(runner.card, vision=config.runner.vision),
         max_batch=config.max_batch,
-        device="" if gpu is None else gpu.device,
+        device=device_title(config.runner, runner.backend),
         seal=process_seal(),
     )
     member = Membership(identity, tuple(config.routers))
@@ -121,7 +126,7 @@ def _shell(
     _log.info(
         "worker.ready", endpoint=control.endpoint, data_endpoint=data.endpoint,
         kv_blocks=runner.num_blocks, numerics=runner.card.numerics,
-        max_length=runner.card.max_length,
+        device=identity.device, max_length=runner.card.max_length,
     )  # fmt: skip
     return shell
 

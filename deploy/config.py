@@ -24,6 +24,7 @@ from baton.proto.errors import ConfigError
 from baton.router.config import MAX_TRACE_REQUESTS, MODES, POLICIES
 from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, LEAST_WORKER_TIMEOUT_S
 from baton.runtime.metrics.vllm import METRICS_COMPAT
+from baton.runtime.process.cores import MAX_THREADS
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -75,7 +76,7 @@ _MAY_BE_ZERO = (
     "workers", "gateways", "prefill_min", "prefill_max", "decode_min", "decode_max",
     "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "max_num_batched_tokens",
     "decode_max_num_batched_tokens", "step_time", "max_model_len", "grace", "stats_interval",
-    "trace_requests", "metrics_port",
+    "trace_requests", "metrics_port", "threads", "prefill_threads", "decode_threads",
 )  # fmt: skip
 
 
@@ -133,6 +134,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str = "cpu"
     device_ids: str = ""
     kernels: str = "auto"
+    threads: int = 0
+    prefill_threads: int = 0
+    decode_threads: int = 0
     grace: float = 30.0
     worker_timeout: float = DEFAULT_WORKER_TIMEOUT_S
     handoff_timeout: float = HANDOFF_TIMEOUT_S
@@ -203,6 +207,9 @@ def check(settings: ServeSettings) -> ServeSettings:
     for name, choices in CHOICES.items():
         _require_choice(settings, name, choices)
     _check_mode(settings)
+    for name in ("threads", "prefill_threads", "decode_threads"):
+        few = getattr(settings, name) <= MAX_THREADS
+        _require(few, name, f"must be at most {MAX_THREADS}")
     _check_autoscale(settings)
     on_cpu = settings.device == "cpu"
     device_ids(settings)
@@ -289,6 +296,15 @@ def kv_size(settings: ServeSettings, role: str) -> tuple[int, int]:
         if blocks or memory:
             return blocks, memory
     return 0, 0
+
+
+def given_threads(settings: ServeSettings, role: str) -> int:
+    """Compute threads per worker of a pool: its own setting, else that of both pools.
+
+    0: not set.
+    """
+    own: int = getattr(settings, f"{role}_threads")
+    return own or settings.threads
 
 
 def device_ids(settings: ServeSettings) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     reason: str = ""  # why the worker is dead or was rejected
     endpoint: str = ""
-    device: str = ""  # "cuda:1 GPU-...": as the worker numbers it, and its UUID; empty: a CPU
+    device: str = ""  # "cuda:1 GPU-...", as the worker numbers it, or "cpu, 2 threads (REASON)"
     incarnation: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
@@ -62,10 +62,19 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     handoff_seconds: float = 0.0
 
     @property
-    def gpu(self) -> str:
-        """The device with the start of its UUID: ``cuda:1 GPU-5e2f90a1``; ``cpu`` without a GPU."""
+    def device_title(self) -> str:
+        """The device with the start of its UUID: ``cuda:1 GPU-5e2f90a1``, or ``cpu, 2 threads``."""
+        if self.device.startswith("cpu"):
+            return self.device.partition(" (")[0]
         device, _, uuid = self.device.partition(" ")
         return f"{device} {uuid[:12]}".strip() or "cpu"
+
+    @property
+    def threads(self) -> str:
+        """``2 threads per worker (REASON)``; empty for a worker with a GPU."""
+        device, _, threads = self.device.partition(", ")
+        count, _, reason = threads.partition(" (")
+        return f"{count} per worker ({reason}" if device == "cpu" else ""
 
     @property
     def stuck(self) -> bool:
@@ -205,6 +214,18 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     def of_role(self, role: str) -> list[WorkerReport]:
         """Workers of one pool."""
         return [worker for worker in self.workers if worker.role == role]
+
+    @property
+    def threads(self) -> str:
+        """Compute threads on CPUs and their reason; by pool if they differ; empty without any."""
+        found: dict[str, list[str]] = {}
+        for worker in sorted(self.workers, key=lambda worker: worker.role, reverse=True):
+            title = worker.threads
+            if title and worker.alive and worker.role not in found.setdefault(title, []):
+                found[title].append(worker.role)
+        if len(found) < 2:
+            return next(iter(found), "")
+        return "; ".join(f"{' and '.join(roles)}: {title}" for title, roles in found.items())
 
 
 def parse_report(data: bytes) -> ClusterReport:

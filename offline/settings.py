@@ -59,6 +59,9 @@ class ClusterSettings(TypedDict, total=False):
     device: str
     device_ids: str
     kernels: str
+    threads: int
+    prefill_threads: int
+    decode_threads: int
     grace: float
     worker_timeout: float
     handoff_timeout: float

@@ -9,11 +9,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.kernels.backend import Gpu
 from baton.engine.kernels.memory import aligned_zeros
 from baton.engine.loading.embedding_config import DRAW, EMBED
 from baton.engine.loading.loader import (
+    EmbeddingRunner,
     StepRunner,
+    device_title,
     folder_task,
     load_embedder,
     load_runner,
@@ -22,7 +23,6 @@ from baton.engine.loading.loader import (
 from baton.engine.pictures.loading import load_encoder
 from baton.kv_transfer.shared_pool import PoolOwner, can_share
 from baton.proto.ids import new_nonce, worker_incarnation
-from baton.proto.layout import ModelCard
 from baton.proto.wire.messages import DeviceTicket
 from baton.runtime.keys.allowed import OPERATOR, PREFILL, ROUTER
 from baton.runtime.keys.keyring import load_keys
@@ -68,7 +68,7 @@ def _load_steps(config: PrefillWorkerConfig, task: str) -> MakeShell:
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:
         keys = None if doors is None else doors.ring
         control = _control(config, context, doors)
-        member = _member(config, runner.card, control, doors, runner.backend.gpu)
+        member = _member(config, runner, control, doors)
         shell = PrefillShell(config, runner, member, control, loop, context, ticket, keys)
         _ready(member, runner.num_blocks)
         return shell
@@ -105,7 +105,7 @@ def _load_embedder(config: PrefillWorkerConfig) -> MakeShell:
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> EmbedShell:
         keys = None if doors is None else doors.ring
         control = _control(config, context, doors)
-        member = _member(config, runner.card, control, doors)
+        member = _member(config, runner, control, doors)
         shell = EmbedShell(config, runner, member, control, loop, context, keys)
         _ready(member, 0)
         return shell
@@ -123,10 +123,9 @@ def _control(
 
 def _member(
     config: PrefillWorkerConfig,
-    card: ModelCard,
+    runner: StepRunner | EmbeddingRunner,
     control: RouterChannel,
     doors: Doorkeeper | None,
-    gpu: Gpu | None = None,
 ) -> Membership:
     nonce = new_nonce()
     identity = WorkerIdentity(
@@ -137,9 +136,9 @@ def _member(
         pid=os.getpid(),
         endpoint=control.endpoint,
         pool=config.pool,
-        model=card,
+        model=runner.card,
         max_batch=config.max_active,
-        device="" if gpu is None else gpu.device,
+        device=device_title(config.runner, runner.backend),
         seal=process_seal(),
     )
     return Membership(identity, tuple(config.routers))
@@ -149,7 +148,7 @@ def _ready(member: Membership, kv_blocks: int) -> None:
     card = member.identity.model
     _log.info(
         "worker.ready", endpoint=member.identity.endpoint, kv_blocks=kv_blocks, task=card.task,
-        numerics=card.numerics,
+        numerics=card.numerics, device=member.identity.device,
         max_length=card.max_length,
     )  # fmt: skip
 

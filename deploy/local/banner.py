@@ -213,7 +213,7 @@ def _engine_lines(report: ClusterReport) -> list[str]:
         return []
     cached = f", KV cache {router.kv_dtype}" if router.task != EMBED else ""
     title = kernels_title(router.numerics)
-    threads = "" if title.startswith("CUDA") else "; one compute thread per worker"
+    threads = report.threads and f"; {report.threads}"
     return [
         f"  engine     {router.architecture}, weights {weights_dtype(router.numerics)}{cached}",
         f"  kernels    {title}{threads}",

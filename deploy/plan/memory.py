@@ -22,6 +22,7 @@ from baton.engine.pictures.loading import (
     state_layout,
 )
 from baton.engine.pictures.memory import USUAL_PIXELS, picture_bytes
+from baton.runtime.process.control_groups import groups_of, text_of
 
 from ..controller.backend import DECODE
 
@@ -109,15 +110,10 @@ def total_memory(root: Path = Path("/")) -> int | None:
     machine = _field(root / "proc/meminfo", "MemTotal:")
     if machine is None:
         return None
-    groups = root / "sys/fs/cgroup"
-    limits = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
-        mount = groups / "memory" if controllers else groups
-        if not controllers or "memory" in controllers.split(","):
-            group = mount / path.strip("/")
-            limits += [_text(folder / name).strip() for folder in (group, *group.parents)]
+    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    limits = [
+        text_of(folder / names[version]).strip() for version, folder in groups_of("memory", root)
+    ]
     return min([machine << 10, *(int(limit) for limit in limits if limit.isdigit())])
 
 
@@ -134,40 +130,22 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def _group_rooms(root: Path) -> Iterator[int]:
-    groups = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            names = ("memory.max", "memory.current", "inactive_file")
-            yield from _rooms(groups, path, *names)
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _rooms(groups / "memory", path, *names)
-
-
-def _rooms(mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[int]:
-    """Yield the free bytes of a group and its parents. A container sees only the mount point."""
-    group = mount / path.strip("/")
-    for folder in (group, *group.parents):
-        most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+    """Yield the free bytes of each control group."""
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    for version, folder in groups_of("memory", root):
+        limit, usage, cache = names[version]
+        most, used = text_of(folder / limit).strip(), text_of(folder / usage).strip()
         if most.isdigit() and used.isdigit():
-            reclaimable = _field(folder / "memory.stat", cache) or 0
-            yield int(most) - int(used) + reclaimable
-        if folder == mount:
-            return
+            yield int(most) - int(used) + (_field(folder / "memory.stat", cache) or 0)
 
 
 def _field(path: Path, name: str) -> int | None:
     """Return the number after a name in a file with one name and number per line."""
-    for line in _text(path).splitlines():
+    for line in text_of(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name and words[1].isdigit():
             return int(words[1])
     return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -29,11 +29,12 @@ from ..config import (
     HTTP_PORT,
     ServeSettings,
     demo_model_folder,
+    given_threads,
     kv_size,
     parse_size,
     shares_memory,
 )
-from ..controller.backend import GATEWAY, POOLS, PREFILL, ROUTER
+from ..controller.backend import DECODE, GATEWAY, POOLS, PREFILL, ROUTER
 from ..supervise.process import ProcessSpec
 
 if TYPE_CHECKING:
@@ -420,8 +421,25 @@ def sized_for(settings: ServeSettings) -> int:
 
     A pool without a maximum counts with its size at the start.
     """
-    prefill = max(settings.prefill, settings.prefill_max)
-    return prefill + (max(settings.decode, settings.decode_max) if settings.decode else 0)
+    return sum(most_workers(settings, role) for role in POOLS)
+
+
+def most_workers(settings: ServeSettings, role: str) -> int:
+    """Return the maximum of a pool; its size at the start if it has none."""
+    count, most = getattr(settings, role), getattr(settings, f"{role}_max")
+    return 0 if role == DECODE and not count else max(count, most)
+
+
+def thread_sharers(settings: ServeSettings) -> tuple[int, int]:
+    """Return how many workers divide the cores, and the threads that the settings give to others.
+
+    A worker counts among the first if the settings give no number of threads for its pool.
+    """
+    workers = taken = 0
+    for role in POOLS:
+        given, count = given_threads(settings, role), most_workers(settings, role)
+        workers, taken = workers + (0 if given else count), taken + given * count
+    return workers, taken
 
 
 _DEVICE_SHARE = 0.9
@@ -431,9 +449,13 @@ _DEVICE_SHARE = 0.9
 def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) -> RunnerConfig:
     blocks, memory = kv_size(settings, role)
     on_gpu = settings.device == "cuda"
+    sharers, taken = thread_sharers(settings)
     return RunnerConfig(
         model=model_path(settings),
         backend="cuda" if on_gpu else settings.kernels,
+        threads=1 if on_gpu else given_threads(settings, role),
+        thread_sharers=sharers,
+        threads_taken=taken,
         block_size=settings.block_size,
         num_blocks=blocks,
         # The state of pictures is in host memory on every device.

@@ -19,7 +19,7 @@ def codec_kernels(backend: Backend) -> AudioBackend:
     On a GPU they run on a new stream of lower priority than the model's steps.
     """
     if backend.on_host:
-        return load_backend(backend.name)
+        return load_backend(backend.name, threads=backend.threads)
     from ..kernels.cuda.audio import CudaAudio
     from ..kernels.cuda.backend import CudaBackend
 

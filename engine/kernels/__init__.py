@@ -16,11 +16,12 @@ BUILD_KERNELS = (
 """Hint for users: how to get the compiled kernels."""
 
 
-def load_backend(name: str = "auto", *, isa: str | None = None) -> HostBackend:
+def load_backend(name: str = "auto", *, isa: str | None = None, threads: int = 1) -> HostBackend:
     """Return kernels: ``cpu`` (compiled), ``numpy``, or ``auto``: cpu if it was built.
 
     ``cpu-floats``: cpu, but quantized weights become float32, for comparisons.
     ``isa`` forces an instruction set of the cpu kernels (tests); None chooses the best one.
+    ``threads``: threads of the cpu kernels; the backend's ``threads`` tells how many it got.
 
     Raises:
         ValueError: unknown name, or an instruction set that this machine does not have.
@@ -31,7 +32,7 @@ def load_backend(name: str = "auto", *, isa: str | None = None) -> HostBackend:
         raise ValueError(f"unknown backend {name!r}; choose auto, cpu, cpu-floats or numpy")
     if name != "numpy":
         try:
-            return _compiled()(isa, floats=name == "cpu-floats")
+            return _compiled()(isa, threads, floats=name == "cpu-floats")
         except ImportError:
             if name != "auto":
                 raise

@@ -1,7 +1,7 @@
-"""The compiled CPU kernels; each call uses one core.
+"""The compiled CPU kernels; a call uses one core or several.
 
-Invariant: a row's bits depend on its own inputs alone. ``numerics`` names the instruction set;
-together with the revision of the C code this determines every bit.
+Invariant: a row's bits depend on its own inputs alone, not on the number of threads. ``numerics``
+names the instruction set; together with the revision of the C code this determines every bit.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ from .memory import Arena
 
 REVISIONS = {"amx": 4, "avx512": 1, "avx2": 1, "plain": 1}
 """Increase an instruction set's number when a change of the C code changes a bit of its results."""
+
+_start_threads = _cpu.start_threads
+_THREADS_SHIFT = 8
+"""The extension takes an instruction set's index, and in higher bits the number of helpers."""
 
 
 @dataclass(slots=True)
@@ -99,12 +103,15 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
     in float32, and computes a gated MLP in one kernel; elsewhere it equals ``avx512``. Wrong
     arguments raise ValueError before anything is written. ``floats``: a model's quantized weights
     become float32.
+
+    ``threads``: threads that share the work of a call. All backends of a process share the helper
+    threads; a call that finds them in use by another one computes alone.
     """
 
     name = "cpu"
     row_independent = True
 
-    def __init__(self, isa: str | None = None, *, floats: bool = False) -> None:
+    def __init__(self, isa: str | None = None, threads: int = 1, *, floats: bool = False) -> None:
         usable = {name: (index, panels) for index, name, *panels in _cpu.instruction_sets()}
         chosen = next(iter(usable)) if isa is None else isa
         if chosen not in usable:
@@ -113,6 +120,8 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         self.numerics = f"cpu-{REVISIONS[chosen]}-{chosen}"
         self.quantized_kinds = frozenset[str]() if floats else frozenset(QUANTIZED)
         self.wide_weights = floats
+        self.threads = _start_threads(threads)
+        self._call = self._isa | (self.threads - 1) << _THREADS_SHIFT
         self._arena = Arena()
 
     def pack_linear(
@@ -166,7 +175,7 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         panels = self._arena.zeros(padded * terms * (2 if bf16 else 4))
         start = 0
         for part in parts:
-            _cpu.pack(self._isa, np.ascontiguousarray(part), panels, bf16, start)
+            _cpu.pack(self._call, np.ascontiguousarray(part), panels, bf16, start)
             start += len(part)
         if bias is not None:
             bias = np.pad(np.asarray(bias, np.float32), (0, padded - rows))
@@ -184,13 +193,13 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
             first = 0
             for part in weight.parts:
                 _cpu.quantized_linear(
-                    self._isa, part.kind, x, part.panels, part.bias, out, first, part.out_features
+                    self._call, part.kind, x, part.panels, part.bias, out, first, part.out_features
                 )
                 first += part.out_features
             return
         if weight.isa != self._isa:
             raise ValueError("weight was packed by another backend")
-        _cpu.linear(self._isa, x, weight.panels, weight.bf16, weight.bias, out)
+        _cpu.linear(self._call, x, weight.panels, weight.bf16, weight.bias, out)
 
     def embed(self, ids: I32, table: Weights | QuantizedWeights, out: F32) -> None:
         """``out[t] = table[ids[t]]``; the table is float32, uint16 bfloat16 bits or quantized."""
@@ -201,11 +210,11 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
 
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
         """``out = x / sqrt(mean(x^2) + eps) * weight`` per row ``[T, H]``."""
-        _cpu.rms_norm(self._isa, x, None, weight, eps, out)
+        _cpu.rms_norm(self._call, x, None, weight, eps, out)
 
     def add_rms_norm(self, x: F32, residual: F32, weight: F32, eps: float, out: F32) -> None:
         """``residual += x`` in place, then ``out = rms_norm(residual)``."""
-        _cpu.rms_norm(self._isa, x, residual, weight, eps, out)
+        _cpu.rms_norm(self._call, x, residual, weight, eps, out)
 
     def qk_norm_rope_append(
         self,
@@ -221,7 +230,7 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
     ) -> None:
         """Normalise and rotate q and k; write q to ``q_out``, k and v into the paged cache."""
         _cpu.rope_append(
-            self._isa, qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv_layer, q_out
+            self._call, qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv_layer, q_out
         )
 
     def attention(
@@ -239,12 +248,21 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
     ) -> None:
         """Causal paged attention with grouped heads; see the protocol."""
         _cpu.attention(
-            self._isa, q, kv_layer, block_tables, row_offsets, positions, scale, window, out, halves
+            self._call,
+            q,
+            kv_layer,
+            block_tables,
+            row_offsets,
+            positions,
+            scale,
+            window,
+            out,
+            halves,
         )
 
     def silu_mul(self, gate_up: F32, out: F32) -> None:
         """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
-        _cpu.silu_mul(self._isa, gate_up, out)
+        _cpu.silu_mul(self._call, gate_up, out)
 
     def gated_mlp(
         self,
@@ -266,7 +284,7 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
             and gate_up.out_features == 2 * down.in_features
             and out.shape[-1] == down.out_features
             and _cpu.gated_mlp(
-                self._isa,
+                self._call,
                 x,
                 gate_up.panels,
                 gate_up.bias,
@@ -283,13 +301,13 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
 
     def layer_norm(self, x: F32, weight: F32, bias: F32, eps: float, out: F32) -> None:
         """``out = (x - mean) / sqrt(variance + eps) * weight + bias`` per row ``[T, H]``."""
-        _cpu.layer_norm(self._isa, x, None, weight, bias, eps, out)
+        _cpu.layer_norm(self._call, x, None, weight, bias, eps, out)
 
     def add_layer_norm(
         self, x: F32, residual: F32, weight: F32, bias: F32, eps: float, out: F32
     ) -> None:
         """``residual += x`` in place, then ``out = layer_norm(residual)``."""
-        _cpu.layer_norm(self._isa, x, residual, weight, bias, eps, out)
+        _cpu.layer_norm(self._call, x, residual, weight, bias, eps, out)
 
     def convolve(self, x: F32, weight: PackedLinear, out: F32) -> None:
         """``out[t] = x[t : t + taps].ravel() @ weight.T + bias``; float32 weights only."""
@@ -299,7 +317,7 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
             raise ValueError(f"x has shape {x.shape}, which does not fit {len(out)} rows of out")
         if out.shape[-1] != weight.out_features:
             raise ValueError(f"out has {out.shape[-1]} columns, not {weight.out_features}")
-        _cpu.convolve(self._isa, x, weight.panels, weight.bf16, weight.bias, out)
+        _cpu.convolve(self._call, x, weight.panels, weight.bf16, weight.bias, out)
 
     def snake(self, x: F32, scales: F32, out: F32, first: int = 0) -> None:
         """``out[first + t] = x[t] + sin(scales[0] * x[t])^2 * scales[1]``, else zeros."""
@@ -329,14 +347,14 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         after_part: AfterPart | None = None,
     ) -> None:
         """``out[T, H * D] = softmax(scale * q[T, H, D] @ k.T + bias) @ v``; ``kv[2, H, S, D]``."""
-        _cpu.dense_attention(self._isa, q, kv, bias, scale, out, after_part)
+        _cpu.dense_attention(self._call, q, kv, bias, scale, out, after_part)
 
     def activate(self, x: F32, kind: Activation, out: F32) -> None:
         """Apply an activation to every element; see the protocol."""
         if kind == "gelu":
-            _cpu.gelu(self._isa, x, out)
+            _cpu.gelu(self._call, x, out)
         else:
-            _cpu.activate(self._isa, ACTIVATIONS.index(kind), x, out)
+            _cpu.activate(self._call, ACTIVATIONS.index(kind), x, out)
 
     def add_scaled(self, x: F32, scale: F32, residual: F32) -> None:
         """``residual[T, H] += x[T, H] * scale[H]`` in place."""

@@ -17,11 +17,14 @@ from baton.proto.contexts.speech import TTSContext
 from baton.proto.errors import CheckpointError, ConfigError
 from baton.proto.layout import FEATURES, AudioCard, KVLayout, ModelCard, model_name
 from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
+from baton.runtime.process.cores import MAX_THREADS, Threads, default_threads, plural
+from baton.runtime.process.log import get_logger
 
 from ..audio.chunks import codec_fingerprint, read_layout
 from ..audio.codec_kernels import codec_numerics
 from ..kernels import load_backend
 from ..kernels.backend import Backend
+from ..kernels.host_backend import HostBackend
 from ..kernels.memory import Allocate, aligned_zeros
 from ..kernels.quantized import NUMERICS as QUANTIZED_NUMERICS
 from ..models.cross_decoder import CrossDecoder
@@ -46,6 +49,7 @@ from .gguf_folder import local_folder
 from .model_config import CrossConfig, ModelConfig, stated_sizes
 
 F32 = npt.NDArray[np.float32]
+_log = get_logger()
 
 DEFAULT_KV_BYTES = 256 << 20
 
@@ -56,6 +60,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``model``: folder or GGUF file. ``backend``: "auto", "cpu", "numpy" or "cuda". ``ordinal``:
     number of the GPU of "cuda", among those that CUDA_VISIBLE_DEVICES leaves. ``block_size``:
     tokens per KV block.
+    ``threads``: compute threads of the CPU's kernels; 0: the cores that this process may use, less
+    ``threads_taken`` by other workers, divided among ``thread_sharers`` workers of the host.
     ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` takes precedence).
     If both are unset, a GPU's pool gets ``device_share`` of its memory minus the weights.
     ``max_length``: longest context served, 0 for the model's own limit; a smaller pool lowers it.
@@ -71,6 +77,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     backend: str = "auto"
     ordinal: int = 0
+    threads: int = 1
+    thread_sharers: int = 1
+    threads_taken: int = 0
     block_size: int = 16
     num_blocks: int = 0
     kv_bytes: int = DEFAULT_KV_BYTES
@@ -183,6 +192,7 @@ class EmbeddingRunner:
 
     card: ModelCard
     pipeline: EmbeddingsPipeline
+    backend: Backend
 
 
 PICTURE_INDEX = "model_index.json"
@@ -277,9 +287,36 @@ def _sizes_in_errors(config: ModelConfig) -> Iterator[None]:
         raise CheckpointError(f"{error} ({stated_sizes(config)})") from None
 
 
+def threads_of(config: RunnerConfig) -> Threads:
+    """Return the number of compute threads that a worker with this configuration has, and why."""
+    if config.threads:
+        return Threads(config.threads, "as set")
+    return default_threads(config.thread_sharers, config.threads_taken)
+
+
+def load_host_kernels(config: RunnerConfig) -> HostBackend:
+    """Load the CPU's kernels. Raises ConfigError for a wrong number of threads."""
+    if not 0 <= config.threads <= MAX_THREADS:
+        raise ConfigError(f"threads {config.threads} must be 0 to {MAX_THREADS}")
+    asked = threads_of(config).count
+    kernels = load_backend(config.backend, threads=asked)
+    if kernels.threads < asked and kernels.name == "cpu":
+        _log.warning("threads.refused", asked=asked, started=kernels.threads)
+    return kernels
+
+
+def device_title(config: RunnerConfig, kernels: Backend) -> str:
+    """Return the text for the device of a worker: its GPU, or the CPU with threads and reason."""
+    if kernels.gpu is not None:
+        return kernels.gpu.device
+    count, why = kernels.threads, threads_of(config).why
+    reason = why if kernels.name == "cpu" else f"{kernels.name} kernels"
+    return f"cpu, {count} {plural(count, 'thread')} ({reason})"
+
+
 def _load_backend(config: RunnerConfig) -> Backend:
     if config.backend != "cuda":
-        return load_backend(config.backend)
+        return load_host_kernels(config)
     from ..pipeline.device_steps import load_device
 
     return load_device(config.ordinal)
@@ -307,7 +344,7 @@ def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> 
         raise ConfigError("embedding models run on the CPU: leave --device cuda out")
     settings = load_embedding_settings(checkpoint.folder) or entry.pooling
     length = _embedded_length(config, checkpoint, settings)
-    backend = load_backend(config.backend)
+    backend = load_host_kernels(config)
     layout = _layout(config, checkpoint, backend)
     with _sizes_in_errors(checkpoint.config):
         model = entry.embedder(
@@ -319,7 +356,7 @@ def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> 
         task=EMBED,
         embedding_size=checkpoint.config.hidden_size,
     )
-    return EmbeddingRunner(card, EmbeddingsPipeline(model, layout, settings))
+    return EmbeddingRunner(card, EmbeddingsPipeline(model, layout, settings), backend)
 
 
 def _embedded_length(

@@ -25,7 +25,7 @@ from ..kernels.host_backend import HostBackend, PictureBackend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool
 from ..loading.checkpoint import digest_tensors
 from ..loading.embedding_config import DRAW
-from ..loading.loader import RunnerConfig
+from ..loading.loader import RunnerConfig, load_host_kernels
 from ..models.weights import Progress
 from ..pipeline.model import KVManager
 from .folder import PictureFolder, open_folder
@@ -155,7 +155,7 @@ def _largest(memory: int, folder: PictureFolder) -> int:
 
 def _backend(config: RunnerConfig) -> PictureBackend:
     if config.backend != "cuda":
-        return load_backend(config.backend)
+        return load_host_kernels(config)
     from ..kernels.cuda.cupy_device import CupyDevice
     from ..kernels.cuda.pictures import CudaPictures
 
@@ -185,9 +185,10 @@ def _checked(folder: PictureFolder, backend: PictureBackend) -> PictureBackend:
 
 def _mover(backend: PictureBackend) -> HostBackend:
     """Return the kernels that move blocks in host memory."""
-    mover = load_backend(backend.name if backend.on_host else "auto")
-    if not backend.on_host:
-        mover.computes, mover.gpu = backend, backend.gpu
+    if backend.on_host:
+        return load_backend(backend.name, threads=backend.threads)
+    mover = load_backend()
+    mover.computes, mover.gpu = backend, backend.gpu
     return mover
 
 

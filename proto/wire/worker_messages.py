@@ -102,7 +102,7 @@ class Hello(Message, frozen=True, kw_only=True):
     requests: Annotated[list[RequestState], Meta(max_length=MAX_LIST_ITEMS)] = []
     draining: bool = False
     elsewhere: bool = False  # another router serves it: this router was cut off
-    device: Name = ""  # the GPU as this process numbers it, and its UUID: "cuda:1 GPU-..."
+    device: Name = ""  # "cuda:1 GPU-...", as this process numbers it, or "cpu, 2 threads (REASON)"
     seal: Binary = b""  # SHA-256 of the secret in a DeathCertificate of this process
 
 

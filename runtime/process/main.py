@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from baton.proto.errors import BatonError, ConfigError
 
@@ -71,6 +72,9 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     parser = argparse.ArgumentParser(prog=f"baton-{role}")
     parser.add_argument("--config", required=True, help="settings file (JSON or TOML)")
     parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
+    computes = "runner" in kind.__struct_fields__
+    if computes:
+        parser.add_argument("--threads", type=int, help="compute threads (default: of --config)")
     parser.add_argument("--seal", type=bytes.fromhex, default=b"", help="see process_seal")
     options = parser.parse_args()
     configure(role)
@@ -82,6 +86,8 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
         _supervised = True
     try:
         config = load_settings(options.config, kind)
+        if computes and options.threads is not None:
+            config = _with_threads(config, options.threads)
         process = str(getattr(config, "worker_id", getattr(config, "name", "")))
         human = getattr(config, "log_format", "json") == "text"
         configure(role, process, level=getattr(config, "log_level", "info"), human=human)
@@ -95,6 +101,11 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _with_threads(config: Any, threads: int) -> Any:
+    """Set the compute threads of a worker's settings."""
+    return replace(config, runner=replace(config.runner, threads=threads))
 
 
 def process_seal() -> bytes:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import math
+import os
 from types import SimpleNamespace
 
 from baton.cli import doctor
@@ -65,8 +66,10 @@ def test_numpy_without_blas(monkeypatch):
 
 
 def test_one_core(monkeypatch):
-    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _pid: {3})
-    assert only(doctor.check_processors)[0] == "warn"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3})
+    level, line = only(doctor.check_processors)
+    assert level == "warn"
+    assert "1 compute thread per worker for a prefill and a decode worker" in line
 
 
 def test_little_shared_memory(monkeypatch):

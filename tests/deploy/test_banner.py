@@ -75,23 +75,42 @@ def test_banner_names_architecture_kernels_dtypes_and_threads():
         version="0", model="m", address="ipc://a", transport="zmq", security="local"
     )
 
-    def lines(**router):
-        return banner.startup(facts, ClusterReport(router=RouterReport(**router)))[2:4]
+    def lines(prefill="", decode="", **router):
+        workers = [
+            WorkerReport(id=f"{role}-0", role=role, state="ready", device=device)
+            for role, device in (("prefill", prefill), ("decode", decode), ("decode", decode))
+        ]
+        report = ClusterReport(router=RouterReport(**router), workers=workers)
+        return banner.startup(facts, report)[2:4]
 
+    both = "cpu, 2 threads (4 cores for 2 workers)"
+    apart = "prefill: 1 thread per worker (numpy kernels); decode: 3 threads per worker (as set)"
     assert lines(
-        architecture="Qwen3ForCausalLM", numerics="cpu-4-amx/BF16/rope-9000", kv_dtype="float32"
+        both,
+        both,
+        architecture="Qwen3ForCausalLM",
+        numerics="cpu-4-amx/BF16/rope-9000",
+        kv_dtype="float32",
     ) == [
         "  engine     Qwen3ForCausalLM, weights BF16, KV cache float32",
-        "  kernels    C, amx; one compute thread per worker",
+        "  kernels    C, amx; 2 threads per worker (4 cores for 2 workers)",
     ]
     assert lines(
-        architecture="BertModel", numerics="numpy-2.4.6-float32/F32/mean", task="embed"
+        "cpu, 1 thread (numpy kernels)",
+        "cpu, 3 threads (as set)",
+        architecture="BertModel",
+        numerics="numpy-2.4.6-float32/F32/mean",
+        task="embed",
     ) == [
         "  engine     BertModel, weights F32",
-        "  kernels    NumPy 2.4.6; one compute thread per worker",
+        f"  kernels    NumPy 2.4.6; {apart}",
     ]
     assert lines(
-        architecture="LlamaForCausalLM", numerics="cuda-sm_90-3-bf16/BF16", kv_dtype="bfloat16"
+        "cuda:0 GPU-5e2f90a1-0b1c",
+        "cuda:0 GPU-5e2f90a1-0b1c",
+        architecture="LlamaForCausalLM",
+        numerics="cuda-sm_90-3-bf16/BF16",
+        kv_dtype="bfloat16",
     ) == [
         "  engine     LlamaForCausalLM, weights BF16, KV cache bfloat16",
         "  kernels    CUDA, sm_90",

@@ -138,6 +138,31 @@ def test_a_pool_s_own_memory_wins_over_the_blocks_for_all():
     assert decode.runner.kv_bytes == 2 << 20
 
 
+@pytest.mark.parametrize(
+    ("settings", "prefill", "decode"),
+    [
+        ({}, (0, 2, 0), (0, 2, 0)),
+        ({"prefill_max": 3, "decode": 2}, (0, 5, 0), (0, 5, 0)),
+        ({"threads": 3, "decode": 2}, (3, 0, 9), (3, 0, 9)),
+        ({"prefill_threads": 4, "prefill": 2}, (4, 1, 8), (0, 1, 8)),
+        ({"threads": 4, "decode_threads": 1}, (4, 0, 5), (1, 0, 5)),
+        ({"device": "cuda", "threads": 4}, (1, 0, 8), (1, 0, 8)),
+    ],
+)
+def test_threads_per_pool_and_those_who_share_the_rest(settings, prefill, decode):
+    _, *specs = plan_for(**settings).processes
+    workers = [spec.config.runner for spec in specs]
+    found = {(r.vision, (r.threads, r.thread_sharers, r.threads_taken)) for r in workers}
+    assert found == {(True, prefill), (False, decode)}
+
+
+@pytest.mark.parametrize("name", ["threads", "prefill_threads", "decode_threads"])
+def test_impossible_numbers_of_threads_are_refused(name):
+    for value in (-1, 257):
+        with pytest.raises(ConfigError, match=f"^{name} must"):
+            check(ServeSettings(**{name: value}))
+
+
 def test_the_default_memory_is_for_those_the_settings_say_nothing_of():
     settings = ServeSettings(model="/models/m", gateways=0, prefill_kv_memory="3MiB")
     book = ipc_addresses({"router": "ipc:///run/x.sock"}, "/run/folder")

@@ -164,25 +164,41 @@ static void visit(const Walk *w, const Place *at, const Tile *tile, const Tile *
     else walk_many(w, at, tile);
 }
 
+typedef struct {
+    const Attention *a;
+    int64_t together, most, padded;
+    float *memory;
+    int64_t floats; /* of each thread's memory */
+} Shared;
+
+static int attend(void *at, int64_t from, int64_t to, int seat) {
+    const Shared *s = at;
+    const Attention *a = s->a;
+    float *free_from = s->memory + seat * s->floats;
+    Walk w = {.a = a, .padded = s->padded};
+    w.q = cut(&free_from, s->most * a->dim);
+    w.keys = cut(&free_from, TILE_KEYS * a->dim);
+    w.values = cut(&free_from, TILE_KEYS * s->padded);
+    w.scores = cut(&free_from, s->most * TILE_KEYS);
+    w.sums = cut(&free_from, s->most * s->padded);
+    w.weight = cut(&free_from, s->most * LANES);
+    w.peak = cut(&free_from, s->most);
+    memset(w.values, 0, (size_t)(TILE_KEYS * s->padded) * sizeof(float)); /* columns past dim */
+    walk(&w, s->together, from, to, NULL, visit);
+    return 0;
+}
+
 static int attention(const Attention *a) {
     int64_t group = a->heads / a->kv_heads;
     int64_t together = group < QUERIES_TOGETHER ? QUERIES_TOGETHER / group : 1;
     int64_t most = together * group, padded = (a->dim + LANES - 1) / LANES * LANES;
-    size_t floats = (size_t)(most * (a->dim + TILE_KEYS + padded + LANES + 1) +
-                             TILE_KEYS * (a->dim + padded) + 8 * 16);
-    void *memory = malloc(floats * sizeof(float) + 64);
+    int64_t floats = most * (a->dim + TILE_KEYS + padded + LANES + 1) +
+                     TILE_KEYS * (a->dim + padded) + 8 * 16;
+    Shared s = {a, together, most, padded, NULL, (floats + 15) / 16 * 16};
+    void *memory = malloc((size_t)(s.floats * a->threads) * sizeof(float) + 64);
     if (!memory) return -1;
-    float *free_from = (float *)(((uintptr_t)memory + 63) / 64 * 64);
-    Walk w = {.a = a, .padded = padded};
-    w.q = cut(&free_from, most * a->dim);
-    w.keys = cut(&free_from, TILE_KEYS * a->dim);
-    w.values = cut(&free_from, TILE_KEYS * padded);
-    w.scores = cut(&free_from, most * TILE_KEYS);
-    w.sums = cut(&free_from, most * padded);
-    w.weight = cut(&free_from, most * LANES);
-    w.peak = cut(&free_from, most);
-    memset(w.values, 0, (size_t)(TILE_KEYS * padded) * sizeof(float)); /* columns past dim */
-    walk(&w, together, NULL, visit);
+    s.memory = (float *)(((uintptr_t)memory + 63) / 64 * 64);
+    int failed = run(a->threads, units_of(a, together), 1, attend, &s);
     free(memory);
-    return 0;
+    return failed;
 }

@@ -56,9 +56,14 @@ static void find_usable(void) {
 #endif
 }
 
+/* The first argument of most functions: the index of an instruction set, and above THREADS_SHIFT the
+ * number of further threads that the call may use. */
+#define THREADS_SHIFT 8
+
 static const Kernels *chosen(PyObject *index) {
     int64_t i;
     if (!get_int(index, &i)) return NULL;
+    if (i >= 0) i &= (1 << THREADS_SHIFT) - 1;
     if (i >= 0 && i < CHOICES && choices[i].usable) return choices[i].kernels;
     PyErr_SetString(PyExc_ValueError, "no such instruction set on this machine");
     return NULL;
@@ -77,6 +82,26 @@ static PyObject *py_instruction_sets(PyObject *self, PyObject *none) {
         Py_XDECREF(item);
     }
     return list;
+}
+
+/* Bytes that a thread reads, approximately, while another one takes its part. */
+#define SHARED_BYTES (128 << 10)
+
+/* The threads for a call that reads `bytes`, approximately. */
+static int threads_for(PyObject *index, int64_t bytes) {
+    int64_t most = 1 + (PyLong_AsLongLong(index) >> THREADS_SHIFT), useful = 1 + bytes / SHARED_BYTES;
+    if (most > MOST_THREADS) most = MOST_THREADS;
+    return (int)(useful < most ? useful : most);
+}
+
+/* start_threads(threads) -> number of threads that calls can use, fewer if the system refuses some */
+static PyObject *py_start_threads(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    int64_t threads;
+    if (!has_arguments(n, 1) || !get_int(a[0], &threads)) return NULL;
+    if (threads < 1 || threads > MOST_THREADS)
+        return PyErr_Format(PyExc_ValueError, "threads must be 1 to %d", MOST_THREADS);
+    return PyLong_FromLong(start_threads((int)threads));
 }
 
 /* ---- the GIL ---- */
@@ -118,6 +143,28 @@ static int64_t panel_bytes(const Kernels *k, int64_t columns, int64_t in, int64_
     return whole_panels(k, columns, bf16) * terms * (bf16 ? 2 : 4);
 }
 
+typedef struct {
+    const Kernels *k;
+    const void *part;
+    void *panels;
+    int from_bf16, bf16;
+    int64_t start, out, in;
+} Packing;
+
+/* Panels from..to, counted from the one of column `start`. */
+static int pack_panels(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Packing *p = at;
+    int64_t width = p->bf16 ? p->k->panel_halves : p->k->panel_floats, first = p->start / width;
+    int64_t column = (first + from) * width, stop = (first + to) * width;
+    if (column < p->start) column = p->start;
+    if (stop > p->start + p->out) stop = p->start + p->out;
+    int64_t skip = (column - p->start) * p->in * (p->from_bf16 ? 2 : 4);
+    p->k->pack((const char *)p->part + skip, p->from_bf16, p->panels, p->bf16, column,
+               stop - column, p->in);
+    return 0;
+}
+
 /* pack(isa, part, panels, in_features, start): part as columns start.. of uint8 panels */
 static PyObject *py_pack(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
@@ -143,8 +190,11 @@ static PyObject *py_pack(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         return refuse(&arrays);
     }
     note_packed(panels->len);
+    Packing p = {k, part->buf, panels->buf, from_bf16, bf16 != 0, start, out, in};
+    int64_t width = bf16 ? k->panel_halves : k->panel_floats;
+    int threads = threads_for(a[0], panels->len);
     Py_BEGIN_ALLOW_THREADS
-    k->pack(part->buf, from_bf16, panels->buf, bf16 != 0, start, out, in);
+    run(threads, (start + out + width - 1) / width - start / width, 1, pack_panels, &p);
     Py_END_ALLOW_THREADS
     return done(&arrays);
 }
@@ -173,9 +223,12 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!has_length(panels, "panels", 0, panel_bytes(k, out, in, bf16))) return refuse(&arrays);
     if (bias && !has_length(bias, "bias", 0, wide)) return refuse(&arrays);
     /* Reading the weights dominates for few rows; each further row adds time. */
-    PyThreadState *lock = let_go(panels->len * (1 + rows / 8));
-    failed = rows && k->linear(x->buf, panels->buf, bf16 != 0, bias ? bias->buf : NULL, y->buf,
-                               rows, in, out);
+    int64_t bytes = panels->len * (1 + rows / 8);
+    Product p = {.x = x->buf, .panels = panels->buf, .bias = bias ? bias->buf : NULL, .y = y->buf,
+                 .rows = rows, .step = in, .in = in, .out = out, .bf16 = bf16 != 0,
+                 .threads = threads_for(a[0], bytes)};
+    PyThreadState *lock = let_go(bytes);
+    failed = k->product(&p);
     take_back(lock);
     drop(&arrays);
     if (failed) return PyErr_NoMemory();
@@ -206,9 +259,12 @@ static PyObject *py_convolve(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!apart(x, y, "x and out")) return refuse(&arrays);
     if (!has_length(panels, "panels", 0, panel_bytes(k, out, in, 0))) return refuse(&arrays);
     if (bias && !has_length(bias, "bias", 0, whole_panels(k, out, 0))) return refuse(&arrays);
-    PyThreadState *lock = let_go(panels->len * (1 + rows / 8));
-    failed = k->convolve(x->buf, step, panels->buf, 0, bias ? bias->buf : NULL, y->buf, rows, in,
-                         out);
+    int64_t bytes = panels->len * (1 + rows / 8);
+    Product p = {.x = x->buf, .panels = panels->buf, .bias = bias ? bias->buf : NULL, .y = y->buf,
+                 .rows = rows, .step = step, .in = in, .out = out,
+                 .threads = threads_for(a[0], bytes)};
+    PyThreadState *lock = let_go(bytes);
+    failed = k->product(&p);
     take_back(lock);
     drop(&arrays);
     if (failed) return PyErr_NoMemory();
@@ -253,7 +309,9 @@ static PyObject *py_gated_mlp(PyObject *self, PyObject *const *a, Py_ssize_t n) 
     if (!take_weights(&arrays, k, a[5], a[6], "down", m.out, m.width, &m.down, &m.down_bias))
         return refuse(&arrays);
     int64_t weights = panel_bytes(k, 2 * m.width, m.in, 1) + panel_bytes(k, m.out, m.width, 1);
-    PyThreadState *lock = let_go(weights * (1 + m.rows / 8));
+    int64_t bytes = weights * (1 + m.rows / 8);
+    m.threads = threads_for(a[0], bytes);
+    PyThreadState *lock = let_go(bytes);
     failed = k->gated_mlp(&m);
     take_back(lock);
     drop(&arrays);
@@ -264,6 +322,83 @@ static PyObject *py_gated_mlp(PyObject *self, PyObject *const *a, Py_ssize_t n) 
 #include "quantized_module.h"
 
 /* ---- rows ---- */
+
+/* A kernel that computes each row by itself. */
+typedef struct {
+    const Kernels *k;
+    const float *x;
+    float *residual; /* or NULL */
+    const float *weight, *bias;
+    float eps;
+    float *y;
+    int64_t kind, width; /* of y */
+} Rows;
+
+static float *skip(float *x, int64_t floats) { return x ? x + floats : NULL; }
+
+static int rms_norm_rows(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Rows *r = at;
+    int64_t start = from * r->width;
+    r->k->rms_norm(r->x + start, skip(r->residual, start), r->weight, r->eps, r->y + start,
+                   to - from, r->width);
+    return 0;
+}
+
+static int layer_norm_rows(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Rows *r = at;
+    int64_t start = from * r->width;
+    r->k->layer_norm(r->x + start, skip(r->residual, start), r->weight, r->bias, r->eps,
+                     r->y + start, to - from, r->width);
+    return 0;
+}
+
+static int silu_mul_rows(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Rows *r = at;
+    r->k->silu_mul(r->x + from * 2 * r->width, r->y + from * r->width, to - from, r->width);
+    return 0;
+}
+
+static int gelu_rows(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Rows *r = at;
+    r->k->gelu(r->x + from * r->width, r->y + from * r->width, to - from, r->width);
+    return 0;
+}
+
+static int activate_rows(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Rows *r = at;
+    int64_t start = from * r->width;
+    r->k->activate(r->kind, r->x + start, r->y + start, (to - from) * r->width);
+    return 0;
+}
+
+typedef struct {
+    const Kernels *k;
+    const RopeAppend *all;
+} Rope;
+
+static int rope_append_rows(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Rope *rope = at;
+    RopeAppend r = *rope->all;
+    r.qkv += from * (r.heads + 2 * r.kv_heads) * r.dim;
+    r.positions += from, r.slots += from, r.q_out += from * r.heads * r.dim;
+    r.rows = to - from;
+    rope->k->rope_append(&r);
+    return 0;
+}
+
+/* Run a kernel of rows that reads `bytes`. */
+static void run_rows(PyObject *index, int64_t bytes, int64_t rows, Task *task, void *argument) {
+    int threads = threads_for(index, bytes);
+    PyThreadState *lock = let_go(bytes);
+    run(threads, rows, 1, task, argument);
+    take_back(lock);
+}
 
 static void widen_row(const uint16_t *from, float *to, int64_t width) {
     for (int64_t i = 0; i < width; i++) {
@@ -320,10 +455,9 @@ static PyObject *py_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     }
     if (!has_length(weight, "weight", 0, x->shape[1])) return refuse(&arrays);
     if (residual && !apart(residual, y, "residual and out")) return refuse(&arrays);
-    PyThreadState *lock = let_go(x->len);
-    k->rms_norm(x->buf, residual ? residual->buf : NULL, weight->buf, eps, y->buf, x->shape[0],
-                x->shape[1]);
-    take_back(lock);
+    Rows r = {.k = k, .x = x->buf, .residual = residual ? residual->buf : NULL,
+              .weight = weight->buf, .eps = eps, .y = y->buf, .width = x->shape[1]};
+    run_rows(a[0], x->len, x->shape[0], rms_norm_rows, &r);
     return done(&arrays);
 }
 
@@ -339,9 +473,8 @@ static PyObject *py_silu_mul(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!has_length(x, "gate_up", 0, y->shape[0])) return refuse(&arrays);
     if (!has_length(x, "gate_up", 1, 2 * y->shape[1])) return refuse(&arrays);
     if (!apart(x, y, "gate_up and out")) return refuse(&arrays);
-    PyThreadState *lock = let_go(x->len);
-    k->silu_mul(x->buf, y->buf, y->shape[0], y->shape[1]);
-    take_back(lock);
+    Rows r = {.k = k, .x = x->buf, .y = y->buf, .width = y->shape[1]};
+    run_rows(a[0], x->len, y->shape[0], silu_mul_rows, &r);
     return done(&arrays);
 }
 
@@ -367,10 +500,10 @@ static PyObject *py_layer_norm(PyObject *self, PyObject *const *a, Py_ssize_t n)
     if (!has_length(weight, "weight", 0, x->shape[1])) return refuse(&arrays);
     if (!has_length(bias, "bias", 0, x->shape[1])) return refuse(&arrays);
     if (residual && !apart(residual, y, "residual and out")) return refuse(&arrays);
-    PyThreadState *lock = let_go(x->len);
-    k->layer_norm(x->buf, residual ? residual->buf : NULL, weight->buf, bias->buf, eps, y->buf,
-                  x->shape[0], x->shape[1]);
-    take_back(lock);
+    Rows r = {.k = k, .x = x->buf, .residual = residual ? residual->buf : NULL,
+              .weight = weight->buf, .bias = bias->buf, .eps = eps, .y = y->buf,
+              .width = x->shape[1]};
+    run_rows(a[0], x->len, x->shape[0], layer_norm_rows, &r);
     return done(&arrays);
 }
 
@@ -386,9 +519,8 @@ static PyObject *py_gelu(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     for (int axis = 0; axis < 2; axis++)
         if (!has_length(y, "out", axis, x->shape[axis])) return refuse(&arrays);
     if (!apart(x, y, "x and out")) return refuse(&arrays);
-    PyThreadState *lock = let_go(x->len);
-    k->gelu(x->buf, y->buf, x->shape[0], x->shape[1]);
-    take_back(lock);
+    Rows r = {.k = k, .x = x->buf, .y = y->buf, .width = x->shape[1]};
+    run_rows(a[0], x->len, x->shape[0], gelu_rows, &r);
     return done(&arrays);
 }
 
@@ -488,9 +620,8 @@ static PyObject *py_activate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     for (int axis = 0; axis < 2; axis++)
         if (!has_length(y, "out", axis, x->shape[axis])) return refuse(&arrays);
     if (x->buf != y->buf && !apart(x, y, "x and out")) return refuse(&arrays);
-    PyThreadState *lock = let_go(x->len);
-    k->activate(kind, x->buf, y->buf, x->shape[0] * x->shape[1]);
-    take_back(lock);
+    Rows r = {.k = k, .x = x->buf, .y = y->buf, .kind = kind, .width = x->shape[1]};
+    run_rows(a[0], x->len, x->shape[0], activate_rows, &r);
     return done(&arrays);
 }
 
@@ -611,7 +742,9 @@ static PyObject *py_dense_attention(PyObject *self, PyObject *const *a, Py_ssize
     if (!take_dense(&arrays, a, &t)) return refuse(&arrays);
     Watcher watcher = {.call = a[6]};
     t.watch = watch_of(&watcher);
-    watcher.lock = let_go(t.rows * t.keys * t.heads * t.dim / 4);
+    int64_t bytes = t.rows * t.keys * t.heads * t.dim / 4;
+    t.threads = threads_for(a[0], bytes);
+    watcher.lock = let_go(bytes);
     failed = k->dense_attention(&t);
     take_back(watcher.lock);
     drop(&arrays);
@@ -676,9 +809,8 @@ static PyObject *py_rope_append(PyObject *self, PyObject *const *a, Py_ssize_t n
     if (!has_arguments(n, 10) || !(k = chosen(a[0]))) return NULL;
     if (!take_rope_append(&arrays, a, &r)) return refuse(&arrays);
     int64_t width = (r.heads + 2 * r.kv_heads) * r.dim;
-    PyThreadState *lock = let_go(r.rows * width * (int64_t)sizeof(float));
-    k->rope_append(&r);
-    take_back(lock);
+    Rope rope = {k, &r};
+    run_rows(a[0], r.rows * width * (int64_t)sizeof(float), r.rows, rope_append_rows, &rope);
     return done(&arrays);
 }
 
@@ -760,7 +892,9 @@ static PyObject *py_attention(PyObject *self, PyObject *const *a, Py_ssize_t n) 
     int failed;
     if (!has_arguments(n, 10) || !(k = chosen(a[0]))) return NULL;
     if (!take_attention(&arrays, a, &t)) return refuse(&arrays);
-    PyThreadState *lock = let_go(bytes_read(&t));
+    int64_t bytes = bytes_read(&t);
+    t.threads = threads_for(a[0], bytes);
+    PyThreadState *lock = let_go(bytes);
     failed = k->attention(&t);
     take_back(lock);
     drop(&arrays);
@@ -982,7 +1116,7 @@ static PyMethodDef methods[] = {
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
     {"quantized_kinds", py_quantized_kinds, METH_NOARGS, NULL},
     FAST(pack_quantized), FAST(quantized_linear), FAST(embed_quantized),
-    FAST(pack), FAST(linear), FAST(gated_mlp), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
+    FAST(start_threads), FAST(pack), FAST(linear), FAST(gated_mlp), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
     FAST(layer_norm), FAST(gelu), FAST(convolve), FAST(snake), FAST(depthwise), FAST(soft_clip),
     FAST(activate), FAST(add_scaled), FAST(group_norm), FAST(dense_attention),
     FAST(attention), FAST(gather), FAST(scatter), FAST(copy_blocks), FAST(sum_blocks),

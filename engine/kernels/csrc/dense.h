@@ -7,6 +7,8 @@
 #define DENSE_ROWS 48
 /* Numbers of scores between two calls of after_part, at least; each has 2 dim products. */
 #define DENSE_PART (1 << 20)
+/* Fewest rows of queries for which a head's keys and values are packed once more. */
+#define LEAST_BAND 192
 
 /* Copy values[keys, dim] into panels for the product of weights[rows, keys] with them. */
 static void pack_values(const float *values, float *panels, int64_t keys, int64_t dim) {
@@ -56,48 +58,90 @@ static void dense_rows(const DenseAttention *a, const DenseSpace *s, int64_t hea
         const float *q = a->q + (row + i) * step + head * dim;
         for (int64_t d = 0; d < dim; d++) s->q[i * dim + d] = q[d] * a->scale;
     }
-    linear(s->q, s->keys, 0, NULL, s->scores, rows, dim, a->keys);
+    multiply(s->q, s->keys, s->scores, rows, dim, a->keys);
     float share[DENSE_ROWS];
     int64_t plane = a->bias_heads > 1 ? head : 0;
     for (int64_t i = 0; i < rows; i++) {
         const float *bias = a->bias ? a->bias + (plane * a->rows + row + i) * a->keys : NULL;
         share[i] = soften_row(s->scores + i * a->keys, bias, a->keys);
     }
-    linear(s->scores, s->values, 0, NULL, s->sums, rows, a->keys, dim);
+    multiply(s->scores, s->values, s->sums, rows, a->keys, dim);
     for (int64_t i = 0; i < rows; i++) {
         float *out = a->out + (row + i) * step + head * dim;
         for (int64_t d = 0; d < dim; d++) out[d] = s->sums[i * dim + d] * share[i];
     }
 }
 
-static int dense_attention(const DenseAttention *a) {
-    const int64_t width = panel_of(0), dim = a->dim;
-    int64_t keys = (a->keys + width - 1) / width * width, dims = (dim + width - 1) / width * width;
-    int64_t floats = keys * dim + dims * a->keys + DENSE_ROWS * (2 * dim + a->keys) + 5 * 16;
-    float *memory = malloc((size_t)floats * sizeof(float)), *at = memory;
-    if (!memory) return -1;
+typedef struct {
+    const DenseAttention *a;
+    int64_t band, bands; /* rows of a unit, units of a head */
+    float *memory;
+    int64_t floats;      /* of each thread's memory */
+} Dense;
+
+static DenseSpace dense_space(const Dense *t, int seat) {
+    const int64_t width = panel_of(0), keys = t->a->keys, dim = t->a->dim;
+    int64_t all = (keys + width - 1) / width * width, dims = (dim + width - 1) / width * width;
+    float *at = t->memory + seat * t->floats;
     DenseSpace s;
-    s.keys = cut(&at, keys * dim), s.values = cut(&at, dims * a->keys);
+    s.keys = cut(&at, all * dim), s.values = cut(&at, dims * keys);
     s.q = cut(&at, DENSE_ROWS * dim), s.sums = cut(&at, DENSE_ROWS * dim);
-    s.scores = cut(&at, DENSE_ROWS * a->keys);
-    memset(s.keys + (keys - width) * dim, 0, (size_t)(width * dim) * sizeof(float));
-    int64_t scores = 0;
-    int ended = 0;
-    for (int64_t head = 0; head < a->heads && !ended; head++) {
-        const float *from = a->kv + head * a->keys * dim;
-        pack(from, 0, s.keys, 0, 0, a->keys, dim);
-        pack_values(from + a->heads * a->keys * dim, s.values, a->keys, dim);
-        for (int64_t row = 0; row < a->rows && !ended; row += DENSE_ROWS) {
-            int64_t rows = a->rows - row < DENSE_ROWS ? a->rows - row : DENSE_ROWS;
+    s.scores = cut(&at, DENSE_ROWS * keys);
+    memset(s.keys + (all - width) * dim, 0, (size_t)(width * dim) * sizeof(float));
+    return s;
+}
+
+/* Helpers have no part of the caller's watch, but end with it. */
+static int end_with_run(void *none) {
+    (void)none;
+    return run_ended() ? -1 : 0;
+}
+
+/* Bands of rows of all heads. Keys and values are packed once for adjacent bands of a head. */
+static int dense_bands(void *at, int64_t from, int64_t to, int seat) {
+    const Dense *t = at;
+    const DenseAttention *a = t->a;
+    const Watch watch = seat ? (Watch){.after_part = end_with_run} : a->watch;
+    const DenseSpace s = dense_space(t, seat);
+    int64_t scores = 0, packed = -1;
+    for (int64_t unit = from; unit < to; unit++) {
+        int64_t head = unit / t->bands, row = unit % t->bands * t->band;
+        int64_t stop = row + t->band < a->rows ? row + t->band : a->rows;
+        const float *keys = a->kv + head * a->keys * a->dim;
+        if (head != packed) {
+            pack(keys, 0, s.keys, 0, 0, a->keys, a->dim);
+            pack_values(keys + a->heads * a->keys * a->dim, s.values, a->keys, a->dim);
+            packed = head;
+        }
+        for (int64_t rows; row < stop; row += rows) {
+            rows = stop - row < DENSE_ROWS ? stop - row : DENSE_ROWS;
             dense_rows(a, &s, head, row, rows);
             scores += rows * a->keys;
-            if (scores < DENSE_PART || !a->watch.after_part) continue;
-            ended = a->watch.after_part(a->watch.argument);
+            if (scores < DENSE_PART || !watch.after_part) continue;
+            int ended = watch.after_part(watch.argument);
+            if (ended) return ended;
             scores = 0;
         }
     }
-    free(memory);
-    return ended;
+    return 0;
+}
+
+/* A head's rows are divided only if there are few heads: each part packs its keys again. */
+static int dense_attention(const DenseAttention *a) {
+    const int64_t width = panel_of(0), dim = a->dim, most = a->rows / LEAST_BAND;
+    int64_t keys = (a->keys + width - 1) / width * width, dims = (dim + width - 1) / width * width;
+    int64_t bands = a->threads > 1 ? (4 * a->threads + a->heads - 1) / a->heads : 1;
+    if (a->rows == 0) return 0;
+    Dense t = {.a = a};
+    t.bands = bands < most ? bands : most > 1 ? most : 1;
+    t.band = (a->rows + t.bands - 1) / t.bands;
+    t.bands = (a->rows + t.band - 1) / t.band;
+    t.floats = keys * dim + dims * a->keys + DENSE_ROWS * (2 * dim + a->keys) + 5 * 16;
+    t.memory = malloc((size_t)(t.floats * a->threads) * sizeof(float));
+    if (!t.memory) return -1;
+    int failed = run(a->threads, a->heads * t.bands, 1, dense_bands, &t);
+    free(t.memory);
+    return failed;
 }
 
 static inline vf v_sigmoid_mul(vf x, vf u) { /* x / (1 + e^-u) */

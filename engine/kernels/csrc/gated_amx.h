@@ -40,6 +40,7 @@ typedef struct {
     const GatedMlp *m;
     const uint16_t *tiles; /* rows of x */
     uint16_t *active;      /* rows of the product */
+    float *sums;           /* products with both matrices, of few rows */
     int64_t rows, tall, steps, active_steps;
 } Gated;
 
@@ -78,16 +79,40 @@ static void gate_many(const Gated *g, int64_t panel) {
     }
 }
 
-/* Up to 16 rows; weights are streamed as in few_rows. */
-static void gate_few(const Gated *g, float *sums) {
-    const GatedMlp *m = g->m;
-    Product p = {g->tiles, m->gate_up, m->gate_up_bias, sums, g->rows, g->tall, g->steps,
-                 2 * m->width};
-    few_rows(&p);
-    for (int64_t panel = 0; panel < m->width / COLUMNS; panel++) {
-        const float *from = sums + panel * COLUMNS;
-        gate_panel(from, from + m->width, 2 * m->width, g->rows, active_at(g, 0, panel));
+/* Panels from..to of up to 16 rows, whose products with both matrices are in `sums`. */
+static int gate_sums(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Gated *g = at;
+    int64_t width = g->m->width;
+    for (int64_t panel = from; panel < to; panel++) {
+        const float *gate = g->sums + panel * COLUMNS;
+        gate_panel(gate, gate + width, 2 * width, g->rows, active_at(g, 0, panel));
     }
+    return 0;
+}
+
+static int gate_panels(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Gated *g = at;
+    configure(g->tall);
+    for (int64_t panel = from; panel < to; panel++) gate_many(g, panel);
+    _tile_release();
+    return 0;
+}
+
+/* Weights of up to 16 rows are streamed as in few_panels. Adjacent panels share cache lines of the
+ * product. */
+static void gate_all(Gated *g) {
+    const GatedMlp *m = g->m;
+    int64_t panels = m->width / COLUMNS;
+    if (m->rows > TILE_ROWS) {
+        run(m->threads, panels, 2, gate_panels, g);
+        return;
+    }
+    Tiles p = {g->tiles, m->gate_up, m->gate_up_bias, g->sums, g->rows, g->tall, g->steps,
+               2 * m->width, m->threads};
+    all_panels(&p);
+    run(m->rows * panels < 256 ? 1 : m->threads, panels, 2, gate_sums, g);
 }
 
 static int gated_mlp(const GatedMlp *m) {
@@ -103,20 +128,16 @@ static int gated_mlp(const GatedMlp *m) {
     uint16_t *tiles = (uint16_t *)memory, *active = tiles + padded * steps * TERMS;
     if (m->width % TERMS) /* half of the last tiles stays zero */
         memset(active, 0, (size_t)(padded * active_steps * TERMS) * sizeof *active);
-    configure(tall);
     for (int64_t row = 0; row < m->rows; row += most) {
-        Gated g = {m, tiles, active, m->rows - row, tall, steps, active_steps};
+        Gated g = {m, tiles, active, (float *)(memory + padded * row_bytes), m->rows - row, tall,
+                   steps, active_steps};
         if (g.rows > most) g.rows = most;
-        round_rows(m->x + row * m->in, g.rows, m->in, tall, tiles);
-        Product down = {active, m->down, m->down_bias, m->y + row * m->out, g.rows, tall,
-                        active_steps, m->out};
-        if (few) gate_few(&g, (float *)(memory + padded * row_bytes));
-        else
-            for (int64_t panel = 0; panel < m->width / COLUMNS; panel++) gate_many(&g, panel);
-        if (g.rows <= TILE_ROWS) few_rows(&down);
-        else many_rows(&down);
+        round_all(m->threads, m->x + row * m->in, g.rows, m->in, tall, tiles);
+        gate_all(&g);
+        Tiles down = {active, m->down, m->down_bias, m->y + row * m->out, g.rows, tall,
+                      active_steps, m->out, m->threads};
+        all_panels(&down);
     }
-    _tile_release();
     free(memory);
     return 0;
 }

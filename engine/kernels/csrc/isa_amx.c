@@ -97,6 +97,28 @@ static void round_rows(const float *x, int64_t rows, int64_t in, int64_t tall, u
     }
 }
 
+typedef struct {
+    const float *x;
+    int64_t rows, in, tall;
+    uint16_t *tiles;
+} Rounding;
+
+/* Tiles of rows from..to. */
+static int round_tiles(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Rounding *r = at;
+    int64_t row = from * r->tall, stop = to * r->tall < r->rows ? to * r->tall : r->rows;
+    round_rows(r->x + row * r->in, stop - row, r->in, r->tall,
+               r->tiles + row * steps_of(r->in) * TERMS);
+    return 0;
+}
+
+static void round_all(int threads, const float *x, int64_t rows, int64_t in, int64_t tall,
+                      uint16_t *tiles) {
+    Rounding r = {x, rows, in, tall, tiles};
+    run(threads, (rows + tall - 1) / tall, 1, round_tiles, &r);
+}
+
 /* ---- tile products ---- */
 
 /* Without a barrier, the compiler moves plain loads and stores past tile instructions. */
@@ -235,12 +257,13 @@ typedef struct {
     const float *bias; /* padded to whole panels, or NULL */
     float *y;
     int64_t rows, tall, steps, out;
-} Product;
+    int threads;
+} Tiles;
 
 static const float zeros[WIDE * COLUMNS];
 
 /* `rows` from `row` on with `count` panels. Outputs partly outside of y are computed in a copy. */
-static void block(const Product *p, int64_t row, int64_t rows, int64_t panel, int64_t count,
+static void block(const Tiles *p, int64_t row, int64_t rows, int64_t panel, int64_t count,
                   int64_t fetched, int64_t share) {
     int64_t stride = p->steps * WEIGHT_TILE, next = p->steps * p->tall * TERMS;
     int64_t tiles = rows > TILE_ROWS ? 2 : 1, columns = p->out - panel * COLUMNS;
@@ -261,25 +284,40 @@ static void block(const Product *p, int64_t row, int64_t rows, int64_t panel, in
         memcpy(y + r * p->out, beside + r * b.ldy, (size_t)columns * sizeof(float));
 }
 
-static void few_rows(const Product *p) {
-    int64_t panels = (p->out + COLUMNS - 1) / COLUMNS, panel = 0;
-    for (; panel + WIDE <= panels; panel += WIDE) block(p, 0, p->rows, panel, WIDE, 0, 0);
-    for (; panel < panels; panel++) block(p, 0, p->rows, panel, 1, 0, 0);
+static int few_panels(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Tiles *p = at;
+    int64_t panel = from;
+    configure(p->tall);
+    for (; panel + WIDE <= to; panel += WIDE) block(p, 0, p->rows, panel, WIDE, 0, 0);
+    for (; panel < to; panel++) block(p, 0, p->rows, panel, 1, 0, 0);
+    _tile_release();
+    return 0;
 }
 
 /* Two panels with all rows; the next two panels are prefetched, 32 cache lines per step. */
-static void many_rows(const Product *p) {
-    int64_t panels = (p->out + COLUMNS - 1) / COLUMNS, rows;
-    int64_t pairs = (p->rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
-    for (int64_t panel = 0; panel < panels; panel += 2) {
-        int64_t count = panels - panel < 2 ? 1 : 2, fetched = 0;
-        int64_t share = panel + 4 <= panels ? (32 + pairs - 1) / pairs : 0;
+static int many_panels(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Tiles *p = at;
+    int64_t pairs = (p->rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS), rows;
+    configure(p->tall);
+    for (int64_t panel = from; panel < to; panel += 2) {
+        int64_t count = to - panel < 2 ? 1 : 2, fetched = 0;
+        int64_t share = panel + 4 <= to ? (32 + pairs - 1) / pairs : 0;
         for (int64_t row = 0; row < p->rows; row += rows, fetched += share * p->steps) {
             rows = p->rows - row < count * TILE_ROWS ? p->rows - row : count * TILE_ROWS;
             if (fetched + share * p->steps > 32 * p->steps) share = 0;
             block(p, row, rows, panel, count, fetched, share);
         }
     }
+    _tile_release();
+    return 0;
+}
+
+static void all_panels(const Tiles *p) {
+    int64_t panels = (p->out + COLUMNS - 1) / COLUMNS;
+    if (p->rows <= TILE_ROWS) run(p->threads, panels, WIDE, few_panels, (void *)p);
+    else run(p->threads, panels, 2, many_panels, (void *)p);
 }
 
 /* Number of rows to round at a time: even shares that fit into `bytes` of the cache. */
@@ -290,23 +328,21 @@ static int64_t rows_at_once(int64_t rows, int64_t row_bytes, int64_t bytes) {
     return passes > 1 ? (pairs + passes - 1) / passes * pair : rows;
 }
 
-static int linear(const float *x, const void *panels, int bf16, const float *bias, float *y,
-                  int64_t rows, int64_t in, int64_t out) {
-    if (!bf16) return kernels_avx512.linear(x, panels, bf16, bias, y, rows, in, out);
-    if (rows == 0 || out == 0) return 0;
+static int product(const Product *l) {
+    if (!l->bf16) return kernels_avx512.product(l);
+    if (l->rows == 0 || l->out == 0) return 0;
+    int64_t rows = l->rows, in = l->in;
     int64_t steps = steps_of(in), row_bytes = steps * TERMS * (int64_t)sizeof(uint16_t);
     int64_t tall = rows < TILE_ROWS ? rows : TILE_ROWS, most = rows_at_once(rows, row_bytes, ROUNDED_BYTES);
     uint16_t *tiles = aligned_alloc(64, (size_t)((most + tall - 1) / tall * tall * row_bytes));
     if (!tiles) return -1;
-    configure(tall);
     for (int64_t row = 0; row < rows; row += most) {
-        Product p = {tiles, panels, bias, y + row * out, rows - row, tall, steps, out};
+        Tiles p = {tiles, l->panels, l->bias, l->y + row * l->out, rows - row, tall, steps, l->out,
+                   l->threads};
         if (p.rows > most) p.rows = most;
-        round_rows(x + row * in, p.rows, in, tall, tiles);
-        if (p.rows <= TILE_ROWS) few_rows(&p);
-        else many_rows(&p);
+        round_all(l->threads, l->x + row * in, p.rows, in, tall, tiles);
+        all_panels(&p);
     }
-    _tile_release();
     free(tiles);
     return 0;
 }
@@ -334,7 +370,7 @@ int add_tiles(Kernels *kernels) {
     kernels->panel_halves = COLUMNS;
     kernels->terms_halves = TERMS;
     kernels->pack = pack;
-    kernels->linear = linear;
+    kernels->product = product;
     kernels->gated_mlp = gated_mlp;
     kernels->attention = attention;
     return 1;

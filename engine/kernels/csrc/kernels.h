@@ -2,13 +2,16 @@
  *
  * Kernels do not check their arguments: cpu_module.c has done so. Floats are float32, counts are
  * int64. Sums have one fixed order (strictly over k in products), fused multiply-adds are explicit
- * and the compiler must not contract others, so a table's name determines the bits.
+ * and the compiler must not contract others, so a table's name determines the bits. Kernels with
+ * `threads` divide their work among so many threads, which changes no bit.
  */
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+#include "pool.h"
 
 /* Whether this compiler supports the matrix tiles of AMX; the processor is checked at run time. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
@@ -24,6 +27,15 @@
 #define DRAW_SLACK 16
 
 typedef struct {
+    const float *x;      /* row t begins at x + t * step; rows may overlap */
+    const void *panels;
+    const float *bias;   /* padded to whole panels, or NULL */
+    float *y;            /* [rows, out] */
+    int64_t rows, step, in, out;
+    int bf16, threads;
+} Product;
+
+typedef struct {
     const float *q;          /* [rows, heads, dim] */
     const float *kv;         /* [blocks, 2, kv_heads, block_size, dim] */
     const int32_t *tables;   /* [sequences, table_width] */
@@ -33,6 +45,7 @@ typedef struct {
     float scale;
     int64_t window, sequences, table_width, heads, kv_heads, block_size, dim;
     int64_t halves;          /* factors may be rounded to bfloat16 */
+    int threads;
 } Attention;
 
 typedef struct {
@@ -53,6 +66,7 @@ typedef struct {
     const void *gate_up, *down; /* panels of bf16 weights [2 * width, in], [out, width] */
     const float *gate_up_bias, *down_bias; /* padded to whole panels, or NULL */
     int64_t rows, in, width, out;
+    int threads;
 } GatedMlp;
 
 typedef struct {
@@ -64,7 +78,7 @@ typedef struct {
     int64_t rows, width, taps, dilation;
 } Depthwise;
 
-/* Called between parts of a long call. A result other than 0 ends the call and is its result. */
+/* Called between parts of a long call, by the calling thread. A result other than 0 ends the call and is its result. */
 typedef struct {
     int (*after_part)(void *); /* or NULL */
     void *argument;
@@ -77,6 +91,7 @@ typedef struct {
     float *out;        /* [rows, heads * dim] */
     float scale;
     int64_t rows, keys, heads, dim, bias_heads;
+    int threads;
     Watch watch;
 } DenseAttention;
 
@@ -117,12 +132,9 @@ typedef struct {
     /* pack rows of w[out, in] as columns start.. of the panels; source and target both bf16 or f32 */
     void (*pack)(const void *w, int from_bf16, void *panels, int to_bf16, int64_t start,
                  int64_t out, int64_t in);
-    /* returns 0, or -1 if scratch memory cannot be allocated; so do all functions that return int */
-    int (*linear)(const float *x, const void *panels, int bf16, const float *bias, float *y,
-                  int64_t rows, int64_t in, int64_t out);
-    /* the same with rows of x that begin `step` floats apart and may overlap */
-    int (*convolve)(const float *x, int64_t step, const void *panels, int bf16, const float *bias,
-                    float *y, int64_t rows, int64_t in, int64_t out);
+    /* y[t] = x[t * step .. t * step + in] @ panels + bias. Returns 0, or -1 if scratch memory cannot be
+     * allocated; so do all functions that return int. */
+    int (*product)(const Product *);
     /* down(silu(gate) * up), for widths of whole panels; NULL if it would not be faster */
     int (*gated_mlp)(const GatedMlp *);
     void (*rms_norm)(const float *x, float *residual, const float *weight, float eps, float *y,

@@ -127,17 +127,12 @@ static void pack(const void *w, int from_bf16, void *panels, int to_bf16, int64_
     }
 }
 
-typedef struct {
-    const float *x;
-    const void *panels;
-    int bf16;
-    const float *bias; /* padded to whole panels, or NULL */
-    float *y;
-    int64_t rows, in, out;
-    int64_t step;      /* floats between the rows of x; less than `in` if rows overlap */
-    int64_t width;     /* of a panel */
-    int64_t groups;    /* of rows that share a pass over the weights */
-} Linear;
+/* Columns of a panel, and groups of rows that share a pass over the weights. */
+static inline int64_t width_of(const Product *l) { return panel_of(l->bf16); }
+
+static inline int64_t groups_of(const Product *l) {
+    return l->rows <= MATRIX_ROWS ? 1 : (l->rows + GROUP_ROWS - 1) / GROUP_ROWS;
+}
 
 /* Weights that are used for all groups of rows before the next weights are read. */
 #define SLICE_BYTES (256 << 10)
@@ -150,73 +145,86 @@ typedef struct {
 } Slice;
 
 /* One group of rows; slices after the first continue from the content of y. */
-static void slice_group(const Linear *l, const Slice *s, int64_t row, int64_t rows, float *y,
+static void slice_group(const Product *l, const Slice *s, int64_t row, int64_t rows, float *y,
                         int64_t ldy) {
-    int64_t at = (s->panel * l->in + s->k) * l->width, step = l->in * l->width, m = rows - 1;
+    const int64_t width = width_of(l);
+    int64_t at = (s->panel * l->in + s->k) * width, step = l->in * width, m = rows - 1;
     const float *x = l->x + row * l->step + s->k;
-    const float *init = s->k ? y : l->bias ? l->bias + s->panel * l->width : zeros;
+    const float *init = s->k ? y : l->bias ? l->bias + s->panel * width : zeros;
     int64_t ldi = s->k ? ldy : 0;
     if (l->bf16) {
         MicroHalf *f = s->beside > 1 ? many_halves[m] : lone_halves[m];
-        f(x, l->step, (const uint16_t *)l->panels + at, l->width, step, s->depth, init, ldi, y, ldy);
+        f(x, l->step, (const uint16_t *)l->panels + at, width, step, s->depth, init, ldi, y, ldy);
     } else {
         Micro *f = s->beside > 1 ? many_floats[m] : lone_floats[m];
-        f(x, l->step, (const float *)l->panels + at, l->width, step, s->depth, init, ldi, y, ldy);
+        f(x, l->step, (const float *)l->panels + at, width, step, s->depth, init, ldi, y, ldy);
     }
 }
 
 /* Size of the next of `groups` groups that share `left` rows evenly. */
 static inline int64_t share(int64_t left, int64_t groups) { return (left + groups - 1) / groups; }
 
-static inline int64_t beside(const Linear *l, int64_t rows) {
+static inline int64_t beside(const Product *l, int64_t rows) {
     return l->bf16 ? BESIDE(rows, HALF_VECTORS) : BESIDE(rows, FLOAT_VECTORS);
 }
 
 /* `count` panels, processed together by every group that can take that many. */
-static void full_panels(const Linear *l, int64_t panel, int64_t count) {
-    int64_t bytes = count * l->width * (l->bf16 ? 2 : 4), rows;
-    int64_t deepest = l->groups > 1 ? SLICE_BYTES / bytes : l->in;
+static void full_panels(const Product *l, int64_t panel, int64_t count) {
+    const int64_t width = width_of(l), groups = groups_of(l);
+    int64_t bytes = count * width * (l->bf16 ? 2 : 4), rows;
+    int64_t deepest = groups > 1 ? SLICE_BYTES / bytes : l->in;
     for (int64_t k = 0; k < l->in; k += deepest) {
         int64_t depth = l->in - k < deepest ? l->in - k : deepest, row = 0;
-        for (int64_t g = l->groups; g > 0; g--, row += rows) {
+        for (int64_t g = groups; g > 0; g--, row += rows) {
             rows = share(l->rows - row, g);
-            float *y = l->y + row * l->out + panel * l->width;
+            float *y = l->y + row * l->out + panel * width;
             int64_t each = beside(l, rows) == count ? count : 1;
             for (int64_t p = 0; p < count; p += each) {
                 Slice s = {panel + p, each, k, depth};
-                slice_group(l, &s, row, rows, y + p * l->width, l->out);
+                slice_group(l, &s, row, rows, y + p * width, l->out);
             }
         }
     }
 }
 
 /* The last columns, fewer than a panel: computed as a whole panel in a copy of y. */
-static void tail_panel(const Linear *l) {
+static void tail_panel(const Product *l) {
+    const int64_t width = width_of(l), groups = groups_of(l);
     float y[MATRIX_ROWS * 2 * LANES];
-    int64_t start = l->out / l->width * l->width, rows, row = 0;
-    Slice s = {l->out / l->width, 1, 0, l->in};
-    for (int64_t g = l->groups; g > 0; g--, row += rows) {
+    int64_t start = l->out / width * width, rows, row = 0;
+    Slice s = {l->out / width, 1, 0, l->in};
+    for (int64_t g = groups; g > 0; g--, row += rows) {
         rows = share(l->rows - row, g);
-        slice_group(l, &s, row, rows, y, l->width);
+        slice_group(l, &s, row, rows, y, width);
         for (int64_t m = 0; m < rows; m++)
-            memcpy(l->y + (row + m) * l->out + start, y + m * l->width,
+            memcpy(l->y + (row + m) * l->out + start, y + m * width,
                    (size_t)(l->out - start) * sizeof(float));
     }
 }
 
-/* y[t] = x[t * step .. t * step + in] @ panels + bias */
-static int convolve(const float *x, int64_t step, const void *panels, int bf16, const float *bias,
-                    float *y, int64_t rows, int64_t in, int64_t out) {
-    int64_t groups = rows <= MATRIX_ROWS ? 1 : (rows + GROUP_ROWS - 1) / GROUP_ROWS;
-    Linear l = {x, panels, bf16, bias, y, rows, in, out, step, panel_of(bf16), groups};
-    int64_t full = out / l.width, panel = 0, count = beside(&l, share(rows, groups));
-    for (; panel + count <= full; panel += count) full_panels(&l, panel, count);
-    for (; panel < full; panel++) full_panels(&l, panel, 1);
-    if (full * l.width < out) tail_panel(&l);
+/* Panels from..to. */
+static int product_panels(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Product *l = at;
+    int64_t full = l->out / width_of(l), stop = to < full ? to : full;
+    int64_t panel = from, count = beside(l, share(l->rows, groups_of(l)));
+    for (; panel + count <= stop; panel += count) full_panels(l, panel, count);
+    for (; panel < stop; panel++) full_panels(l, panel, 1);
+    if (to > full) tail_panel(l);
     return 0;
 }
 
-static int linear(const float *x, const void *panels, int bf16, const float *bias, float *y,
-                  int64_t rows, int64_t in, int64_t out) {
-    return convolve(x, in, panels, bf16, bias, y, rows, in, out);
+static int product(const Product *l) {
+    if (l->rows == 0) return 0;
+    int64_t panels = (l->out + width_of(l) - 1) / width_of(l);
+    int64_t grain = beside(l, share(l->rows, groups_of(l)));
+    return run(l->threads, panels, grain, product_panels, (void *)l);
+}
+
+/* y = x @ panels of float32, by the calling thread */
+static void multiply(const float *x, const float *panels, float *y, int64_t rows, int64_t in,
+                     int64_t out) {
+    Product l = {.x = x, .panels = panels, .y = y, .rows = rows, .step = in, .in = in, .out = out,
+                 .threads = 1};
+    product(&l);
 }

@@ -2,7 +2,8 @@
 
 static const Products *products_of(PyObject *index) {
     int64_t i;
-    return chosen(index) && get_int(index, &i) ? choices[i].products : NULL;
+    if (!chosen(index) || !get_int(index, &i)) return NULL;
+    return choices[i & ((1 << THREADS_SHIFT) - 1)].products;
 }
 
 /* quantized_kinds() -> [(name, weights of a block, its bytes, weights of a step, bytes of a step)] */
@@ -92,8 +93,29 @@ static int take_quantized(Arrays *arrays, PyObject *const *a, QuantizedRows *q, 
 /* Rows whose int8 form is in memory at once; each further part reads the weights again. */
 #define QUANTIZED_ROWS 512
 
-static int quantized_rows(const Products *p, QuantizedRows all, QuantizedLinear l) {
+typedef struct {
+    const Products *p;
+    const QuantizedRows *q;
+    const QuantizedLinear *l;
+} Quantized;
+
+static int quantize_part(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Quantized *t = at;
+    t->p->quantize(t->q, from, to);
+    return 0;
+}
+
+static int quantized_part(void *at, int64_t from, int64_t to, int seat) {
+    (void)seat;
+    const Quantized *t = at;
+    t->p->product(t->q, t->l, from, to);
+    return 0;
+}
+
+static int quantized_rows(const Products *p, QuantizedRows all, QuantizedLinear l, int threads) {
     QuantizedRows q = all;
+    Quantized t = {p, &q, &l};
     if (q.rows > QUANTIZED_ROWS) q.rows = QUANTIZED_ROWS;
     q.to = malloc((size_t)quantized_x_bytes(&q));
     if (!q.to) return -1;
@@ -101,8 +123,9 @@ static int quantized_rows(const Products *p, QuantizedRows all, QuantizedLinear 
         if (q.rows > all.rows - row) q.rows = all.rows - row;
         q.x = all.x + row * q.in;
         l.y += row ? QUANTIZED_ROWS * l.ldy : 0;
-        p->quantize(&q, 0, (q.rows + TOGETHER - 1) / TOGETHER);
-        p->product(&q, &l, 0, (l.out + PANEL - 1) / PANEL);
+        int few = q.rows * q.in * 4 < SHARED_BYTES;
+        run(few ? 1 : threads, (q.rows + TOGETHER - 1) / TOGETHER, 1, quantize_part, &t);
+        run(threads, (l.out + PANEL - 1) / PANEL, 1, quantized_part, &t);
     }
     free(q.to);
     return 0;
@@ -117,8 +140,10 @@ static PyObject *py_quantized_linear(PyObject *self, PyObject *const *a, Py_ssiz
     QuantizedLinear l;
     if (!has_arguments(n, 8) || !(p = products_of(a[0]))) return NULL;
     if (!take_quantized(&arrays, a, &q, &l)) return refuse(&arrays);
-    PyThreadState *lock = let_go(quantized_bytes(l.kind, l.out, q.in) * (1 + q.rows / 8));
-    int failed = q.rows && quantized_rows(p, q, l);
+    int64_t bytes = quantized_bytes(l.kind, l.out, q.in) * (1 + q.rows / 8);
+    int threads = threads_for(a[0], bytes);
+    PyThreadState *lock = let_go(bytes);
+    int failed = q.rows && quantized_rows(p, q, l, threads);
     take_back(lock);
     drop(&arrays);
     if (failed) return PyErr_NoMemory();

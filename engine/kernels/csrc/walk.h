@@ -47,23 +47,49 @@ static void finish(const Walk *w, const Place *at) {
 /* Processes one tile, while `next` is prefetched. */
 typedef void Visit(const Walk *, const Place *, const Tile *, const Tile *next);
 
-/* Visit all tiles of all rows, located one ahead of use. `ready` is called for new queries. */
-static void walk(Walk *w, int64_t together, void (*ready)(const Walk *, const Place *), Visit *visit) {
+/* Units of a walk: the KV heads of the rows that are processed together. */
+static int64_t units_of(const Attention *a, int64_t together) {
+    int64_t units = 0;
+    for (int64_t s = 0; s < a->sequences; s++)
+        units += (a->offsets[s + 1] - a->offsets[s] + together - 1) / together * a->kv_heads;
+    return units;
+}
+
+/* Go to the first tile of a unit. */
+static void enter_unit(const Attention *a, int64_t unit, int64_t together, Place *p) {
+    int64_t group = unit / a->kv_heads, s = 0, groups;
+    for (;; s++, group -= groups) {
+        groups = (a->offsets[s + 1] - a->offsets[s] + together - 1) / together;
+        if (group < groups) break;
+    }
+    p->sequence = s;
+    enter(a, a->offsets[s] + group * together, together, p);
+    p->kv_head = unit % a->kv_heads;
+}
+
+/* Visit the tiles of the units from..to, located one ahead of use. `ready` is called for new
+ * queries. */
+static void walk(Walk *w, int64_t together, int64_t from, int64_t to,
+                 void (*ready)(const Walk *, const Place *), Visit *visit) {
     const Attention *a = w->a;
     Place here = {0}, there;
     Tile tiles[2], *tile = tiles, *next = tiles + 1;
-    int more = enter(a, 0, together, &here);
-    if (more) find_tile(a, &here, tile);
-    for (; more; here = there) {
+    enter_unit(a, from, together, &here);
+    find_tile(a, &here, tile);
+    for (int64_t left = to - from; left > 0; here = there) {
+        int last = here.start + TILE_KEYS > here.high;
         there = here;
-        more = advance(a, together, &there);
-        if (more) find_tile(a, &there, next);
+        left -= last;
+        if (left > 0) {
+            advance(a, together, &there);
+            find_tile(a, &there, next);
+        }
         if (here.start == first_start(&here)) {
             begin(w, &here);
             if (ready) ready(w, &here);
         }
-        visit(w, &here, tile, more ? next : tile);
-        if (here.start + TILE_KEYS > here.high) finish(w, &here);
+        visit(w, &here, tile, left > 0 ? next : tile);
+        if (last) finish(w, &here);
         Tile *done = tile;
         tile = next, next = done;
     }

@@ -143,6 +143,7 @@ class CudaBackend(_BlockMoves):
         super().__init__(device)
         self.device = device
         self.gpu: Gpu | None = device.gpu
+        self.threads = 1
         self.numerics = f"{device.name}-{REVISION}-bf16"
         self.marks = LayerMarks(device)
 
