@@ -9,6 +9,7 @@ import numpy as np
 
 from baton.proto.errors import CheckpointError
 
+from .gemma_config import GEMMA3
 from .gguf import GgufFile, Metadata
 from .gguf_blocks import BLOCKS
 from .gguf_tensors import ROPE_FACTORS
@@ -17,8 +18,11 @@ FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": (GEMMA3, "gemma3_text"),
 }
 """Architecture and model_type of config.json by ``general.architecture``. Mistral is a llama."""
+_LARGEST_GEMMA = 62
+"""Layers of the Gemma 3 of 27B, which alone scales attention by another size than a head's."""
 _TABLE, _HEAD = "token_embd.weight", "output.weight"
 _END_TEXTS = frozenset(
     (
@@ -55,6 +59,7 @@ def config_json(parts: list[GgufFile]) -> dict[str, Any]:
         "eos_token_id": end_tokens(metadata) or None,
         **_sizes(metadata, family),
         **_rope(parts, family),
+        **(_gemma(metadata) if family == "gemma3" else {}),
     }
 
 
@@ -80,6 +85,20 @@ def _sizes(metadata: Metadata, family: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": metadata.integer(f"{family}.context_length"),
         "rms_norm_eps": _short(metadata.number(f"{family}.attention.layer_norm_rms_epsilon")),
+    }
+
+
+def _gemma(metadata: Metadata) -> dict[str, Any]:
+    """Return the settings that only Gemma 3 has."""
+    heads, layers = "gemma3.attention.head_count", metadata.integer("gemma3.block_count")
+    hidden, scalar = metadata.integer("gemma3.embedding_length"), None
+    if layers == _LARGEST_GEMMA:
+        scalar = hidden // metadata.integer(heads)
+    return {
+        "query_pre_attn_scalar": scalar or metadata.integer("gemma3.attention.key_length", 256),
+        "sliding_window": metadata.integer("gemma3.attention.sliding_window"),
+        "sliding_window_pattern": metadata.integer("gemma3.attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": metadata.number("gemma3.rope.freq_base_swa", 10000.0),
     }
 
 

@@ -7,6 +7,7 @@ does not see the difference. Settings that the models do not support are rejecte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from baton.proto.sampling import (
 
 from ..models.rope import RopeConfig, parse_rope
 from .family_defaults import FAMILY_DEFAULTS
+from .gemma_config import GEMMA3, own_settings, plain_settings
 from .safetensors import read_json
 from .tiled_config import (
     EXTRA_TOKENS,
@@ -47,6 +49,7 @@ _MODEL_TYPES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    GEMMA3: "gemma3_text",
     QWEN2_5_VL: "qwen2_5_vl",
     QWEN3_VL: "qwen3_vl",
     MLLAMA: "mllama",
@@ -87,6 +90,17 @@ class BertConfig(ModelConfig, frozen=True, kw_only=True):
 
     layer_norm_eps: float
     type_vocab_size: int
+
+
+class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
+    """Shape of a Gemma 3 decoder.
+
+    ``local_rope``: of layers with a sliding window; ``rope`` is of the others.
+    ``query_pre_attn_scalar``: the power -1/2 of this number scales the products of attention.
+    """
+
+    local_rope: RopeConfig
+    query_pre_attn_scalar: float
 
 
 class VisionLanguageConfig(ModelConfig, frozen=True, kw_only=True):
@@ -239,7 +253,7 @@ def load_model_config(folder: Path) -> ModelConfig:
             return parse_vision_language_config(raw, family, folder)
         if family == MLLAMA:
             return parse_cross_config(raw, family, folder)
-        parse = parse_bert_config if family == "BertModel" else parse_model_config
+        parse = _PARSERS.get(family, parse_model_config)
         return msgspec.structs.replace(parse(raw, family), architecture=architecture)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -277,6 +291,13 @@ def load_generation_config(folder: Path, config: ModelConfig) -> GenerationConfi
 def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
     """Build the config from config.json's object. Raises as :func:`load_model_config`."""
     return ModelConfig(**_decoder_fields(raw, architecture))
+
+
+def parse_gemma_config(raw: dict[str, Any], architecture: str) -> GemmaConfig:
+    """Build the config of a Gemma 3. Raises as :func:`load_model_config`."""
+    filled = {**_family_keys(architecture), **raw}
+    fields = _decoder_fields(plain_settings(filled), architecture)
+    return GemmaConfig(**fields, **own_settings(filled))
 
 
 def parse_vision_language_config(
@@ -388,7 +409,7 @@ def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
         )
     qwen2 = architecture in ("Qwen2ForCausalLM", QWEN2_5_VL)
     qwen3 = architecture in ("Qwen3ForCausalLM", QWEN3_VL)
-    biased = fields.attention_bias and (qwen3 or architecture == "LlamaForCausalLM")
+    biased = fields.attention_bias and (qwen3 or architecture in ("LlamaForCausalLM", GEMMA3))
     return {
         "architecture": architecture,
         "vocab_size": fields.vocab_size,
@@ -404,7 +425,7 @@ def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
         "qkv_bias": qwen2 or biased,
         "o_bias": biased,
         "mlp_bias": fields.mlp_bias and architecture == "LlamaForCausalLM",
-        "qk_norm": qwen3,
+        "qk_norm": qwen3 or architecture == GEMMA3,
         "windows": _windows(fields, architecture),
         "eos_token_ids": _end_tokens(raw, fields),
         "dtype": fields.dtype or fields.torch_dtype or "float32",
@@ -470,6 +491,12 @@ def parse_bert_config(raw: dict[str, Any], architecture: str) -> BertConfig:
         dtype=fields.dtype or fields.torch_dtype or "float32",
         type_vocab_size=fields.type_vocab_size,
     )
+
+
+_PARSERS: dict[str, Callable[[dict[str, Any], str], ModelConfig]] = {
+    "BertModel": parse_bert_config,
+    GEMMA3: parse_gemma_config,
+}
 
 
 def _architecture(path: Path, raw: dict[str, Any]) -> str:

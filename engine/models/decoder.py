@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +83,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         head: bool = True,
     ) -> None:
         config = checkpoint.config
-        loader = WeightLoader(checkpoint, backend, on_progress)
+        loader = WeightLoader(checkpoint, backend, on_progress, norms_added=self._norms_added())
         self.config = config
         self.backend = backend
         self.max_length = max_length
@@ -106,7 +107,7 @@ class Decoder(PipelineModel, KVCacheMixin):
             embedding = _HEAD
         self._table = loader.embedding(embedding, (config.vocab_size, config.hidden_size))
         self._layers = [
-            _load_layer(loader, config, f"{base}layers.{place}", index)
+            self._load_layer(loader, config, f"{base}layers.{place}", index)
             for index, place in enumerate(self._places())
         ]
         self._final_norm = loader.norm(f"{base}norm.weight", config.hidden_size)
@@ -115,6 +116,26 @@ class Decoder(PipelineModel, KVCacheMixin):
         self.weights_bytes = loader.packed_bytes + self._table.nbytes
         loader.finish(unused=(_HEAD,) if self._tied or not head else ())
         self._space = Workspace(backend)
+        self._scale = config.head_dim**-0.5
+
+    def _norms_added(self) -> float:
+        """Return the number that is added to the weights of all norms."""
+        return 0.0
+
+    def _load_layer(
+        self, loader: WeightLoader, config: ModelConfig, base: str, index: int
+    ) -> Layer:
+        """Load the weights of a layer; ``base``: the prefix of its tensors."""
+        hidden, wide = config.hidden_size, config.intermediate_size
+        gate_up = [(f"{base}.mlp.gate_proj", wide), (f"{base}.mlp.up_proj", wide)]
+        down = [(f"{base}.mlp.down_proj", hidden)]
+        return Layer(
+            **attention_weights(loader, config, base, index),
+            input_norm=loader.norm(f"{base}.input_layernorm.weight", hidden),
+            post_norm=loader.norm(f"{base}.post_attention_layernorm.weight", hidden),
+            gate_up=loader.linear(gate_up, hidden, bias=config.mlp_bias),
+            down=loader.linear(down, wide, bias=config.mlp_bias),
+        )
 
     def _prefix(self, checkpoint: Checkpoint, *, head: bool) -> str:
         """Return the prefix of the decoder's tensors."""
@@ -252,7 +273,7 @@ class Decoder(PipelineModel, KVCacheMixin):
         hidden, rows = config.hidden_size, len(inputs.tokens)
         residual = space.rows("residual", rows, hidden)
         normed = space.rows("normed", rows, hidden)
-        kernels.embed(inputs.tokens, self._table, residual)
+        self._embed(inputs.tokens, residual)
         features = inputs.features
         for image in features:
             kernels.put_rows(image.features, image.rows, residual)
@@ -276,6 +297,14 @@ class Decoder(PipelineModel, KVCacheMixin):
             self._add_layers(index, inputs, residual, normed)
         return residual, normed
 
+    def _embed(self, tokens: I32, residual: F32) -> None:
+        """Write the embeddings of tokens into ``residual``."""
+        self.backend.embed(tokens, self._table, residual)
+
+    def _rotation(self, layer: Layer, batch: ModelInputs) -> F32:
+        """Return the cosines and sines by which a layer rotates queries and keys."""
+        return self._cos_sin if batch.cos_sin is None else batch.cos_sin
+
     def _norm_after(self, index: int) -> F32:
         """Return the norm of what follows the layer ``index``."""
         last = index == len(self._layers) - 1
@@ -295,7 +324,7 @@ class Decoder(PipelineModel, KVCacheMixin):
             qkv,
             batch.positions if batch.rope_positions is None else batch.rope_positions,
             batch.slots,
-            self._cos_sin if batch.cos_sin is None else batch.cos_sin,
+            self._rotation(layer, batch),
             layer.q_norm,
             layer.k_norm,
             config.rms_norm_eps,
@@ -316,7 +345,7 @@ class Decoder(PipelineModel, KVCacheMixin):
             batch.block_tables,
             batch.row_offsets,
             batch.positions,
-            config.head_dim**-0.5,
+            self._scale,
             layer.window,
             mixed,
             batch.plan,
@@ -324,7 +353,12 @@ class Decoder(PipelineModel, KVCacheMixin):
         )
         delta = self._space.rows("delta", rows, config.hidden_size)
         self.backend.linear(mixed, layer.o, delta)
-        self.backend.add_rms_norm(delta, residual, layer.post_norm, config.rms_norm_eps, normed)
+        self._add_attention(layer, delta, residual, normed)
+
+    def _add_attention(self, layer: Layer, delta: F32, residual: F32, normed: F32) -> None:
+        """Add the output of attention to ``residual``; ``normed`` becomes the MLP's input."""
+        eps = self.config.rms_norm_eps
+        self.backend.add_rms_norm(delta, residual, layer.post_norm, eps, normed)
 
     def _mlp(
         self,
@@ -357,21 +391,29 @@ class Decoder(PipelineModel, KVCacheMixin):
         return some_q, some
 
 
-def _load_layer(loader: WeightLoader, config: ModelConfig, base: str, index: int) -> Layer:
-    hidden, dim, wide = config.hidden_size, config.head_dim, config.intermediate_size
+class AttentionWeights(TypedDict):
+    """The fields of :class:`Layer` that attention needs."""
+
+    qkv: PackedLinear
+    q_norm: F32 | None
+    k_norm: F32 | None
+    o: PackedLinear
+    window: int
+    halves: bool
+
+
+def attention_weights(
+    loader: WeightLoader, config: ModelConfig, base: str, index: int
+) -> AttentionWeights:
+    """Load the matrices and norms of a layer's attention."""
+    hidden, dim, name = config.hidden_size, config.head_dim, f"{base}.self_attn"
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    attention, mlp = f"{base}.self_attn", f"{base}.mlp"
-    qkv = [(f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)]
-    gate_up = [(f"{mlp}.gate_proj", wide), (f"{mlp}.up_proj", wide)]
-    return Layer(
-        input_norm=loader.norm(f"{base}.input_layernorm.weight", hidden),
-        qkv=loader.linear(qkv, hidden, bias=config.qkv_bias),
-        q_norm=loader.norm(f"{attention}.q_norm.weight", dim) if config.qk_norm else None,
-        k_norm=loader.norm(f"{attention}.k_norm.weight", dim) if config.qk_norm else None,
-        o=loader.linear([(f"{attention}.o_proj", hidden)], q, bias=config.o_bias),
-        post_norm=loader.norm(f"{base}.post_attention_layernorm.weight", hidden),
-        gate_up=loader.linear(gate_up, hidden, bias=config.mlp_bias),
-        down=loader.linear([(f"{mlp}.down_proj", hidden)], wide, bias=config.mlp_bias),
-        window=config.windows[index],
-        halves=loader.halves(qkv),
-    )
+    qkv = [(f"{name}.q_proj", q), (f"{name}.k_proj", kv), (f"{name}.v_proj", kv)]
+    return {
+        "qkv": loader.linear(qkv, hidden, bias=config.qkv_bias),
+        "q_norm": loader.norm(f"{name}.q_norm.weight", dim) if config.qk_norm else None,
+        "k_norm": loader.norm(f"{name}.k_norm.weight", dim) if config.qk_norm else None,
+        "o": loader.linear([(f"{name}.o_proj", hidden)], q, bias=config.o_bias),
+        "window": config.windows[index],
+        "halves": loader.halves(qkv),
+    }

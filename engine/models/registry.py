@@ -21,12 +21,14 @@ from baton.proto.wire.wire_context import WireContext
 from ..kernels.backend import Backend
 from ..loading.checkpoint import Checkpoint
 from ..loading.embedding_config import EMBED, GENERATE, EmbeddingSettings
+from ..loading.gemma_config import GEMMA3
 from ..loading.model_config import ModelConfig
 from ..loading.tiled_config import MLLAMA
 from ..loading.vision_config import QWEN2_5_VL, QWEN3_VL
 from .bert import BertModel
 from .cross_decoder import CrossDecoder
 from .decoder import Decoder
+from .gemma import GemmaDecoder
 from .vision_decoder import VisionDecoder
 from .weights import Progress
 
@@ -119,6 +121,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": _CAUSAL,
     "Qwen2ForCausalLM": _CAUSAL,
     "Qwen3ForCausalLM": _CAUSAL,
+    GEMMA3: Architecture(generator=GemmaDecoder),
     QWEN2_5_VL: _WITH_IMAGES,
     QWEN3_VL: _WITH_IMAGES,
     MLLAMA: Architecture(

@@ -43,11 +43,20 @@ class TensorSource(Protocol):
 
 
 class WeightLoader:
-    """Reads tensors by name, checks their shapes, packs them, reports progress in bytes."""
+    """Reads tensors by name, checks their shapes, packs them, reports progress in bytes.
+
+    ``norms_added``: what is added to the weights of norms.
+    """
 
     def __init__(
-        self, checkpoint: TensorSource, backend: Backend, on_progress: Progress | None
+        self,
+        checkpoint: TensorSource,
+        backend: Backend,
+        on_progress: Progress | None,
+        *,
+        norms_added: float = 0.0,
     ) -> None:
+        self._norms_added = np.float32(norms_added)
         self.packed_bytes = 0
         self.unused: list[str] = []
         """Prefixes of tensors that a model leaves out, such as a tower that it does not load."""
@@ -122,7 +131,7 @@ class WeightLoader:
 
     def norm(self, name: str, size: int) -> F32:
         """Return the weights ``[size]`` of a norm in the backend's form."""
-        return self.backend.parameters(self.vector(name, size))
+        return self.backend.parameters(self.vector(name, size) + self._norms_added)
 
     def halves(self, parts: Sequence[tuple[str, int]]) -> bool:
         """True if the weights of all modules ``(name, out_features)`` have few digits."""

@@ -25,7 +25,7 @@ from ..kernels.cuda import attention, elementwise, sampling
 from ..kernels.cuda.backend import CudaBackend
 from ..kernels.cuda.cupy_device import CupyDevice
 from ..kernels.cuda.device import CaptureFailed
-from ..loading.model_config import CrossConfig, ModelConfig, VisionLanguageConfig
+from ..loading.model_config import CrossConfig, GemmaConfig, ModelConfig, VisionLanguageConfig
 from ..models.decoder import Decoder
 from ..scheduling.plan import Applied, Chunk, Sampled
 from .decode_graph import DecodeGraph, GraphModel, QueuedStep
@@ -56,7 +56,7 @@ def check_device(
 
     ``tower``: the vision tower is used, if the model has one.
     """
-    if isinstance(config, CrossConfig):
+    if isinstance(config, CrossConfig | GemmaConfig):
         raise ConfigError(
             f"{folder}: {config.architecture} runs on the CPU only: leave --device cuda out"
         )

@@ -25,7 +25,7 @@ from baton.proto.sampling import SamplingParams
 from . import mllama_cases, vision_cases
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-TEXT = ("llama", "llama_plain", "mistral", "qwen2", "qwen3")
+TEXT = ("llama", "llama_plain", "mistral", "qwen2", "qwen3", "gemma3")
 SEEING = ("qwen2_5_vl", "qwen3_vl", "mllama")
 EMBEDDING = ("bert", "qwen3_embedder")
 FOLDERS = {

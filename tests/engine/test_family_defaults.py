@@ -4,9 +4,11 @@ import pytest
 
 from baton.engine.loading.embedding_config import load_embedding_settings
 from baton.engine.loading.family_defaults import FAMILY_DEFAULTS
+from baton.engine.loading.gemma_config import GEMMA3
 from baton.engine.loading.model_config import (
     parse_bert_config,
     parse_cross_config,
+    parse_gemma_config,
     parse_model_config,
     parse_vision_language_config,
 )
@@ -16,12 +18,16 @@ from baton.proto.errors import CheckpointError
 
 PARSERS = {
     "BertModel": parse_bert_config,
+    GEMMA3: parse_gemma_config,
     MLLAMA: parse_cross_config,
     QWEN2_5_VL: parse_vision_language_config,
     QWEN3_VL: parse_vision_language_config,
 }
 OTHERS = {
     "hidden_act": "relu",
+    "hidden_activation": "relu",
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
     "layer_types": ["sliding_attention"],
     "cross_attention_layers": [2],
     "eos_token_id": 5,

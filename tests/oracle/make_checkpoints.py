@@ -63,6 +63,21 @@ MODELS: dict[str, tuple[str, dict]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "hidden_size": 40,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 
@@ -129,15 +144,19 @@ def make_model(family: str, overrides: dict, seed: int) -> torch.nn.Module:
     """Random model whose logits are peaked: fan-in scaled matrices, uneven norms and biases."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **overrides})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+    model = model.float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+                stored = 0 if "Gemma" in family else 1  # Gemma adds 1 itself
+                parameter.copy_(stored + 0.3 * torch.randn_like(parameter))
             elif parameter.ndim == 1:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             elif "embed_tokens" in name:
-                parameter.copy_(torch.randn_like(parameter))
+                # Gemma multiplies embeddings by the root of the size: else they drown the layers.
+                size = parameter.shape[1] ** -0.5 if "Gemma" in family else 1.0
+                parameter.copy_(size * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * parameter.shape[1] ** -0.5)
     model.generation_config.eos_token_id = [2, 3]

@@ -25,6 +25,7 @@ CLASSES = {
     "MistralForCausalLM": ("mistral", {"": "MistralConfig"}),
     "Qwen2ForCausalLM": ("qwen2", {"": "Qwen2Config"}),
     "Qwen3ForCausalLM": ("qwen3", {"": "Qwen3Config"}),
+    "Gemma3ForCausalLM": ("gemma3", {"": "Gemma3TextConfig"}),
     "Qwen2_5_VLForConditionalGeneration": (
         "qwen2_5_vl",
         {
@@ -72,7 +73,10 @@ def defaults_of(family: str, name: str) -> dict:
         if field.name not in common | WITHOUT_EFFECT
     }
     if any(field.name == "rope_parameters" for field in dataclasses.fields(kind)):
-        found["rope_theta"] = kind.default_theta
+        base = kind.default_theta
+        found["rope_theta"] = base["global"] if isinstance(base, dict) else base
+        if isinstance(base, dict):
+            found["rope_local_base_freq"] = base["local"]
     return dict(sorted(found.items()))
 
 
