@@ -258,8 +258,8 @@ def _check_mode(settings: ServeSettings) -> None:
     _require(alone or not settings.workers, "workers", f"needs mode {COLOCATED}")
     _require(settings.workers <= MAX_MEMBERS, "workers", f"must be at most {MAX_MEMBERS}")
     enforced = settings.enforce_disaggregation == "on"
-    rule = f"cannot be on in mode {COLOCATED}"
-    _require(not (alone and enforced), "enforce_disaggregation", rule)
+    apart = settings.mode == "disaggregated"
+    _require(apart or not enforced, "enforce_disaggregation", "needs mode disaggregated")
 
 
 def with_colocated_workers(settings: ServeSettings) -> ServeSettings:
