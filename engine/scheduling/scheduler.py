@@ -283,9 +283,7 @@ class Scheduler:
             self._budget.learn(tokens, result.seconds - result.encode_seconds)
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
-        for scored in result.scored:
-            sequence, _ = rows[scored.request]
-            sequence.take_scores(scored.start, scored.records)
+        scores = {scored.request: scored for scored in result.scored}
         for request, (sequence, count) in rows.items():
             if sequence.aborted:
                 self._let_go(sequence)
@@ -295,6 +293,8 @@ class Scheduler:
             else:
                 made = len(events)
                 try:
+                    if (scored := scores.get(request)) is not None:
+                        sequence.take_scores(scored.start, scored.records)
                     self._advance(sequence, count, sampled.get(request), now, events)
                 except Exception as error:  # ends this sequence; the others have their results
                     del events[made:]

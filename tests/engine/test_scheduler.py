@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from baton.engine.scheduling.events import ChunkDone, Event, Failed, Finished, P
 from baton.engine.scheduling.plan import (
     Chunk,
     Sampled,
+    Scored,
     StepPlan,
     StepResult,
     abandoned_step,
@@ -706,6 +707,32 @@ def test_refused_token_fails_its_request_alone(code: str) -> None:
     driver.streams[bad].sequence.context.set_matcher(Refusal())
     driver.run()
     assert driver.streams[bad].end == code
+    assert driver.streams[good].tokens == driver.streams[good].request.alone()[0]
+
+
+def test_scores_that_cannot_be_taken_end_their_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    bad, good = driver.add(LONG), driver.add(Request(prompt(7, 5)))
+
+    def take(sequence: Sequence, start: int, records: bytes) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(Sequence, "take_scores", take)
+    plan = driver.start()
+    assert plan is not None
+    name = driver.streams[bad].sequence.request
+    apply = driver.scheduler.apply
+
+    def scored(result: StepResult, now: float) -> list[Event]:
+        return apply(replace(result, scored=(Scored(name, 0, b""),)), now)
+
+    monkeypatch.setattr(driver.scheduler, "apply", scored)
+    driver.finish()
+    monkeypatch.undo()
+    driver.run()
+    assert driver.streams[bad].end == "internal"
     assert driver.streams[good].tokens == driver.streams[good].request.alone()[0]
 
 
