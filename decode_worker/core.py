@@ -222,7 +222,7 @@ class DecodeCore(AssignCore[Job]):
         except Exception as error:  # whatever the error, the blocks must be freed
             cache.free(handover.allocation)
             self.receiver.close(commit.request, commit.attempt)
-            return self._failed_takeover(commit, now + commit.deadline, error, now)
+            return self._failed_takeover(commit, handover.until, error, now)
         self._jobs.add(job)
         newest = job.newest_token()
         if job.voice is not None:  # with its chunk, or only a sign that the request is here

@@ -43,7 +43,7 @@ from baton.proto.wire.messages import (
 from baton.proto.wire.proofs import Holder
 from baton.proto.wire.versions import check_version
 from baton.worker.events import Log
-from baton.worker.membership import Membership
+from baton.worker.membership import Allowance, Membership
 
 from .events import (
     Action,
@@ -141,7 +141,7 @@ class Handoffs:
                     return [ToPeer(peer, stale)]
                 return [*receiver.on_commit(peer, message, now, key=key)]
             case Release():
-                if not self._invited(message, key, now) and not self._owns(message, key):
+                if self._allowance(message, key, now) is None and not self._owns(message, key):
                     # The sender has no grant for this attempt, and must not end another's.
                     gone = Released(request=message.request, attempt=message.attempt)
                     return [ToPeer(peer, gone)]
@@ -162,18 +162,24 @@ class Handoffs:
     # ------------------------------------------------------------------ grants
 
     def _reserve(self, peer: bytes, message: Reserve, key: bytes, now: float) -> list[Output]:
-        if not self._invited(message, key, now):
+        allowed = self._allowance(message, key, now)
+        if allowed is None:
             return [ToPeer(peer, self._uninvited(message))]
+        if message.num_tokens + message.growth > allowed.tokens:
+            return [ToPeer(peer, self._refused(message, "peer_too_much"))]
         if self._member.draining and not self._receiver.holds(message):
             return [ToPeer(peer, _busy(message, "draining"))]
         in_place = peer in self._in_place
-        outputs = self._receiver.on_reserve(peer, message, now, key=key, in_place=in_place)
+        until = now + min(message.deadline, allowed.seconds)
+        outputs = self._receiver.on_reserve(
+            peer, message, now, key=key, in_place=in_place, until=until
+        )
         return [*outputs, *self._prepare(message)]
 
-    def _invited(self, message: Reserve | Release, key: bytes, now: float) -> bool:
-        """True if a router assigned this attempt to the sender, for handoff to this worker."""
-        holder = Holder(message.incarnation, key)
-        return self._member.invited(message.request, message.attempt, holder, message.ticket, now)
+    def _allowance(self, message: Reserve | Release, key: bytes, now: float) -> Allowance | None:
+        """Return what the sender may reserve; None if no router assigned it this attempt."""
+        holder, name = Holder(message.incarnation, key), (message.request, message.attempt)
+        return self._member.allowance(*name, holder, message.ticket, now)
 
     def _uninvited(self, message: Reserve) -> Message:
         """Return the answer to a Reserve without a valid ticket; nothing is reserved.
@@ -183,7 +189,10 @@ class Handoffs:
         """
         if not self._member.can_check:
             return _busy(message, "this worker is not registered with a router yet")
-        self._member.dropped["peer_uninvited"] += 1
+        return self._refused(message, "peer_uninvited")
+
+    def _refused(self, message: Reserve, why: str) -> Message:
+        self._member.dropped[why] += 1
         return Aborted(request=message.request, attempt=message.attempt)
 
     def _owns(self, message: Release, key: bytes) -> bool:

@@ -28,6 +28,7 @@ from baton.proto.wire.messages import (
     TokenRun,
     WorkerTimes,
 )
+from baton.proto.wire.proofs import terms_of
 from baton.proto.wire.wire_context import WireContext, WirePixelContext
 from baton.worker.assigned import assigned_context, assigned_sequence, check_assigned
 from baton.worker.attempts import Key
@@ -165,6 +166,10 @@ def make_job(
     )
     sequence.allocation = handover.allocation
     sequence.source = handover.allocation.source
+    terms = terms_of(handover.reserve.ticket)
+    if terms is not None and sequence.end_length > terms.tokens:
+        text = f"the answer may have {sequence.end_length} tokens, the ticket is for {terms.tokens}"
+        raise HandoffFailed(text)
     # What the prefill worker did not find it has computed, although it may have been cached here.
     sequence.cached_tokens = commit.cached_tokens
     sequence.num_computed_tokens = sequence.num_tokens - 1
@@ -176,7 +181,7 @@ def make_job(
         commit.proof,
         context,
         sequence,
-        now + commit.deadline,
+        min(now + commit.deadline, handover.until),
         now,
         base,
         context.prompt_length - base,

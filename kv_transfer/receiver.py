@@ -90,11 +90,13 @@ class Receiver(Generic[A]):
         *,
         key: bytes = b"",
         in_place: bool = False,
+        until: float = float("inf"),
     ) -> list[Output[A]]:
         """Grant blocks or answer Busy. A repeated Reserve gets the same answer.
 
         ``key``: of the sender's connection; only it may use the grant. ``in_place``: this worker
-        reads the blocks of the sender's GPU.
+        reads the blocks of the sender's GPU. ``until``: end of the grant, if it is earlier than the
+        deadline that the sender states.
         """
         name = (message.request, message.attempt)
         past = self._past.is_past(message.request, message.attempt, now)
@@ -110,7 +112,7 @@ class Receiver(Generic[A]):
             self._grants.unblock(slot, now)
             return [Reply(peer, self._grants.grant_message(slot))]
         outputs = self._grants.drop(slot) if slot else []
-        granted = self._reserve(peer, message, now, key=key, in_place=in_place)
+        granted = self._reserve(peer, message, now, key=key, in_place=in_place, until=until)
         return [*outputs, Reply(peer, granted)]
 
     def holds(self, message: Reserve) -> bool:
@@ -133,9 +135,9 @@ class Receiver(Generic[A]):
         return len(message.hashes) <= tokens // self._grants.layout.block_size
 
     def _reserve(
-        self, peer: Peer, message: Reserve, now: float, *, key: bytes, in_place: bool
+        self, peer: Peer, message: Reserve, now: float, *, key: bytes, in_place: bool, until: float
     ) -> Message:
-        slot = self._grants.reserve(peer, message, now, key=key, in_place=in_place)
+        slot = self._grants.reserve(peer, message, now, key=key, in_place=in_place, until=until)
         if slot is None:
             return Busy(
                 request=message.request,

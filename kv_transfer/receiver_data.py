@@ -130,8 +130,8 @@ class ReceiverData(Generic[A]):
         return ""
 
     def _try_own(self, slot: Slot[A], now: float) -> list[Output[A]]:
-        commit, cells = slot.commit, slot.arrived
-        if commit is None or cells is None or slot.allocation is None:
+        commit, cells, reserve = slot.commit, slot.arrived, slot.reserve
+        if commit is None or cells is None or reserve is None or slot.allocation is None:
             return []
         if slot.damaged and len(slot.frames) + len(slot.damaged) >= commit.frames:
             return self._refuse_frames(slot, sorted(slot.damaged))
@@ -152,7 +152,7 @@ class ReceiverData(Generic[A]):
         self._past.committed.put(name, (answer, slot.key), slot.expires)
         allocation = slot.allocation
         slot.allocation = None
-        handover = Handover(commit, allocation, slot.sizes)
+        handover = Handover(commit, allocation, slot.sizes, reserve, slot.expires)
         return [Reply(slot.peer, answer), handover, *self._grants.credit_outputs()]
 
     @staticmethod

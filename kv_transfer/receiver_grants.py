@@ -31,11 +31,16 @@ class Reply:
 
 @dataclass(slots=True, frozen=True)
 class Handover(Generic[A]):
-    """Run the request: its ownership has passed here. The allocation belongs to the caller."""
+    """Run the request: its ownership has passed here. The allocation belongs to the caller.
+
+    ``reserve``: its grant was for this. ``until``: the end of that grant.
+    """
 
     commit: Commit
     allocation: A
     bytes_received: int
+    reserve: Reserve
+    until: float
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,15 +103,17 @@ class ReceiverGrants(Generic[A]):
         *,
         key: bytes = b"",
         in_place: bool = False,
+        until: float = float("inf"),
     ) -> Slot[A] | None:
         """Reserve the blocks of a request and its first credit; None if too few blocks are free.
 
+        ``until``: end of the grant, if the deadline of the Reserve is later.
         ``in_place``: the frames name blocks of the sender's GPU, so they need no memory here.
         """
         allocation = self._store.reserve(message.hashes, message.num_tokens, message.growth, key)
         if allocation is None:
             return None
-        expires = now + message.deadline
+        expires = min(now + message.deadline, until)
         slot = self.table.take()
         slot.step("reserve")
         slot.reserve, slot.peer, slot.allocation = message, peer, allocation

@@ -52,7 +52,7 @@ from typing import TYPE_CHECKING
 from baton.proto.errors import BatonError, CapacityError, InternalError, LimitExceeded
 from baton.proto.requests import check_emitted, check_wire_context
 from baton.proto.wire.messages import Abort, Assign, Terminal
-from baton.proto.wire.proofs import assignment
+from baton.proto.wire.proofs import Terms, assignment
 from baton.proto.wire.token_runs import messages_of
 
 from .admission import Admission
@@ -63,7 +63,7 @@ from .metrics import Metrics
 from .placement import Placement
 from .registry import Registry
 from .request_table import RequestTable
-from .requests import NEVER, Request, State, Step
+from .requests import BEFORE_DECODE, NEVER, Request, State, Step
 from .stories import MAX_CAUSE_CHARS, MAX_PAST, Stories
 from .workers import Worker
 
@@ -175,9 +175,11 @@ class Lifecycle:
             return
         there = decode.holder if decode else None
         handoff = None if prefill is None else there
+        left = request.deadline - now
         proof, decode_proof, ticket = assignment(
-            self._key, request.key, attempt.number, receiver.holder, handoff, self._incarnation
-        )
+            self._key, request.key, attempt.number, receiver.holder, handoff, self._incarnation,
+            Terms(request.positions_on(receiver), int(now), int(max(left, 0.0)) + 2),  # rounded up
+        )  # fmt: skip
         waited = now - request.submitted_at
         message = Assign(
             request=request.key,
@@ -188,7 +190,7 @@ class Lifecycle:
             decode=decode.endpoint if decode else "",
             decode_incarnation=there.incarnation if there else 0,
             decode_key=there.key if there else b"",
-            deadline=request.deadline - now,
+            deadline=left,
             waited=waited if waited > 0 else 0.0,  # also for a resumed request
             proof=proof,
             decode_proof=decode_proof,
@@ -367,6 +369,9 @@ class Lifecycle:
         self._stories.ended(request, terminal, now)
         self._admission.end(request)
         prefill, decode = attempt.prefill, attempt.decode
+        if state in BEFORE_DECODE and prefill is not None and decode is not None and decode.live:
+            # The prefill worker releases its grant there; nothing depends on that.
+            self.abort_on(decode, request.key, attempt.number, request.deadline, "ended")
         request.terminal = Terminal(
             request=request.key,
             attempt=terminal.attempt,

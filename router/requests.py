@@ -39,7 +39,13 @@ from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.contexts.pixels import png_bytes
 from baton.proto.errors import InternalError
 from baton.proto.limits import MAX_EMBEDDING_SIZE, MAX_PICTURE_SIDE, MAX_PREVIEW_PIXELS
-from baton.proto.picture_requests import encoder_tokens, preview_steps, step_rows
+from baton.proto.picture_requests import (
+    encoder_tokens,
+    preview_steps,
+    state_length,
+    state_parts,
+    step_rows,
+)
 from baton.proto.prompt_log_probs import records_bytes
 from baton.proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
 from baton.proto.wire.wire_context import (
@@ -118,6 +124,8 @@ RUNNING = frozenset({State.PREFILLING, State.FOLLOWED, State.DECODING})
 """A worker has accepted the attempt."""
 PLACED = RUNNING | {State.ASSIGNED}
 """The attempt has workers."""
+BEFORE_DECODE = PLACED - {State.DECODING}
+"""Its prefill worker may hold a grant of its decode worker."""
 
 
 YES, NO, MAYBE = True, False, None
@@ -368,6 +376,17 @@ class Request:
             self.state = TRANSITIONS[self.state, step]  # looked up here: the simulator notes it
         except KeyError:
             raise InternalError(f"request cannot {step.value} when {self.state.value}") from None
+
+    def positions_on(self, worker: Worker) -> int:
+        """Return the positions of KV memory that the whole request needs at most.
+
+        ``worker``: the size of its blocks rounds the parts of a picture's state.
+        """
+        context = self.context
+        if isinstance(context, WirePixelContext):
+            parts = state_parts(context, worker.card.layout.block_size)
+            return state_length(parts) + context.num_inference_steps + 1
+        return self.base + self.max_new
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -81,13 +81,15 @@ class Watcher:
         return due
 
     def grants(self, node: DecodeNode) -> None:
-        """Check that a decode worker frees grants whose handoff is over."""
+        """Check that grants end with their handoffs, and are no larger than their requests."""
         now = self._cluster.network.now
         before, self._unused = (
             self._unused,
             {grant: since for grant, since in self._unused.items() if grant[0] != node.incarnation},
         )
         for slot in node.receiver.ungiven():
+            if slot.reserve is not None:
+                self._check_size(node, slot.reserve)
             if slot.reserve is None or self._is_handed_over(slot.reserve) or is_rogue(slot.key):
                 continue
             grant = (node.incarnation, slot.index, slot.generation)
@@ -95,6 +97,14 @@ class Watcher:
             since = self._unused[grant] = max(before.get(grant, now), node.resumed_at)
             if now > since + GRANT_S:
                 raise Violation(f"{node.name} holds an unused grant for {now - since:.1f} s")
+
+    def _check_size(self, node: DecodeNode, reserve: Reserve) -> None:
+        asked, known = reserve.num_tokens + reserve.growth, self._named.get(reserve.request)
+        if self._cluster.shape.draws or not known:
+            return  # a request of a rogue
+        needed = max(len(one.prompt) + one.max_new_tokens for one in known)
+        if asked > needed:
+            raise Violation(f"{node.name} grants {asked} tokens to a request of {needed}")
 
     def _is_handed_over(self, reserve: Reserve) -> bool:
         key = (reserve.request, reserve.attempt)

@@ -38,6 +38,7 @@ from baton.proto.wire.messages import (
     PrefillToDecode,
     Refused,
     RequestState,
+    Reserve,
     Resume,
     Revoke,
     StatusReport,
@@ -80,7 +81,7 @@ processes with its key."""
 SHARED = frozenset({
     "request", "attempt", "position", "incarnation", "nonce", "grant", "ticket", "proof",
     "endpoint", "worker", "router", "context", "requests", "runs", "deadline", "num_tokens",
-    "hashes", "serial", "seal",
+    "hashes", "serial", "seal", "growth",
 })  # fmt: skip
 """Fields whose values are taken from messages of any kind."""
 
@@ -284,6 +285,8 @@ class Rogue(Node):
         if self.role == PREFILL:
             decode = self._random.choice(cluster.decodes)
             targets += [partial(self._to_decode, decode), partial(self._frame_to, decode)]
+            if self.greedy:
+                targets.append(partial(self._ask_more, decode))
         return targets
 
     def _to_router(self, router: RouterNode, union: str) -> None:
@@ -309,6 +312,18 @@ class Rogue(Node):
             return
         frames = self._encoded(message, EnvelopeEncoder(digest=Envelope.digest))
         self.transmit(decode, lambda: at_peers(self, decode, identity, frames))
+
+    def _ask_more(self, decode: DecodeNode) -> None:
+        """Send a Reserve again that asks for more, perhaps one of a worker with the same key."""
+        seen = self.cluster.spoils.messages[Reserve]
+        if seen:
+            base, more = self._random.choice(seen), self._random.choice((1, 16, 64))
+            message = msgspec.structs.replace(
+                base, growth=base.growth + more, serial=base.serial + 1000, deadline=1e6
+            )
+            frames = self._encoded(message, EnvelopeEncoder(digest=Envelope.digest))
+            identity = self.identity
+            self.transmit(decode, lambda: at_peers(self, decode, identity, frames))
 
     def _frame_to(self, decode: DecodeNode) -> None:
         frame, content = self.forger.frame()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.layout import ModelCard
@@ -30,7 +30,7 @@ from baton.proto.wire.messages import (
     Terminal,
     WorkerLoad,
 )
-from baton.proto.wire.proofs import Holder, reserve_ticket, same
+from baton.proto.wire.proofs import Holder, reserve_ticket, same, terms_of
 from baton.proto.wire.token_runs import messages_of
 from baton.runtime.liveness import HEARTBEAT_S
 
@@ -85,6 +85,13 @@ class EngineState:
     progress: int
     busy: bool
     step_s: float
+
+
+class Allowance(NamedTuple):
+    """Blocks for at most ``tokens`` tokens and ``seconds`` seconds."""
+
+    tokens: int
+    seconds: int
 
 
 class _Held(Protocol):
@@ -159,6 +166,7 @@ class Membership:
         self._hello_at: dict[str, float] = {}  # by router: time of the last Hello
         self._keys: dict[str, bytes] = {}  # by router: the key for reserve tickets
         self._former_keys: dict[bytes, float] = {}  # of ended routers: valid until
+        self._issued: dict[bytes, int] = {}  # by such a key: latest time of a valid ticket
         self.draining = False
         self.dropped: Counter[str] = Counter()
         """Messages this worker could not use, by reason; heartbeats report them."""
@@ -294,16 +302,28 @@ class Membership:
         pending = self._pending.get(key)
         return b"" if pending is None else pending.proof
 
-    def invited(
+    def allowance(
         self, request: bytes, attempt: int, holder: Holder, ticket: bytes, now: float
-    ) -> bool:
-        """Whether a router assigned this attempt to prefill worker ``holder`` and this worker."""
+    ) -> Allowance | None:
+        """Return what prefill worker ``holder`` may reserve here for this attempt, else None.
+
+        A ticket ends by its router's clock, which the tickets of other requests show: a later one
+        proves that so much time has passed. So no clocks need to agree.
+        """
+        terms = terms_of(ticket)
+        if terms is None:
+            return None
         if self._former_keys:
             self._former_keys = {k: until for k, until in self._former_keys.items() if now < until}
-        return any(
-            same(ticket, reserve_ticket(key, request, attempt, holder))
-            for key in {*self._keys.values(), *self._former_keys}
-        )
+        keys = {*self._keys.values(), *self._former_keys}
+        expected = ((key, reserve_ticket(key, request, attempt, holder, terms)) for key in keys)
+        key = next((key for key, wanted in expected if same(ticket, wanted)), None)
+        if key is None:
+            return None
+        latest = max(terms.issued, self._issued.get(key, 0))
+        self._issued = {k: at for k, at in self._issued.items() if k in keys} | {key: latest}
+        left = terms.issued + terms.seconds - latest
+        return Allowance(terms.tokens, left) if left > 0 else None
 
     @property
     def can_check(self) -> bool:

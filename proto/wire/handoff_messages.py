@@ -96,7 +96,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     serial: Word = 0  # number of the handoff; a new number requests a new grant
     deadline: Remaining
     grammar: GrammarSpec | None = None
-    ticket: Binary = b""  # of the Assign; proves that a router gave this attempt to the sender
+    ticket: Binary = b""  # of the Assign; proves that a router gave this attempt to the sender, and
+    # limits the tokens and the deadline
 
 
 class Commit(Message, frozen=True, kw_only=True):

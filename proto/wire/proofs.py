@@ -4,7 +4,8 @@ A router assigns every attempt to one prefill and one decode worker. Each of the
 bound to the request, the attempt, and the worker's key and incarnation (:class:`Holder`). All
 routers of a cluster derive proofs from the cluster key. So a router that was restarted, or that
 does not know the request, can check a worker's claim without stored state. A prefill worker also
-gets a *ticket*, which proves to the decode worker that a router chose this sender
+gets a *ticket*, which proves to the decode worker that a router chose this sender, and states how
+much memory the request needs and for how long
 (docs/decisions/0022-workers-prove-their-assignment-to-routers.md).
 
 A receiver takes the key from the connection, so proofs and tickets are useless to other processes.
@@ -15,9 +16,12 @@ from __future__ import annotations
 import hmac
 from functools import lru_cache
 from hashlib import blake2b, sha256
+from struct import Struct
 from typing import NamedTuple
 
 PROOF_BYTES = 16
+_TERMS = Struct("<III")
+_MOST = (1 << 32) - 1
 
 
 class Holder(NamedTuple):
@@ -51,12 +55,36 @@ def worker_key(cluster_key: bytes, holder: Holder, router: int) -> bytes:
     return start.digest()
 
 
-def reserve_ticket(key: bytes, request: bytes, attempt: int, holder: Holder) -> bytes:
-    """Return 16 bytes that allow prefill worker ``holder`` to hand off this attempt.
+class Terms(NamedTuple):
+    """What a ticket allows: blocks for ``tokens`` tokens, for ``seconds`` from ``issued`` on.
+
+    ``issued``: whole seconds of the router's clock.
+    """
+
+    tokens: int
+    issued: int
+    seconds: int
+
+    def encode(self) -> bytes:
+        """Return the beginning of a ticket; numbers that do not fit are cut to the largest."""
+        return _TERMS.pack(*(min(number, _MOST) for number in self))
+
+
+def reserve_ticket(key: bytes, request: bytes, attempt: int, holder: Holder, terms: Terms) -> bytes:
+    """Return 28 bytes that allow prefill worker ``holder`` to hand off this attempt on ``terms``.
 
     ``key``: the decode worker's :func:`worker_key`.
     """
-    return _digest(_bound(key, b"baton-ticket", holder), request, attempt)
+    said, digest = terms.encode(), _bound(key, b"baton-ticket", holder).copy()
+    digest.update(_what(request, attempt) + said)
+    return said + digest.digest()
+
+
+def terms_of(ticket: bytes) -> Terms | None:
+    """Return what a ticket states, whether it is valid or not; None if it has another form."""
+    if len(ticket) != _TERMS.size + PROOF_BYTES:
+        return None
+    return Terms(*_TERMS.unpack_from(ticket))
 
 
 def assignment(
@@ -66,10 +94,12 @@ def assignment(
     prefill: Holder,
     decode: Holder | None,
     router: int,
+    terms: Terms,
 ) -> tuple[bytes, bytes, bytes]:
     """Return the prefill worker's proof, the decode worker's proof and the ticket of an Assign.
 
     Without a decode worker, the last two are empty. ``router``: incarnation of the router.
+    ``terms``: of the ticket.
     """
     first, second, third = _pair(cluster_key, prefill, decode, router)
     what = attempt.to_bytes(8, "little") + request  # as _what, which costs a call
@@ -79,8 +109,9 @@ def assignment(
         return proof.digest(), b"", b""
     decode_proof, ticket = second.copy(), third.copy()
     decode_proof.update(what)
-    ticket.update(what)
-    return proof.digest(), decode_proof.digest(), ticket.digest()
+    said = terms.encode()
+    ticket.update(what + said)
+    return proof.digest(), decode_proof.digest(), said + ticket.digest()
 
 
 def same(one: bytes, other: bytes) -> bool:

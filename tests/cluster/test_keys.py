@@ -30,7 +30,7 @@ from baton.proto.wire.messages import (
     Release,
     Submit,
 )
-from baton.proto.wire.proofs import Holder, reserve_ticket, worker_key
+from baton.proto.wire.proofs import Holder, Terms, reserve_ticket, worker_key
 from baton.proto.wire.wire_context import WireContext, WireTokens
 from baton.runtime.keys.keyring import KeyRing, add_key, make_folder, read_pair
 
@@ -337,7 +337,8 @@ def test_blocks_for_another_workers_grant_are_refused(running, folder):
     )
     there = Holder(running.workers()["decode-0"]["incarnation"], keys.servers[0])
     theirs = worker_key(cluster_key(running), there, router_incarnation(running, folder))
-    ticket = reserve_ticket(theirs, reserve.request, reserve.attempt, Holder(ours, keys.public))
+    us, terms = Holder(ours, keys.public), Terms(4096, 0, 600)
+    ticket = reserve_ticket(theirs, reserve.request, reserve.attempt, us, terms)
     reserve = msgspec.structs.replace(reserve, ticket=ticket)
     with RawPeer(decode, keys=keys) as owner:
         owner.send(*_sealed(opened))

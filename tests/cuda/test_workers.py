@@ -22,7 +22,7 @@ from baton.proto.ids import new_incarnation
 from baton.proto.limits import MAX_KV_FRAME_BYTES
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire.messages import Assign, Message, PoolTicket, Terminal, Tokens, Welcome
-from baton.proto.wire.proofs import Holder, reserve_ticket
+from baton.proto.wire.proofs import Holder, Terms, reserve_ticket
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.runtime.net.channel import ChannelOptions
 from baton.runtime.net.loop import Loop
@@ -118,7 +118,7 @@ class Workers:
             assign = Assign(
                 request=request, attempt=1, request_id=f"r{number}", context=context,
                 decode=self.decode._control.endpoint, deadline=60.0,
-                ticket=reserve_ticket(KEY, request, 1, Holder(incarnation)),
+                ticket=reserve_ticket(KEY, request, 1, Holder(incarnation), Terms(4096, 0, 600)),
             )  # fmt: skip
             self.prefill.feed(FromRouter("router", assign))
         self.loop.call_later(60.0, self.loop.stop)

@@ -31,7 +31,7 @@ from baton.proto.wire.messages import (
     Tokens,
     Welcome,
 )
-from baton.proto.wire.proofs import Holder, reserve_ticket
+from baton.proto.wire.proofs import Holder, Terms, reserve_ticket
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import (
     Fault,
@@ -59,6 +59,7 @@ ROUTER, PEER = "router", b"prefill-0:5"
 PROMPT = 10
 
 WORKER_KEY, PROOF = b"k" * 16, b"p" * 16
+TERMS = Terms(tokens=200, issued=1000, seconds=600)
 
 
 def make_context(prompt: int = PROMPT, new: int = 8) -> WireContext:
@@ -71,7 +72,7 @@ def make_context(prompt: int = PROMPT, new: int = 8) -> WireContext:
 
 
 def ticket(key: bytes = KEY, attempt: int = 1, incarnation: int = 5) -> bytes:
-    return reserve_ticket(WORKER_KEY, key, attempt, Holder(incarnation))
+    return reserve_ticket(WORKER_KEY, key, attempt, Holder(incarnation), TERMS)
 
 
 def hashes_of(tokens: int) -> list[bytes]:
@@ -175,7 +176,7 @@ class Bench:
             num_tokens=tokens,
             growth=4,
             serial=self.serial,
-            deadline=60.0,
+            deadline=600.0,
             ticket=ticket(key, attempt),
             **fields,
         )

@@ -38,6 +38,7 @@ from .bench import (
     PROMPT,
     PROOF,
     ROUTER,
+    TERMS,
     WORKER_KEY,
     Bench,
     hashes_of,
@@ -148,7 +149,7 @@ def test_blocks_that_a_prefill_worker_sent_are_never_used_for_local_prompts(benc
     reserve = Reserve(
         request=OTHER, attempt=1, incarnation=5, hashes=hashes_of(PROMPT), num_tokens=PROMPT,
         growth=4, serial=1, deadline=60.0,
-        ticket=reserve_ticket(WORKER_KEY, OTHER, 1, Holder(5, key)),
+        ticket=reserve_ticket(WORKER_KEY, OTHER, 1, Holder(5, key), TERMS),
     )  # fmt: skip
     bench.feed(FromPeer(b"p", reserve, key))
     (grant,) = bench.to_peer(Grant)

@@ -25,7 +25,7 @@ from baton.proto.wire.messages import (
     Tokens,
     Welcome,
 )
-from baton.proto.wire.proofs import Holder, reserve_ticket
+from baton.proto.wire.proofs import Holder, Terms, reserve_ticket
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.worker.events import Fault, FromRouter, RouterUp, RunStep, ToRouter
 from baton.worker.membership import Membership, WorkerIdentity
@@ -36,6 +36,7 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4)
 CARD = model_card(layout=LAYOUT)
 REQUEST, PEER = b"r" * 16, b"prefill"
 WORKER_KEY = b"k" * 16
+TERMS = Terms(200, 0, 600)
 
 
 class Decode:
@@ -60,7 +61,7 @@ class Decode:
         """A handoff of ten tokens up to its Commit, which is ``change``\\ d; messages said."""
         reserve = Reserve(
             request=REQUEST, attempt=1, incarnation=5, hashes=[], num_tokens=10, growth=4,
-            deadline=60.0, ticket=reserve_ticket(WORKER_KEY, REQUEST, 1, Holder(5)),
+            deadline=60.0, ticket=reserve_ticket(WORKER_KEY, REQUEST, 1, Holder(5), TERMS),
         )  # fmt: skip
         (action,) = self.core.handle(FromPeer(PEER, reserve), 0.0)
         assert isinstance(action, ToPeer) and isinstance(action.message, Grant)

@@ -24,12 +24,24 @@ from baton.proto.wire.messages import (
     Released,
     Reserve,
     Stale,
+    Terminal,
     Welcome,
 )
-from baton.proto.wire.proofs import Holder, reserve_ticket
+from baton.proto.wire.proofs import Holder, Terms, reserve_ticket
 from baton.runtime.keys.allowed import AllowedKeys, KeyEntry
 
-from .bench import CARD, KEY, OTHER, PEER, PROMPT, ROUTER, WORKER_KEY, Bench, hashes_of
+from .bench import (
+    CARD,
+    KEY,
+    OTHER,
+    PEER,
+    PROMPT,
+    ROUTER,
+    TERMS,
+    WORKER_KEY,
+    Bench,
+    hashes_of,
+)  # fmt: skip
 
 MINE, THEIRS = (zmq.curve_keypair()[0] for _ in range(2))
 ROGUE = b"rogue"
@@ -43,9 +55,11 @@ def opening(key: bytes, name: str = "prefill-0") -> Open:
     )  # fmt: skip
 
 
-def reserving(key: bytes, request: bytes = KEY, attempt: int = 1, incarnation: int = 5) -> Reserve:
+def reserving(
+    key: bytes, request: bytes = KEY, attempt: int = 1, incarnation: int = 5, terms: Terms = TERMS
+) -> Reserve:
     """A Reserve with the ticket of the worker that has ``key``."""
-    ticket = reserve_ticket(WORKER_KEY, request, attempt, Holder(incarnation, key))
+    ticket = reserve_ticket(WORKER_KEY, request, attempt, Holder(incarnation, key), terms)
     return Reserve(
         request=request, attempt=attempt, incarnation=incarnation, hashes=hashes_of(PROMPT),
         num_tokens=PROMPT, growth=4, serial=1, deadline=60.0, ticket=ticket,
@@ -134,6 +148,71 @@ def test_a_router_without_a_key_for_tickets_invites_nobody():
     bench.ask(replace(reserving(b""), ticket=b""))
     assert bench.to_peer(Aborted)
     assert bench.cache.pool.used == 0
+
+
+# ------------------------------------------------------------------------------ ticket's terms
+
+
+def test_a_reserve_for_more_than_its_ticket_gets_nothing(keyed):
+    asked = reserving(MINE, terms=Terms(PROMPT + 4, 0, 60))
+    for more in ({"growth": 5}, {"num_tokens": 5000, "growth": 0}, {"growth": 1 << 20}):
+        keyed.mine(replace(asked, **more))
+        assert keyed.to_peer(Aborted), more
+    assert keyed.cache.pool.used == 0
+    assert keyed.member.dropped["peer_too_much"] == 3
+    keyed.mine(asked)
+    assert keyed.to_peer(Grant)
+
+
+def test_what_a_ticket_states_cannot_be_changed(keyed):
+    asked = reserving(MINE, terms=Terms(PROMPT, 0, 60))
+    larger = Terms(PROMPT + 4, 0, 60).encode() + asked.ticket[len(TERMS.encode()) :]
+    for ticket in (larger, asked.ticket[:-1], asked.ticket + b"x", b"", b"t" * 16):
+        keyed.mine(replace(asked, ticket=ticket))
+        assert keyed.to_peer(Aborted), ticket
+    assert keyed.member.dropped["peer_uninvited"] == 5
+
+
+def test_a_grant_ends_with_its_ticket_whatever_deadline_its_sender_states(keyed):
+    keyed.mine(replace(reserving(MINE, terms=Terms(PROMPT + 4, 7, 20)), deadline=1e6))
+    assert keyed.to_peer(Grant)
+    for second in range(1, 20):
+        keyed.later(1.0, step=0.5)
+        keyed.mine(Ping(nonce=second))
+        assert keyed.cache.pool.used
+    keyed.later(1.0, step=0.5)
+    assert keyed.cache.pool.used == 0
+
+
+def test_a_ticket_is_over_once_a_later_one_shows_its_time(keyed):
+    old, late = Terms(200, 1000, 60), Terms(200, 1061, 60)
+    keyed.mine(reserving(MINE, OTHER, terms=late))
+    assert keyed.to_peer(Grant)
+    keyed.mine(reserving(MINE, terms=old))
+    assert keyed.to_peer(Aborted)
+    # of the seconds that it had, the time that others show is gone
+    keyed.mine(reserving(MINE, b"another request ", terms=Terms(200, 1051, 60)))
+    assert keyed.to_peer(Grant)
+    slot = keyed.receiver._grants.table.live[b"another request "]
+    assert slot.expires == keyed.now + 50
+
+
+def test_a_request_may_not_grow_beyond_its_ticket_nor_live_longer(bench):
+    terms = Terms(PROMPT + 8, 0, 60)
+    for request, new, ended in ((KEY, 8, False), (OTHER, 9, True)):
+        ticket = reserve_ticket(WORKER_KEY, request, 1, Holder(5), terms)
+        reserve = replace(reserving(b"", request), ticket=ticket, growth=1)
+        bench.ask(reserve)
+        (grant,) = bench.to_peer(Grant)
+        manifest = bench.send(grant)
+        bench.commit(grant, manifest, new=new, deadline=1e6)
+        ends = bench.take(Terminal)
+        assert bool(ends) == ended
+        if not ended:
+            assert bench.core._jobs.get((request, 1)).deadline <= bench.now + 60
+        else:
+            assert ends[0].code == "handoff_failed"
+            assert "ticket" in ends[0].message
 
 
 # ------------------------------------------------------------------------------ captured grants

@@ -9,8 +9,24 @@ import zmq
 from msgspec.structs import replace
 
 from baton.proto.ids import new_nonce, worker_incarnation
-from baton.proto.wire.messages import Assign, Drain, Hello, Rejected, RequestState, Tokens, Welcome
-from baton.proto.wire.proofs import Holder, assignment_proof, reserve_ticket, worker_key
+from baton.proto.wire.messages import (
+    Abort,
+    Assign,
+    Drain,
+    Hello,
+    Rejected,
+    RequestState,
+    Tokens,
+    Welcome,
+)  # fmt: skip
+from baton.proto.wire.proofs import (
+    Holder,
+    Terms,
+    assignment_proof,
+    reserve_ticket,
+    terms_of,
+    worker_key,
+)  # fmt: skip
 from baton.router.authorization import hello_refusal
 from baton.router.workers import NO_KEY, WorkerCaller
 from baton.runtime.keys.allowed import AllowedKeys, KeyEntry
@@ -186,7 +202,32 @@ def test_what_a_key_may_show_is_made_for_that_key():
     assert decode != worker_key(cluster, Holder(9, VICTIM), 2)  # after the router's restart
     mine, theirs = Holder(5, ROGUE), Holder(5, VICTIM)
     assert assignment_proof(cluster, KEY, 1, mine) != assignment_proof(cluster, KEY, 1, theirs)
-    assert reserve_ticket(decode, KEY, 1, mine) != reserve_ticket(decode, KEY, 1, theirs)
+    terms = Terms(10, 1, 60)
+    ticket = reserve_ticket(decode, KEY, 1, mine, terms)
+    assert ticket != reserve_ticket(decode, KEY, 1, theirs, terms)
+    assert ticket[-16:] != reserve_ticket(decode, KEY, 1, mine, Terms(11, 1, 60))[-16:]
+
+
+def test_a_ticket_states_what_its_request_needs(keyed):
+    bench = keyed.bench
+    bench.pair()
+    bench.submit(prompt=10, new=20, deadline=30.5)
+    _, assign = bench.find(Assign)
+    terms = terms_of(assign.ticket)
+    assert terms == Terms(30, int(bench.now), 32)
+    holder = Holder(bench.workers[1].hello.incarnation)
+    key = worker_key(bench.config.key, holder, 77)
+    mine = Holder(bench.workers[0].hello.incarnation)
+    assert assign.ticket == reserve_ticket(key, assign.request, 1, mine, terms)
+
+
+@pytest.mark.parametrize("ending", [{}, {"code": "internal", "message": "no"}])
+def test_an_end_before_the_handoff_is_an_end_at_the_decode_worker_too(keyed, ending):
+    bench = keyed.bench
+    prefill, decode = bench.pair()
+    key, _ = bench.run()
+    prefill.end(key, 10, **ending)
+    assert [(a.request, a.attempt) for a in bench.take(decode, Abort)] == [(key, 1)]
 
 
 def test_a_proof_shown_with_another_key_counts_for_nothing(keyed):

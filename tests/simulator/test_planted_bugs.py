@@ -44,7 +44,7 @@ from baton.simulator.run import run
 from baton.simulator.scenarios import NARROW, SCENARIOS, Scenario
 from baton.worker.base_core import WorkerCore
 from baton.worker.jobs import Jobs
-from baton.worker.membership import Membership
+from baton.worker.membership import Allowance, Membership
 from baton.worker.own_errors import OwnErrors as WorkerErrors
 
 from ..suite.short import in_short
@@ -504,7 +504,8 @@ def an_exception_ends_a_turn_of_the_core(monkeypatch):
 
 
 def tickets_are_good_for_any_key(monkeypatch):
-    monkeypatch.setattr(Membership, "invited", lambda *_: True)
+    allowed = Allowance(1 << 30, 600)
+    monkeypatch.setattr(Membership, "allowance", lambda *_: allowed)
 
 
 def a_committed_attempt_is_confirmed_to_anybody(monkeypatch):
@@ -530,6 +531,17 @@ def cached_blocks_are_shared_by_all_keys(monkeypatch):
         return reserve
 
     around(monkeypatch, GrantStore, "reserve", make)
+
+
+def tickets_state_no_size(monkeypatch):
+    def make(original):
+        def allowance(self, *args):
+            allowed = original(self, *args)
+            return allowed and allowed._replace(tokens=1 << 30)
+
+        return allowance
+
+    around(monkeypatch, Membership, "allowance", make)
 
 
 def any_key_may_state_any_incarnation(monkeypatch):
@@ -612,6 +624,7 @@ PLANTS = [
     (a_grant_obeys_any_key, "rogue-moves", 10),
     (cached_blocks_are_shared_by_all_keys, "rogue-greedy", 10),
     (any_key_may_state_any_incarnation, "rogue", 10),
+    (tickets_state_no_size, "rogue-greedy", 20),
 ]
 
 
