@@ -89,6 +89,7 @@ async def responses(request: Request) -> Response | EventStream:
         whitespace=whitespace_of(body),
     )
     options |= {**origin_of(request), **plan.constraint, "request_id": name, "show_text": True}
+    options["whole"] = not body.stream
     if images:
         options["images"] = images
     params = sampling_of(body, 0, model.defaults)

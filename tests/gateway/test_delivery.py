@@ -474,3 +474,17 @@ def test_a_write_that_raises_ends_one_connection_and_is_logged_and_counted():
         assert metrics.own_errors == 1
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("seconds", "counted"), [(0.5, [0.25]), (0.0, [])])
+def test_the_time_per_token_of_a_whole_answer_is_the_router_s(seconds, counted):
+    """Its tokens come at one time. A router that resumed the request has not seen the first."""
+    metrics = GatewayMetrics()
+    output = Output(
+        request_id="r", tokens=[1, 2, 3], text="x", position=4, tokens_s=seconds,
+        final_status=GenerationStatus.MAXIMUM_LENGTH,
+    )  # fmt: skip
+    metrics.time = 1.0
+    metrics.begin().outputs(0).took(output)
+    assert (metrics.per_token.count, metrics.per_token.total) == (len(counted), sum(counted))
+    assert (metrics.prompts.total, metrics.generated.total) == (4, 3)
