@@ -45,7 +45,7 @@ from baton.proto.sampling import SamplingParams
 from .scratch import scratch_folder
 from .synthetic import child, environment_of, router_in
 
-BARS = {"request": 250.0, "token": 12.0, "first": 600.0, "memory": 129.0}
+BARS = {"request": 150.0, "token": 12.0, "first": 600.0, "memory": 129.0}
 """µs of CPU per short request, per streamed token, µs added to the first token, MB resident."""
 PROMPT = list(range(300, 332))
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
