@@ -516,17 +516,25 @@ def context_bytes(context: WireContext, new: int | None = None) -> int:
     total += 40 * len(context.eos_token_ids)
     if context.task == "embed":
         total += 4 * MAX_EMBEDDING_SIZE
-    if isinstance(context, WirePixelContext):
-        total += png_bytes(context.height, context.width)
-        rows = MAX_PREVIEW_PIXELS // MAX_PICTURE_SIDE
-        total += len(preview_steps(context)) * png_bytes(MAX_PICTURE_SIDE, rows)
+    if type(context) is not WireContext:
+        total += _kind_bytes(context)
     for sequence in context.eos_sequences:
         total += 96 + 40 * len(sequence)
     if context.json_schema is not None:
         total += 4 * len(context.json_schema)
     for text in context.sampling.stop or ():
         total += 49 + 4 * len(text)
-    if type(context) is not WireContext and context.packed is not None:
+    return total + _BIAS_BYTES * len(context.sampling.logit_bias or ())
+
+
+def _kind_bytes(context: WireContext) -> int:
+    """Return the part of :func:`context_bytes` that a text request does not have."""
+    total = 0
+    if isinstance(context, WirePixelContext):
+        total += png_bytes(context.height, context.width)
+        rows = MAX_PREVIEW_PIXELS // MAX_PICTURE_SIDE
+        total += len(preview_steps(context)) * png_bytes(MAX_PICTURE_SIDE, rows)
+    if context.packed is not None:
         body, arrays = context.packed
         total += _FIELDS_FACTOR * len(body) + sum(map(len, arrays))
-    return total + _BIAS_BYTES * len(context.sampling.logit_bias or ())
+    return total

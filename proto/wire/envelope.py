@@ -141,12 +141,16 @@ class EnvelopeEncoder:
         if value is None:
             return message
         room = MAX_ARRAY_FRAMES + 1 - len(frames)
-        if type(value) is WireContext and value.packed is None and room:
-            tokens = value.tokens.array
-            if tokens.nbytes < INLINE_ARRAY_BYTES:
-                return message
-            frames.append(array_bytes(tokens))
-            return replace(message, arrays=1)
+        if type(value) is WireContext and room:
+            known = value.packed
+            if known is None:
+                tokens = value.tokens.array
+                if tokens.nbytes < INLINE_ARRAY_BYTES:
+                    return message
+                frames.append(array_bytes(tokens))
+                return replace(message, arrays=1)
+            if not known[1]:
+                return replace(message, context=msgspec.Raw(known[0]))
         body, arrays = self._maps.packed(value)
         if len(arrays) > room:
             body, arrays = self._maps.inline(value), ()
