@@ -24,8 +24,8 @@ from .stage import Stage, Timing
 BLOCK = 16
 DECODE_BARS = {(1, 128): 0.85, (64, 2048): 0.82, (256, 1024): 0.8}
 """Shares of the time that reading weights, keys and values takes, by rows and tokens of context."""
-PREFILL_BARS = {8192: 0.6, 2048: 0.75}
-"""Shares of the time of the products at the matrix rate, by tokens."""
+PREFILL_BARS = {8192: 0.6, 2048: 0.75, 512: 0.0}
+"""Shares of the time of the products at the matrix rate, by tokens. 0: no bar."""
 
 
 def model(stage: Stage) -> Iterator[Line]:
@@ -125,6 +125,8 @@ def prefill(stage: Stage, runner: Runner, length: int, bar: float, floor: float)
     share = floor / timing.median
     words = f"{rate:.0f} tok/s, {timing.text}, {share:.2f} of the floor"
     figures = {"tokens_per_s": rate, "seconds": timing.median, "floor": floor}
+    if not bar:
+        return Line(f"prefill of {length}", words, figures=figures)
     return measured(f"prefill of {length}", words, f"{bar:.2f}", share >= bar, **figures)
 
 
