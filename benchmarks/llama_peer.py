@@ -58,7 +58,7 @@ class Peer:
 
     def forget(self) -> None:
         """Empty the cache."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.run), data=False)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.run), False)  # noqa: FBT003
 
     def prefill(self) -> float:
         """Tokens per second of one prompt."""

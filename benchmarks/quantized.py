@@ -86,16 +86,17 @@ def products(isa: str | None, kinds: list[str]) -> None:
         print(kind_row(backend, kind, read), flush=True)
 
 
-def model(path: Path, python: str | None, steps: int, repeats: int) -> None:
+def model(args: argparse.Namespace) -> None:
     """Print the speed of a model, beside llama.cpp if there is a Python that has it."""
-    sides: list[Side] = [Engine(path, "cpu", steps, time.process_time)]
-    if python:
-        sides.append(Peer("llama_peer.py", python, path, "", steps))
+    sides: list[Side] = [Engine(args.model, "cpu", args.steps, time.process_time)]
+    if args.peer_python:
+        sides.append(Peer("llama_peer.py", args.peer_python, args.model, "", args.steps))
     print(f"{'tokens per CPU second':24}{'engine':>9}{'llama.cpp':>12}")
     try:
-        for name, (ours, *others) in measure(sides, MEASURES, repeats).items():
+        for measured in args.measures.split(","):
+            ours, *others = measure(sides, [measured], args.repeats)[measured]
             beside = "".join(f"{each:12.1f} {ours / each:6.2f}x" for each in others)
-            print(f"{name:24}{ours:9.1f}{beside}", flush=True)
+            print(f"{measured:24}{ours:9.1f}{beside}", flush=True)
     finally:
         for side in sides:
             side.close()
@@ -109,13 +110,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; empty: none")
     parser.add_argument("--model", type=Path, help="a GGUF file")
     parser.add_argument("--peer-python", help="a Python with llama-cpp-python")
+    parser.add_argument("--measures", default=",".join(MEASURES), help="comma-separated")
     parser.add_argument("--steps", type=int, default=16, help="decode steps per repeat")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
     if args.kinds:
         products(args.isa, args.kinds.split(","))
     if args.model:
-        model(args.model, args.peer_python, args.steps, args.repeats)
+        model(args)
     return 0
 
 
