@@ -189,6 +189,29 @@ def test_claims_during_a_restart_lock_nobody_out(running, folder, victim):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", ["router", "decode-0"])
+def test_claims_during_a_restart_delay_no_stream(running, folder, victim):
+    """Beside a restart of the same process without rogues, so the machine need not be idle."""
+
+    def restarted() -> float:
+        pid = running.pids()[victim]
+        found, longest = streamed(running, lambda: os.kill(pid, signal.SIGKILL))
+        assert found == truth
+        wait_until(lambda: running.pids().get(victim, pid) != pid, what="the restart")
+        wait_until(lambda: all_ready(running), what="all honest workers")
+        return longest
+
+    truth, _ = streamed(running)
+    alone = restarted()
+    with attacked(attacks(running, folder)) as reports:
+        attacked_too = restarted()
+    check(reports)
+    print(f"{victim} killed: longest wait {attacked_too:.2f} s, without rogues {alone:.2f} s")
+    assert attacked_too <= alone + GAP_S
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_long_attack_delays_no_stream(running, folder):
     """Messages without a limit. The machine must be idle otherwise."""
     truth, calm = streamed(running)
