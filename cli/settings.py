@@ -109,6 +109,8 @@ HELP = {
     "leaves (default: all)",
     "kernels": "kernels of device cpu; cpu: compiled C; auto: cpu if built, else numpy; "
     "cpu-floats: cpu with quantized weights as float32",
+    "share_weights": "workers of one model with device cpu map one copy of the packed weights; "
+    "auto: if shared memory can have huge pages, without which decoding is slower",
     "threads": "compute threads per worker with device cpu (0: the cores that Baton may use, "
     "divided among the workers)",
     "prefill_threads": "compute threads per prefill worker (0: threads)",
@@ -138,7 +140,7 @@ HELP = {
 """One line for each field of :class:`ServeSettings`, shown by ``baton serve --help``."""
 
 GROUPS = {
-    "model": ("task", "device", "device_ids", "kernels", "max_model_len"),
+    "model": ("task", "device", "device_ids", "kernels", "share_weights", "max_model_len"),
     "processes": (
         "mode", "prefill", "decode", "workers", "routers", "threads", "prefill_threads",
         "decode_threads",

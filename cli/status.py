@@ -194,6 +194,7 @@ def describe(report: ClusterReport, *, verbose: bool = False) -> list[str]:
     return [
         *_requests(report.router),
         *([f"threads      {report.threads}"] if report.threads else []),
+        *([f"weights      {report.shared_weights}"] if report.shared_weights else []),
         *_latency(report),
         "",
         f"{head} {'restarts':>8}  {'device':<19}  endpoint",

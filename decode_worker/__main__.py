@@ -36,6 +36,7 @@ from baton.runtime.process.main import (
     process_seal,
     run_incarnations,
     run_process,
+    weights_memory,
 )
 from baton.worker.membership import Membership, WorkerIdentity
 
@@ -72,8 +73,11 @@ def serve(config: DecodeWorkerConfig) -> int:
     config = msgspec.structs.replace(config, runner=with_folder(config.runner))
     keys = load_keys(config.keys, DECODE, config.worker_id)
     draws = folder_task(config.runner.model, config.runner.task) == DRAW
-    load = load_denoiser if draws else load_runner
-    runner: StepRunner = load(config.runner, LoadProgress())
+    runner: StepRunner = (
+        load_denoiser(config.runner, LoadProgress())
+        if draws
+        else load_runner(config.runner, LoadProgress(), weights=weights_memory())
+    )
     audio = None
     if runner.card.audio is not None:
         audio = load_audio(config.runner.model, codec_kernels(runner.backend))[1]
@@ -119,6 +123,7 @@ def _shell(
         max_batch=config.max_batch,
         device=device_title(config.runner, runner.backend),
         seal=process_seal(),
+        shared_weights=runner.backend.shared_bytes,
     )
     member = Membership(identity, tuple(config.routers))
     keys = None if doors is None else doors.ring

@@ -35,6 +35,7 @@ DEVICES = ("cpu", "cuda")
 AUTOSCALE = ("off", "on")
 STRICT_PARAMETERS = ("off", "on")
 ENFORCE_DISAGGREGATION = ("off", "on")
+SHARE_WEIGHTS = ("auto", "on", "off")
 PREFILL_ORDERS = ("auto", "fcfs", "edf")
 LOG_LEVELS = ("info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -51,6 +52,7 @@ CHOICES = {
     "prefill_order": PREFILL_ORDERS,
     "device": DEVICES,
     "kernels": KERNELS,
+    "share_weights": SHARE_WEIGHTS,
     "log_level": LOG_LEVELS,
     "log_format": LOG_FORMATS,
     "tool_call_parser": TOOL_CALL_PARSERS,
@@ -134,6 +136,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str = "cpu"
     device_ids: str = ""
     kernels: str = "auto"
+    share_weights: str = "auto"
     threads: int = 0
     prefill_threads: int = 0
     decode_threads: int = 0

@@ -37,6 +37,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why the worker is dead or was rejected
     endpoint: str = ""
     device: str = ""  # "cuda:1 GPU-...", as the worker numbers it, or "cpu, 2 threads (REASON)"
+    shared_weights: int = 0  # bytes of weights that it maps with other workers of its host
     incarnation: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
@@ -214,6 +215,16 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     def of_role(self, role: str) -> list[WorkerReport]:
         """Workers of one pool."""
         return [worker for worker in self.workers if worker.role == role]
+
+    @property
+    def shared_weights(self) -> str:
+        """Bytes of the weights that workers share, and how many share them; empty if none does."""
+        sizes = [worker.shared_weights for worker in self.workers if worker.alive]
+        sharers = sum(size > 0 for size in sizes)
+        if not sharers:
+            return ""
+        count = f"{sharers} of {len(sizes)} workers"
+        return f"{max(sizes) / (1 << 20):.1f} MiB in memory that {count} share"
 
     @property
     def threads(self) -> str:

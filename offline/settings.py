@@ -59,6 +59,7 @@ class ClusterSettings(TypedDict, total=False):
     device: str
     device_ids: str
     kernels: str
+    share_weights: str
     threads: int
     prefill_threads: int
     decode_threads: int

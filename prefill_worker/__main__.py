@@ -37,6 +37,7 @@ from baton.runtime.process.main import (
     process_seal,
     run_incarnations,
     run_process,
+    weights_memory,
 )
 from baton.worker.membership import Membership, WorkerIdentity
 
@@ -61,8 +62,11 @@ def _load_steps(config: PrefillWorkerConfig, task: str) -> MakeShell:
     owner = PoolOwner()
     shared = config.share_pool and can_share()
     allocate = partial(_shared_or_own, owner) if shared else aligned_zeros
-    load = load_encoder if task == DRAW else load_runner
-    runner: StepRunner = load(config.runner, LoadProgress(), allocate)
+    runner: StepRunner = (
+        load_encoder(config.runner, LoadProgress(), allocate)
+        if task == DRAW
+        else load_runner(config.runner, LoadProgress(), allocate, weights=weights_memory())
+    )
     ticket = owner.ticket if runner.backend.on_host else _device_ticket(config, runner)
 
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:
@@ -100,7 +104,7 @@ def _shared_or_own(owner: PoolOwner, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _load_embedder(config: PrefillWorkerConfig) -> MakeShell:
-    runner = load_embedder(config.runner, LoadProgress())
+    runner = load_embedder(config.runner, LoadProgress(), weights_memory())
 
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> EmbedShell:
         keys = None if doors is None else doors.ring
@@ -140,6 +144,7 @@ def _member(
         max_batch=config.max_active,
         device=device_title(config.runner, runner.backend),
         seal=process_seal(),
+        shared_weights=runner.backend.shared_bytes,
     )
     return Membership(identity, tuple(config.routers))
 

@@ -283,6 +283,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "finished": worker.finished,
         "endpoint": worker.endpoint,
         "device": worker.device,
+        "shared_weights": worker.shared_weights,
         "pool": worker.pool,
         "incarnation": worker.incarnation,
         "kv_blocks_total": load.kv_blocks_total,

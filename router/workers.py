@@ -139,6 +139,7 @@ class Worker:
         "role",
         "seal",
         "seen_at",
+        "shared_weights",
         "state",
         "step_s",
         "vouched",
@@ -161,6 +162,7 @@ class Worker:
         self.max_batch = hello.max_batch
         self.device = hello.device
         self.seal = hello.seal
+        self.shared_weights = hello.shared_weights
         self.load: WorkerLoad = hello.load
         self.dropped: dict[str, int] = {}
         self.latency = Latency()

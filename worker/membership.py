@@ -75,6 +75,7 @@ class WorkerIdentity:
     max_batch: int
     device: str = ""
     seal: bytes = b""
+    shared_weights: int = 0
     nonce: bytes = b""
 
 
@@ -208,6 +209,7 @@ class Membership:
             elsewhere=bool(self._welcome - {router}),
             device=me.device,
             seal=me.seal,
+            shared_weights=me.shared_weights,
         )
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
 

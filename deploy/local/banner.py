@@ -217,6 +217,7 @@ def _engine_lines(report: ClusterReport) -> list[str]:
     return [
         f"  engine     {router.architecture}, weights {weights_dtype(router.numerics)}{cached}",
         f"  kernels    {title}{threads}",
+        *([f"  weights    {report.shared_weights}"] if report.shared_weights else []),
     ]
 
 

@@ -456,6 +456,7 @@ def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) 
         threads=1 if on_gpu else given_threads(settings, role),
         thread_sharers=sharers,
         threads_taken=taken,
+        share_weights=settings.share_weights,
         block_size=settings.block_size,
         num_blocks=blocks,
         # The state of pictures is in host memory on every device.

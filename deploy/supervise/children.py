@@ -52,6 +52,7 @@ from .core import (
 )
 from .oom import LOOK_EVERY_S, OomWatch
 from .process import Child, ProcessSpec, describe_log, not_started
+from .weights import WeightsMemories
 
 TICK = 0.1
 """Seconds between two Tick events."""
@@ -92,6 +93,7 @@ class Children:
         )
         self._oom = OomWatch()
         self._certifier = Certifier(loop)
+        self._weights = WeightsMemories()
         self._specs: dict[str, ProcessSpec] = {}
         self._children: dict[str, Child] = {}
         self.starts = 0
@@ -136,6 +138,7 @@ class Children:
             child.wait()
             child.close()
         self._children.clear()
+        self._weights.keep(())
         self._certifier.close()
 
     # ------------------------------------------------------------- events
@@ -195,6 +198,7 @@ class Children:
                 self._send(action)
             case MemberEnded(name):
                 del self._specs[name]
+                self._weights.keep(self._specs.values())
                 self._send(action)
 
     def _send(self, event: MemberEvent) -> None:
@@ -216,7 +220,8 @@ class Children:
     def _start(self, name: str) -> None:
         spec, folder = self._specs[name], self._folder()
         self._place = folder.path
-        child = Child(spec, folder.write(f"{name}.json", spec.config_json()))
+        config = folder.write(f"{name}.json", spec.config_json())
+        child = Child(spec, config, self._weights.of(spec))
         self._children[name] = child
         self._loop.add_fd(child.stderr_fd, lambda: self._on_stderr(name))
         self._loop.add_fd(child.exit_fd, lambda: self._on_exit(name))

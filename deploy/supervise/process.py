@@ -38,8 +38,8 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to run: ``python -P -m module --config FILE --parent PID``.
 
-    A worker also gets ``--seal HEX``. ``json_log``: a supervisor of this process alone writes its
-    lines as JSON.
+    A worker also gets ``--seal HEX``, and ``--weights FD`` if it may share weights. ``json_log``: a
+    supervisor of this process alone writes its lines as JSON.
     """
 
     name: str
@@ -80,23 +80,26 @@ def not_started(problem: Exception, folder: Path) -> str:
 class Child:
     """A started process. ``stderr_fd`` is readable after a log line and at the end.
 
+    ``weights``: descriptor of the memory for shared weights (:mod:`.weights`), -1 without any.
     ``secret``: certifies the death of a worker (:mod:`.certificates`). Empty for other processes.
     """
 
-    def __init__(self, spec: ProcessSpec, config_path: Path) -> None:
+    def __init__(self, spec: ProcessSpec, config_path: Path, weights: int = -1) -> None:
         self.spec = spec
         self.secret = new_secret() if spec.role in POOLS else b""
         seal = ["--seal", seal_of(self.secret).hex()] if self.secret else []
+        shared = ["--weights", str(weights)] if weights >= 0 else []
         self._popen = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
             [
                 *(sys.executable, "-P", "-m", spec.module),
-                *("--config", str(config_path), "--parent", str(os.getpid()), *seal),
+                *("--config", str(config_path), "--parent", str(os.getpid()), *seal, *shared),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=child_environment(os.environ),
             process_group=0,
+            pass_fds=(weights,) if weights >= 0 else (),
         )
         if spec.role in POOLS:
             let_die_first(self.pid)

@@ -143,6 +143,8 @@ class Backend(Protocol):
     """Kinds of :class:`QuantizedWeights` that the kernels use as they are."""
     wide_weights: bool
     """True if other quantized weights become float32 instead of bfloat16."""
+    shared_bytes: int
+    """Bytes of packed weights in memory that other processes may map too."""
     threads: int
     """Threads of the host that compute; results do not depend on their number."""
 

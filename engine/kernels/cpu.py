@@ -7,9 +7,13 @@ names the instruction set; together with the revision of the C code this determi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -32,6 +36,7 @@ from .digest import payload_digest as numpy_digest
 from .host_arrays import HostArrays
 from .host_backend import AfterPart, HostPictures
 from .memory import Arena
+from .shared_weights import SharedArena, opened
 
 REVISIONS = {"amx": 4, "avx512": 1, "avx2": 1, "plain": 1}
 """Increase an instruction set's number when a change of the C code changes a bit of its results."""
@@ -123,6 +128,7 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         self.threads = _start_threads(threads)
         self._call = self._isa | (self.threads - 1) << _THREADS_SHIFT
         self._arena = Arena()
+        self.shared_bytes = 0
 
     def pack_linear(
         self, parts: Sequence[Weights | QuantizedWeights], bias: F32 | None = None
@@ -155,14 +161,16 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
             steps = -(-columns // span)
             panels = self._arena.zeros(padded // QUANTIZED_PANEL * steps * step)
             start = 0
-            for part in together:
+            for part in together if not self._arena.filled else ():
                 _cpu.pack_quantized(kind, np.ascontiguousarray(part.blocks), panels, start)
                 start += len(part.blocks)
             added = None
             if bias is not None:
                 added = np.zeros(padded, np.float32)
                 added[:out] = bias[rows : rows + out]
+            _cpu.note_packed(panels.nbytes)
             packed.append(QuantizedPart(kind, out, panels, added))
+            self._arena.keep(packed[-1])
             rows += out
         return CpuQuantized(columns, rows, packed)
 
@@ -174,12 +182,33 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         terms = -(-columns // self._terms_halves) * self._terms_halves if bf16 else columns
         panels = self._arena.zeros(padded * terms * (2 if bf16 else 4))
         start = 0
-        for part in parts:
+        for part in parts if not self._arena.filled else ():
             _cpu.pack(self._call, np.ascontiguousarray(part), panels, bf16, start)
             start += len(part)
+        _cpu.note_packed(panels.nbytes)
         if bias is not None:
             bias = np.pad(np.asarray(bias, np.float32), (0, padded - rows))
-        return CpuLinear(columns, rows, bf16, panels, bias, self._isa)
+        packed = CpuLinear(columns, rows, bf16, panels, bias, self._isa)
+        self._arena.keep(packed)
+        return packed
+
+    @contextmanager
+    def sharing(self, memory: int, key: str, limit: int) -> Iterator[None]:
+        """Pack the matrices of a model into shared memory, or take those that are there.
+
+        ``memory``: descriptor; ``key``: names model and kernels; ``limit``: most bytes. Raises
+        OtherWeights if the memory does not fit the model, OSError if it cannot be used.
+        """
+        private = self._arena
+        key = f"{key}/{self.numerics}/{self.wide_weights}/{_build()}"
+        with opened(memory, key) as (own, filled):
+            self._arena = arena = SharedArena(own, filled, limit)
+            try:
+                yield
+                arena.finish(key)
+                self.shared_bytes = arena.used
+            finally:
+                self._arena = private
 
     def linear(self, x: F32, weight: PackedLinear, out: F32) -> None:
         """``out[T, out] = x[T, in] @ weight.T + bias``."""
@@ -424,6 +453,12 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         """Return the digest of a payload packed or unpacked by a GPU; see :mod:`.digest`."""
         digest = _cpu.payload_digest(self._isa, payload)
         return numpy_digest(payload) if digest is None else digest
+
+
+@cache
+def _build() -> str:
+    """Return a digest of the compiled kernels: another build may pack otherwise."""
+    return blake2b(Path(_cpu.__file__).read_bytes(), digest_size=16).hexdigest()
 
 
 def _payload(pool: F32, layer_count: int, block_ids: I32) -> U8:

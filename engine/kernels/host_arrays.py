@@ -28,6 +28,8 @@ class HostArrays:
     """The device that computes, if these kernels only move blocks, as of pictures on a GPU."""
     gpu: Gpu | None = None
     """The GPU of that device."""
+    shared_bytes = 0
+    """Bytes of weights that other processes may map too."""
     threads = 1
     """Threads that share the work of a call."""
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
 from .backend import F32, U8
 
 CACHE_LINE = 64
+
+
+class Holder(Protocol):
+    """A packed matrix."""
+
+    panels: U8
+
+
 Allocate = Callable[[int], U8]
 """Allocates zeroed memory of the given size in bytes, aligned to cache lines."""
 
@@ -31,6 +40,8 @@ class Arena:
     """
 
     STRETCH = 64 << 20
+    filled = False
+    """Whether the memory holds packed weights already."""
 
     def __init__(self) -> None:
         self._left = np.empty(0, np.uint8)
@@ -42,6 +53,9 @@ class Arena:
             self._left = aligned_zeros(max(size, self.STRETCH))
         taken, self._left = self._left[:nbytes], self._left[size:]
         return taken
+
+    def keep(self, holder: Holder) -> None:
+        """Record who holds the bytes that :meth:`zeros` returned last."""
 
 
 def host_pool(shape: tuple[int, ...], allocate: Allocate = aligned_zeros) -> F32:

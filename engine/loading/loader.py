@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from baton import __version__
 from baton.proto.contexts.speech import TTSContext
-from baton.proto.errors import CheckpointError, ConfigError
+from baton.proto.errors import CheckpointError, ConfigError, InternalError
 from baton.proto.layout import FEATURES, AudioCard, KVLayout, ModelCard, model_name
 from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
 from baton.runtime.process.cores import MAX_THREADS, Threads, default_threads, plural
@@ -52,6 +54,9 @@ F32 = npt.NDArray[np.float32]
 _log = get_logger()
 
 DEFAULT_KV_BYTES = 256 << 20
+Model = TypeVar("Model")
+_MOST_PACKED, _MOST_PADDING = 16, 64 << 20
+"""Limit of the packed weights by their bytes in the files; unused memory costs nothing."""
 
 
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +67,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens per KV block.
     ``threads``: compute threads of the CPU's kernels; 0: the cores that this process may use, less
     ``threads_taken`` by other workers, divided among ``thread_sharers`` workers of the host.
+    ``share_weights``: whether a supervisor lets its workers share packed weights; "auto": if shared
+    memory can have huge pages.
     ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` takes precedence).
     If both are unset, a GPU's pool gets ``device_share`` of its memory minus the weights.
     ``max_length``: longest context served, 0 for the model's own limit; a smaller pool lowers it.
@@ -80,6 +87,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int = 1
     thread_sharers: int = 1
     threads_taken: int = 0
+    share_weights: str = "off"
     block_size: int = 16
     num_blocks: int = 0
     kv_bytes: int = DEFAULT_KV_BYTES
@@ -235,11 +243,13 @@ def load_runner(
     on_progress: Progress | None = None,
     allocate: Allocate = aligned_zeros,
     backend: Backend | None = None,
+    weights: int = -1,
 ) -> Runner:
     """Load a text model.
 
     ``on_progress(done, total)``: bytes of weights packed so far. ``allocate``: allocates the memory
     of the KV pool, which may be shared. ``backend``: used instead of the configured backend.
+    ``weights``: descriptor of memory that other workers of the model share; -1 without any.
     Raises :class:`CheckpointError` for the folder, :class:`ConfigError` for the settings.
     """
     config = with_folder(config)
@@ -259,8 +269,20 @@ def load_runner(
     sees = issubclass(make, VisionDecoder | CrossDecoder)
     extra = {"vision": False} if sees and not config.vision else {}
     with _sizes_in_errors(checkpoint.config):
-        model = make(
-            checkpoint, backend, length, on_progress, block_size=config.block_size, **extra
+        model = with_shared_weights(
+            checkpoint,
+            backend,
+            weights,
+            partial(
+                make,
+                checkpoint,
+                backend,
+                length,
+                on_progress,
+                block_size=config.block_size,
+                **extra,
+            ),
+            tower=not extra,
         )
     kv_bytes = config.kv_bytes
     if not backend.on_host and not kv_bytes:
@@ -285,6 +307,48 @@ def _sizes_in_errors(config: ModelConfig) -> Iterator[None]:
         if "tensor '" not in str(error):
             raise
         raise CheckpointError(f"{error} ({stated_sizes(config)})") from None
+
+
+def with_shared_weights(
+    checkpoint: Checkpoint,
+    backend: Backend,
+    weights: int,
+    load: Callable[[], Model],
+    *,
+    tower: bool,
+) -> Model:
+    """Load a model with packed weights in shared memory, or private ones if that is impossible.
+
+    ``weights``: descriptor of the memory; -1: none. ``tower``: whether a model that sees loads all
+    of it.
+    """
+    if weights < 0 or backend.name != "cpu":
+        return load()
+    from ..kernels.cpu import CpuBackend
+    from ..kernels.shared_weights import OtherWeights
+
+    if not isinstance(backend, CpuBackend):
+        raise InternalError(f"{backend!r} has another name than its own")
+    limit = _MOST_PACKED * checkpoint.tensors.nbytes + _MOST_PADDING
+    try:
+        with backend.sharing(weights, _weights_key(checkpoint, tower=tower), limit):
+            model = load()
+    except (OSError, OtherWeights) as error:
+        _log.warning("weights.private", error=str(error) or "the memory holds other weights")
+        return load()
+    _log.info("weights.shared", nbytes=backend.shared_bytes)
+    return model
+
+
+def _weights_key(checkpoint: Checkpoint, *, tower: bool) -> str:
+    """Name the weights of a checkpoint. Samples of the data do not show every edit of a file."""
+    digest = blake2b(f"{__version__}/{tower}/{checkpoint.fingerprint()}".encode(), digest_size=16)
+    for path in sorted({checkpoint.tensors.path(name) for name in checkpoint.tensors}):
+        found = path.stat()
+        digest.update(
+            f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {found.st_ino}".encode()
+        )
+    return digest.hexdigest()
 
 
 def threads_of(config: RunnerConfig) -> Threads:
@@ -333,7 +397,9 @@ def _device_steps(
     return make_device_steps(model, backend, length, kv)
 
 
-def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> EmbeddingRunner:
+def load_embedder(
+    config: RunnerConfig, on_progress: Progress | None = None, weights: int = -1
+) -> EmbeddingRunner:
     """Load an embedding model. Parameters and errors as in :func:`load_runner`."""
     config = with_folder(config)
     checkpoint = load_checkpoint(config.model)
@@ -346,10 +412,10 @@ def load_embedder(config: RunnerConfig, on_progress: Progress | None = None) -> 
     length = _embedded_length(config, checkpoint, settings)
     backend = load_host_kernels(config)
     layout = _layout(config, checkpoint, backend)
+    block_size = config.block_size
+    load = partial(entry.embedder, checkpoint, backend, length, on_progress, block_size=block_size)
     with _sizes_in_errors(checkpoint.config):
-        model = entry.embedder(
-            checkpoint, backend, length, on_progress, block_size=config.block_size
-        )
+        model = with_shared_weights(checkpoint, backend, weights, load, tower=True)
     numerics = f"{_numerics(checkpoint, backend, length)}/{settings.numerics}"
     card = msgspec.structs.replace(
         _card(config, checkpoint, numerics, layout, length, model.weights_bytes),

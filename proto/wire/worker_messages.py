@@ -103,6 +103,7 @@ class Hello(Message, frozen=True, kw_only=True):
     draining: bool = False
     elsewhere: bool = False  # another router serves it: this router was cut off
     device: Name = ""  # "cuda:1 GPU-...", as this process numbers it, or "cpu, 2 threads (REASON)"
+    shared_weights: Count = 0  # bytes of weights in memory that workers of the host share
     seal: Binary = b""  # SHA-256 of the secret in a DeathCertificate of this process
 
 

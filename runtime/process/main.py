@@ -57,15 +57,16 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 _log = get_logger()
 _supervised = False
 _seal = b""
+_weights = -1
 
 
 def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -> int:
-    """Parse ``--config FILE [--parent PID --seal HEX]``, prepare the process, call ``serve``.
+    """Parse ``--config FILE [--parent PID --seal HEX --weights FD]``, then call ``serve``.
 
-    Returns the exit code. A :class:`BatonError` or MemoryError gives one log line without a
-    traceback, and exit code 1.
+    Prepares the process and returns the exit code. A :class:`BatonError` or MemoryError gives one
+    log line without a traceback, and exit code 1.
     """
-    global _supervised, _seal
+    global _supervised, _seal, _weights
     os_settings.limit_blas_threads(1)
     os_settings.recycle_large_buffers()
     raise_open_files()
@@ -75,10 +76,12 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     computes = "runner" in kind.__struct_fields__
     if computes:
         parser.add_argument("--threads", type=int, help="compute threads (default: of --config)")
+        parser.add_argument("--weights", type=int, default=-1, help="see weights_memory")
     parser.add_argument("--seal", type=bytes.fromhex, default=b"", help="see process_seal")
     options = parser.parse_args()
     configure(role)
     _seal = options.seal
+    _weights = options.weights if computes else -1
     if options.parent:
         # SIGKILL, not a drain: after the supervisor's death this process would be an orphan.
         os_settings.die_with_parent(options.parent, signal.SIGKILL)
@@ -114,6 +117,14 @@ def process_seal() -> bytes:
     Empty without a supervisor.
     """
     return _seal
+
+
+def weights_memory() -> int:
+    """Return the descriptor of the memory in which the supervisor's workers share weights.
+
+    -1 without a supervisor, or if the settings forbid it.
+    """
+    return _weights
 
 
 def say_alive(turns: int) -> None:

@@ -119,6 +119,15 @@ static void note_packed(int64_t bytes) {
     if (bytes > largest_packed) largest_packed = bytes;
 }
 
+/* note_packed(bytes): the same for a matrix that another process packed */
+static PyObject *py_note_packed(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    int64_t bytes;
+    if (!has_arguments(n, 1) || !get_int(a[0], &bytes)) return NULL;
+    note_packed(bytes);
+    Py_RETURN_NONE;
+}
+
 /* Release the GIL if a call reads many `bytes` (approximately); pass the result to take_back. */
 static PyThreadState *let_go(int64_t bytes) {
     int64_t share = largest_packed / 4;
@@ -189,7 +198,6 @@ static PyObject *py_pack(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         PyErr_SetString(PyExc_ValueError, "panels are too small, or of the wrong type");
         return refuse(&arrays);
     }
-    note_packed(panels->len);
     Packing p = {k, part->buf, panels->buf, from_bf16, bf16 != 0, start, out, in};
     int64_t width = bf16 ? k->panel_halves : k->panel_floats;
     int threads = threads_for(a[0], panels->len);
@@ -1116,7 +1124,7 @@ static PyMethodDef methods[] = {
     {"instruction_sets", py_instruction_sets, METH_NOARGS, NULL},
     {"quantized_kinds", py_quantized_kinds, METH_NOARGS, NULL},
     FAST(pack_quantized), FAST(quantized_linear), FAST(embed_quantized),
-    FAST(start_threads), FAST(pack), FAST(linear), FAST(gated_mlp), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
+    FAST(start_threads), FAST(note_packed), FAST(pack), FAST(linear), FAST(gated_mlp), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
     FAST(layer_norm), FAST(gelu), FAST(convolve), FAST(snake), FAST(depthwise), FAST(soft_clip),
     FAST(activate), FAST(add_scaled), FAST(group_norm), FAST(dense_attention),
     FAST(attention), FAST(gather), FAST(scatter), FAST(copy_blocks), FAST(sum_blocks),

@@ -56,7 +56,6 @@ static PyObject *py_pack_quantized(PyObject *self, PyObject *const *a, Py_ssize_
         PyErr_SetString(PyExc_ValueError, "panels are too small");
         return refuse(&arrays);
     }
-    note_packed(panels->len);
     Py_BEGIN_ALLOW_THREADS
     pack_quantized((int)kind, blocks->buf, panels->buf, start, blocks->shape[0], in);
     Py_END_ALLOW_THREADS

@@ -143,7 +143,7 @@ class CudaBackend(_BlockMoves):
         super().__init__(device)
         self.device = device
         self.gpu: Gpu | None = device.gpu
-        self.threads = 1
+        self.threads, self.shared_bytes = 1, 0
         self.numerics = f"{device.name}-{REVISION}-bf16"
         self.marks = LayerMarks(device)
 

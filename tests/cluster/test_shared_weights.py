@@ -1,0 +1,56 @@
+"""Workers of one cluster map one copy of the weights, also after a kill."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from baton.benchmarks.checkpoints import write_checkpoint
+
+from ..processes import alive, wait_until
+from .driver import ask
+from .test_determinism import same
+from .test_threads import SHARED, job
+
+pytestmark = pytest.mark.cluster
+pytest.importorskip("baton.engine.kernels._cpu", reason="the C kernels are not built")
+
+
+def mapped(pid: int) -> tuple[int, bool]:
+    """Inode of the shared weights that a process maps, and whether it could write to them."""
+    with Path(f"/proc/{pid}/maps").open() as maps:
+        found = {
+            (int(line.split()[4]), "w" in line.split()[1])
+            for line in maps
+            if "memfd:baton-weights" in line
+        }
+    assert len(found) == 1, found
+    return found.pop()
+
+
+def test_workers_map_one_copy_of_the_weights(cluster, tmp_path):
+    model = write_checkpoint(tmp_path / "model", SHARED, "F32")
+    with cluster(model=model, prefill=1, decode=1, share_weights="off").client() as client:
+        alone = ask(client, job(70, 1))
+    running = cluster(model=model, prefill=1, decode=2, share_weights="on")
+    with running.client() as client:
+        workers = {w["id"]: w for w in client.status()["workers"]}
+        places = {mapped(worker["pid"]) for worker in workers.values()}
+        assert len(places) == 1
+        assert not next(iter(places))[1]
+        assert len({w["shared_weights"] for w in workers.values()}) == 1
+        assert same([ask(client, job(70, 1))], [alone])
+        killed = workers["decode-0"]["pid"]
+        os.kill(killed, signal.SIGKILL)
+
+        def restarted():
+            found = {w["id"]: w for w in client.status()["workers"]}
+            worker = found["decode-0"]
+            return worker["state"] == "ready" and worker["pid"] != killed and worker["pid"]
+
+        pid = wait_until(restarted, what="a restarted worker")
+        assert not alive(killed)
+        assert mapped(pid) in places
+        assert same([ask(client, job(70, 1))], [alone])
+    assert "MiB in memory that 3 of 3 workers share" in running.text()
