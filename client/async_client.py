@@ -121,7 +121,7 @@ class AsyncClient(Calls["AsyncGeneration"]):
         ``options``: the result of :func:`check_options`, with a ``request_id``.
         """
         connection = self._connected()
-        request_id = options["request_id"] or ""
+        request_id = options.get("request_id") or ""
         generation = AsyncGeneration(self, connection, request_id)
         model = self._models.fresh(connection.connections)
         chars = len(prompt) if isinstance(prompt, str) else 0

@@ -46,7 +46,9 @@ def _reader(kind: type[GenerationBody]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 _KINDS: tuple[type[GenerationBody], ...] = (ChatBody, CompletionBody)
-_readers = {kind: _reader(kind) for kind in _KINDS}
+_readers: dict[type[GenerationBody], Callable[[Any], tuple[Any, ...]]] = {
+    kind: _reader(kind) for kind in _KINDS
+}
 
 
 @dataclass(slots=True, frozen=True)

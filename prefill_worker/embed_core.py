@@ -268,14 +268,7 @@ class EmbedCore(PromptCore[EmbedJob]):
 
     # ------------------------------------------------------------------ ends
 
-    def _end(
-        self,
-        job: EmbedJob,
-        now: float,
-        *,
-        embedding: F32 | None = None,
-        **ending: Unpack[Ending],
-    ) -> list[ToRouter]:
+    def _end(self, job: EmbedJob, now: float, **ending: Unpack[Ending]) -> list[ToRouter]:
         """Send the terminal and keep it until it is acknowledged."""
         terminal = Terminal(
             request=job.key[0],
@@ -284,7 +277,6 @@ class EmbedCore(PromptCore[EmbedJob]):
             **ending,
             request_id=job.request_id,
             prefill=self._member.identity.worker,
-            embedding=embedding,
             times=job.times(now),
         )
         self._ended.end(job.key, job.deadline)

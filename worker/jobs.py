@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypedDict, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from baton.proto.errors import InternalError
 from baton.proto.wire.messages import RequestState, TokenRun
 from baton.runtime.tables import KeyedHeap
@@ -23,7 +26,7 @@ def engine_name(key: Key) -> bytes:
 class Ending(TypedDict, total=False):
     """How a request ends: its final ``status``, or an error ``code`` with the error's message.
 
-    ``media``: the result of a request that did not ask for text.
+    ``media``, ``embedding``: the result of a request that did not ask for text.
     """
 
     status: str | None
@@ -31,6 +34,7 @@ class Ending(TypedDict, total=False):
     message: str
     retry_after: float | None
     media: bytes | None
+    embedding: npt.NDArray[np.float32] | None
 
 
 class Job(Protocol):

@@ -171,9 +171,9 @@ class WeightLoader:
 
     def _floats(
         self, tensors: Sequence[tuple[str, tuple[int, int]]], columns: Order | None
-    ) -> list[Weights]:
+    ) -> Sequence[Weights]:
         """Return matrices of one element type, with their columns in an order."""
-        weights = [self._matrix(name, shape) for name, shape in tensors]
+        weights: Sequence[Weights] = [self._matrix(name, shape) for name, shape in tensors]
         if len({w.dtype for w in weights}) > 1:
             weights = [widened(w) for w in weights]
         return weights if columns is None else [_ordered(w.T, columns).T for w in weights]
