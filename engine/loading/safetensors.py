@@ -178,11 +178,11 @@ class TensorStore:
 
     @property
     def loaded_bytes(self) -> int:
-        """Total bytes of all tensors in the types in which they are computed."""
-        return sum(
-            math.prod(entry.shape) * (2 if is_narrow(entry.dtype) else 4)
-            for entry in (f.entries[n] for n, f in self._files.items())
-        )
+        """Total bytes of all tensors in the types in which a CPU computes them.
+
+        Quantized tensors stay quantized, in panels that are at most a tenth larger.
+        """
+        return sum(_loaded_bytes(f.entries[n]) for n, f in self._files.items())
 
     def _file(self, name: str) -> TensorFile:
         file = self._files.get(name)
@@ -190,6 +190,12 @@ class TensorStore:
             where = next((f.path.parent for f in self._files.values()), Path())
             raise CheckpointError(f"{where}: tensor '{name}' is missing")
         return file
+
+
+def _loaded_bytes(entry: TensorEntry) -> int:
+    if entry.dtype not in _ITEM_BYTES:
+        return (entry.end - entry.begin) * 11 // 10
+    return math.prod(entry.shape) * (2 if is_narrow(entry.dtype) else 4)
 
 
 def widened(tensor: Weights) -> npt.NDArray[np.float32]:
