@@ -235,6 +235,7 @@ class TextHost(WorkerHost):
         self._applied = AppliedSteps()
         card = runner.card
         compiler = self._compiler = GrammarCompiler(folder, card.vocab_size, card.eos_token_ids)
+        compiler.prepare()
         self._grammars = TimeLimited(
             loop,
             lambda wanted: compiler.compile(wanted.task),

@@ -457,6 +457,17 @@ def test_the_largest_schemas_compile():
     assert compiler.compile(task(text)).allowed().any()
 
 
+def test_a_large_tokenizer_is_read_before_the_first_schema(tmp_path):
+    large, small = (GrammarCompiler(DEMO_MODEL, size, EOS) for size in (1 << 14, VOCABULARY))
+    without = GrammarCompiler(tmp_path, 1 << 14, EOS)
+    for compiler in (large, small, without):
+        compiler.prepare()
+    assert large.time_limit() < small.time_limit() == without.time_limit()
+    assert large.compile(task(INTEGER)).allowed().any()
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        without.compile(task(INTEGER))
+
+
 # ------------------------------------------------------------------ the cache
 
 
