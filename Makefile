@@ -39,7 +39,7 @@ JOBS ?= 3
 DEALT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test check test-all test-cluster test-compat test-cuda test-tools beside \
-	test-oracle test-deploy test-clients try-uvicorn test-mutants test-third-party soak bench gpu-check gpu-bench gpu-wheels wheel clean lock
+	test-oracle test-deploy test-clients test-models try-uvicorn test-mutants test-third-party soak bench gpu-check gpu-bench gpu-wheels wheel clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -78,7 +78,7 @@ check-style:
 	$(BIN)/ruff check --quiet .
 
 # The long forms of the suites, beside what `make test` runs of them.
-WHOLE := $(DEALT) -m "not oracle" --hypothesis-profile=search
+WHOLE := $(DEALT) -m "not oracle and not models" --hypothesis-profile=search
 
 test-all: check  ## every test that needs no torch, Ray or GPU
 	$(BIN)/python -m pytest -q $(WHOLE) $(ARGS)
@@ -111,6 +111,11 @@ test-deploy: $(RAY_VENV)/.installed  ## `ray up` on hosts made of namespaces (do
 	@$(RAY_BIN)/python -m compileall -q $(CURDIR)/src/baton/* # nobody, who runs them, cannot
 	tests/deploy_ray/in_namespaces $(RAY_BIN)/python -m pytest -q -p no:cacheprovider tests/deploy_ray $(ARGS)
 	$(RAY_BIN)/python -m pytest -q -m deploy --ignore tests/deploy_ray $(ARGS)
+
+MODELS ?= .models
+test-models: $(VENV)/.installed  ## published GGUF models on a cluster (MODELS=FOLDER; downloads 1.4 GB)
+	$(BIN)/python tests/models/fetch.py "$(MODELS)"
+	BATON_MODELS="$(abspath $(MODELS))" $(BIN)/python -m pytest -q -s -n 0 -m models tests/models $(ARGS)
 
 SAMPLE ?= 100
 SEED ?= 1

@@ -1,0 +1,150 @@
+"""Published models on a real cluster: ``make test-models`` downloads them (1.4 GB)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.engine.loading.gguf_folder import local_folder
+from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.text.tokenizer import Tokenizer
+
+from ..cluster import conftest as clusters
+from ..cluster.conftest import Cluster
+from ..cluster.driver import Answer, Job, ask, collect, greedy
+from ..cluster.http import Http
+from ..engine.test_models import logits_of
+from .fetch import GEMMA, QWEN
+
+FOLDER = os.environ.get("BATON_MODELS", "")
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not FOLDER, reason="make test-models"),
+]
+CHAT = "/v1/chat/completions"
+TEXT = Path(__file__).with_name("fetch.py").read_text()
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module", params=[QWEN, GEMMA], ids=["qwen", "gemma"])
+def file(request):
+    return Path(FOLDER) / request.param.file
+
+
+@pytest.fixture(scope="module")
+def cluster(file, tmp_path_factory):
+    """One prefill and two decode workers, with a gateway."""
+    folder = tmp_path_factory.mktemp("m")
+    settings = {"gateways": 1, "http_port": 0, "max_model_len": 2048, "kv_memory": "512MiB"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(clusters, "READY_TIMEOUT", 300.0)
+        running = Cluster(folder, 1, 2, file, settings)
+        try:
+            yield running.wait_ready()
+            running.wait_idle()
+        finally:
+            running.end_clean()
+
+
+@pytest.fixture(scope="module")
+def http(cluster):
+    found = re.search(r"^  http +http://127.0.0.1:(\d+)/v1 ", cluster.text(), re.M)
+    return Http(int(found[1]))
+
+
+def prompt_of(cluster: Cluster, text: str) -> list[int]:
+    with cluster.client() as client:
+        return client.model().tokenizer.encode(text).tolist()
+
+
+def test_a_killed_decode_worker_changes_no_token(cluster):
+    job = Job(prompt_of(cluster, "def reverse(text):\n    "), greedy(60))
+    with cluster.client() as client:
+        expected = ask(client, job)
+        answer, stream = Answer(), iter(job.start(client))
+        while len(answer.tokens) < 10:
+            answer.tokens += next(stream).tokens
+        name = next(
+            n
+            for n, w in cluster.workers().items()
+            if n.startswith("decode") and w["requests_running"]
+        )
+        pid = cluster.pids()[name]
+        os.kill(pid, signal.SIGKILL)
+        collect(stream, answer)
+        again = ask(client, job)
+    assert answer.tokens == expected.tokens == again.tokens
+    cluster.wait_replaced(name, pid)
+
+
+def test_a_chat_answers_in_code(cluster, http, file):
+    if file.name != QWEN.file:
+        pytest.skip("a base model without a chat template")
+    asked = "Write a Python one-liner that reverses a string s. Only code."
+    messages = [{"role": "user", "content": asked}]
+    answer = http.post(CHAT, messages=messages, temperature=0, max_tokens=48)
+    assert "s[::-1]" in answer["choices"][0]["message"]["content"]
+
+
+def test_a_forced_tool_call_and_a_schema(cluster, http, file):
+    if file.name != QWEN.file:
+        pytest.skip("a base model without a chat template")
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    forced = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 100, "temperature": 0}
+    (call,) = http.post(CHAT, messages=messages, **forced)["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert "Paris" in json.loads(call["function"]["arguments"])["city"]
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    kind = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    messages = [{"role": "user", "content": "Alice is 25 years old. Extract her data."}]
+    answer = http.post(CHAT, messages=messages, response_format=kind, temperature=0, max_tokens=64)
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"name": "Alice", "age": 25}
+
+
+def test_integers_stay_near_the_floats_of_the_file(file, tmp_path, monkeypatch):
+    """The file's own values in float32 are the definition; 500 tokens of source code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ids = Tokenizer.from_folder(local_folder(file)).encode(TEXT)[:500].astype(np.int32)
+    rows = np.arange(len(ids))
+    exact, found = (
+        logits_of(
+            load_runner(
+                RunnerConfig(model=str(file), backend=kernels, num_blocks=40, max_length=600)
+            ),
+            ids,
+            rows,
+            len(ids),
+        )
+        for kernels in ("cpu-floats", "cpu")
+    )
+    exact, found = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (exact, found))
+    distances = (np.exp(exact) * (exact - found)).sum(axis=1)
+    agreed = np.mean(exact.argmax(axis=1) == found.argmax(axis=1))
+    text = f"KL mean {distances.mean():.5f}, worst {distances.max():.4f}, top-1 {agreed:.4f}"
+    print(f"{file.name}: {len(ids)} positions, {text}")
+    assert 0 < distances.mean() < 0.02
+    assert agreed > 0.93
