@@ -34,7 +34,7 @@ from baton.runtime.metrics.families import GAP_S, STEP_SECONDS, STEP_TOKENS, TOK
 from ..cache.paged_cache import Allocation, PagedCache
 from .admission import Admission
 from .events import ChunkDone, Event, Failed, Finished, Prefilled, TokenEvent
-from .plan import Chunk, Sampled, StepPlan, StepResult
+from .plan import Chunk, Sampled, Scored, StepPlan, StepResult
 from .queues import Queues
 from .sequence import Sequence
 from .step_time import ChunkBudget
@@ -283,7 +283,9 @@ class Scheduler:
             self._budget.learn(tokens, result.seconds - result.encode_seconds)
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
-        scores = {scored.request: scored for scored in result.scored}
+        scores: dict[bytes, list[Scored]] = {}
+        for scored in result.scored:
+            scores.setdefault(scored.request, []).append(scored)
         for request, (sequence, count) in rows.items():
             if sequence.aborted:
                 self._let_go(sequence)
@@ -293,7 +295,7 @@ class Scheduler:
             else:
                 made = len(events)
                 try:
-                    if (scored := scores.get(request)) is not None:
+                    for scored in scores.get(request, ()):
                         sequence.take_scores(scored.start, scored.records)
                     self._advance(sequence, count, sampled.get(request), now, events)
                 except Exception as error:  # ends this sequence; the others have their results

@@ -171,7 +171,7 @@ def test_demo_speaks_digits_into_wav_files_also_while_a_worker_is_killed(tmp_pat
 
 def test_wav_files_that_cannot_be_written_are_one_error(tmp_path):
     (tmp_path / "file").touch()
-    with start_demo(tmp_path, "--wav", str(tmp_path / "file")) as demo:
+    with start_demo(tmp_path, "--speech", "--output", str(tmp_path / "file")) as demo:
         _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 2
     assert errors == f"baton: cannot make {tmp_path / 'file'}: File exists\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections import Counter
 
 import msgspec
@@ -337,7 +338,7 @@ def test_blocks_for_another_workers_grant_are_refused(running, folder):
     )
     there = Holder(running.workers()["decode-0"]["incarnation"], keys.servers[0])
     theirs = worker_key(cluster_key(running), there, router_incarnation(running, folder))
-    us, terms = Holder(ours, keys.public), Terms(4096, 0, 600)
+    us, terms = Holder(ours, keys.public), Terms(4096, int(time.monotonic()), 600)
     ticket = reserve_ticket(theirs, reserve.request, reserve.attempt, us, terms)
     reserve = msgspec.structs.replace(reserve, ticket=ticket)
     with RawPeer(decode, keys=keys) as owner:

@@ -30,7 +30,7 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not cuda_is_available()
     with pytest.raises(
-        ConfigError, match=r"^--device cuda needs CuPy: pip install 'cupy-cuda13x\[ctk"
+        ConfigError, match=r"^--device cuda needs CuPy: pip install 'baton-serve\[cuda\]'"
     ):
         CupyDevice()
 

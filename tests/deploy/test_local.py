@@ -78,10 +78,10 @@ local.SupervisorCore = lambda **given: core(RestartLimits(first_delay=0.01), **g
 started = []
 
 class Child(children.Child):
-    def __init__(self, spec, path):
+    def __init__(self, spec, *arguments):
         if spec.name == "decode-0":
             spec = msgspec.structs.replace(spec, module="nothing_of_this_name")
-        super().__init__(spec, path)
+        super().__init__(spec, *arguments)
         started.append((spec.name, self.pid))
 
 children.Child = Child

@@ -112,7 +112,7 @@ def test_scenario_over_many_seeds(name):
 
 def test_every_declared_step_is_taken():
     with observed() as coverage:
-        for name in (*TABLES, "scarce-crash", "all"):
+        for name in (*TABLES, "scarce-crash", "all", "colocated"):
             play(name, range(3, 5))
         # A second router follows an attempt.
         play("absent-all", range(8, 10))
@@ -177,7 +177,7 @@ def test_the_command_prints_figures_and_what_failed(capsys, monkeypatch):
     assert main(["--seeds", "1", "--scenario", "plain"]) == 0
     assert "plain: 1/1" in capsys.readouterr().out
 
-    def fail(seed, scenario, recording):
+    def fail(seed, scenario, recording, check_every):
         raise Violation(f"seed {seed}: wrong tokens")
 
     monkeypatch.setattr("baton.simulator.__main__.run", fail)

@@ -18,8 +18,8 @@ from .planted import every
 class FaultyChild(Child):
     """A child that runs the program with planted exceptions."""
 
-    def __init__(self, spec, config_path):
-        super().__init__(msgspec.structs.replace(spec, module="tests.cluster.faulty"), config_path)
+    def __init__(self, spec, *arguments):
+        super().__init__(msgspec.structs.replace(spec, module="tests.cluster.faulty"), *arguments)
 
 
 if __name__ == "__main__":
