@@ -49,7 +49,7 @@ setup: $(VENV)/.installed  ## make the virtual environment and build the kernels
 demo: $(VENV)/.installed  ## a cluster on this machine answers prompts while a worker is killed
 	@$(BIN)/baton demo
 
-test: check  ## everything that must pass before a merge, in about 10 minutes
+test: check  ## everything that must pass before a merge, in about 15 minutes
 	$(BIN)/python -m pytest -q $(DEALT) $(ARGS)
 
 check: $(VENV)/.installed  ## formatting, lint, types and import floors

@@ -233,6 +233,10 @@ _TEXTS = {
 }  # fmt: skip
 
 
+LATEST = 4
+"""Reserves of attempts that a decode worker has probably not ended yet."""
+
+
 class Rogue(Node):
     """A process with the rogue key of its role: ``rogue-client``, ``rogue-prefill``, ...
 
@@ -317,7 +321,7 @@ class Rogue(Node):
         """Send a Reserve again that asks for more, perhaps one of a worker with the same key."""
         seen = self.cluster.spoils.messages[Reserve]
         if seen:
-            base, more = self._random.choice(seen), self._random.choice((1, 16, 64))
+            base, more = self._random.choice([*seen][-LATEST:]), self._random.choice((1, 16, 64))
             message = msgspec.structs.replace(
                 base, growth=base.growth + more, serial=base.serial + 1000, deadline=1e6
             )
