@@ -39,7 +39,7 @@ JOBS ?= 3
 DEALT := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test check test-all test-cluster test-compat test-cuda test-tools beside \
-	test-oracle test-deploy test-clients test-models try-uvicorn test-mutants test-third-party soak bench gpu-check gpu-bench gpu-wheels wheel clean lock
+	test-oracle test-deploy test-clients test-models try-uvicorn test-mutants test-third-party soak bench gpu-check gpu-bench gpu-visit gpu-wheels wheel clean lock
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
@@ -177,6 +177,9 @@ gpu-check: $(GPU_READY)  ## everything on this machine's GPU, at most 9 minutes 
 
 gpu-bench: $(GPU_READY)  ## kernels and a model on this machine's GPU, at most 9 minutes a call
 	@$(GPU_RUN) baton.benchmarks.gpu.bench $(ARGS)
+
+gpu-visit: $(GPU_READY)  ## what a GPU at hand for minutes should run first, in 13 minutes (DRY=1: the order)
+	@$(GPU_RUN) baton.benchmarks.gpu.visit $(if $(DRY),--dry) $(ARGS)
 
 gpu-wheels: $(VENV)/.installed  ## into WHEELS=FOLDER, what a GPU machine without a network lacks
 	@$(BIN)/python -m baton.benchmarks.gpu.wheels "$(or $(WHEELS),build/wheels)"

@@ -95,18 +95,20 @@ def markdown(title: str, machine: dict[str, Any], results: Sequence[PartResult],
 class Report:
     """Results of one verb on one machine, gathered over several calls.
 
-    ``note``: a reservation about the figures, or empty.
+    ``note``: a reservation about the figures, or empty. ``extra``: more entries of the JSON.
     """
 
     verb: str
     machine: dict[str, Any]
     note: str = ""
     results: dict[str, PartResult] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
-    def read(self, path: Path) -> None:
+    def read(self, path: Path) -> dict[str, Any]:
         """Take over the results of a report of the same sources, machine and note, if it is one.
 
-        A report that cannot be read is ignored; :meth:`write` replaces it.
+        Return its JSON. A report that cannot be read, or is of something else, is ignored and
+        returned as empty; :meth:`write` replaces it.
         """
         try:
             found = json.loads(path.read_text())
@@ -119,9 +121,11 @@ class Report:
             same = same and commits[0] == commits[1]
             same = same and all(found["machine"].get(k) == self.machine.get(k) for k in _IDENTITY)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return
-        if same:
-            self.results = {result.name: result for result in kept}
+            return {}
+        if not same:
+            return {}
+        self.results = {result.name: result for result in kept}
+        return dict(found)
 
     def write(self, path: Path, order: Sequence[str]) -> None:
         """Write JSON to ``path`` and a table beside it; ``order``: all parts of the verb."""
@@ -130,6 +134,7 @@ class Report:
             "verb": self.verb,
             "note": self.note,
             "machine": self.machine,
+            **self.extra,
             "failed": [result.name for result in results if result.failed],
             "missing": [name for name in order if name not in self.results],
             "parts": [asdict(result) for result in results],

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,7 @@ class _Running:
         with contextlib.suppress(ProcessLookupError):  # remaining processes of its group
             os.killpg(self._process.pid, signal.SIGKILL)
         seconds = time.monotonic() - self._began
-        lines = _lines_of(self._out)
+        lines = lines_of(self._out)
         error = ""
         if self._late:
             error = f"not done after {self.part.limit_s:.0f} s"
@@ -94,7 +94,8 @@ class _Running:
         return lines[-1][-_TAIL:] if lines else "no word"
 
 
-def _lines_of(path: Path) -> list[Line]:
+def lines_of(path: Path) -> list[Line]:
+    """Whole lines that a part has written, also one that was ended."""
     if not path.exists():
         return []
     lines = []
@@ -104,24 +105,45 @@ def _lines_of(path: Path) -> list[Line]:
     return lines
 
 
-def run_parts(
-    parts: Sequence[Part], stage: str, folder: Path, budget_s: float, at_once: int = 4
-) -> Iterator[PartResult]:
-    """Run parts in order, at most ``at_once`` together.
+Choose = Callable[[Sequence[Part], float], Part | None]
+"""The part to begin next, of those that wait, in the seconds that are left; None for no more."""
 
-    ``stage``: "module:function" that makes one. Logs and lines go to ``folder``. Once a part's
-    limit exceeds what is left of ``budget_s``, no further part is begun; those have no result.
+
+def first_if_it_fits(waiting: Sequence[Part], left_s: float) -> Part | None:
+    """Keep the order: a part whose limit exceeds what is left ends the call."""
+    return waiting[0] if waiting[0].limit_s <= left_s else None
+
+
+def run_parts(
+    parts: Sequence[Part],
+    stage: str,
+    folder: Path,
+    budget_s: float,
+    at_once: int = 4,
+    choose: Choose = first_if_it_fits,
+    begins: Callable[[Part], object] | None = None,
+) -> Iterator[PartResult]:
+    """Run parts, at most ``at_once`` together, and call ``begins`` before each.
+
+    ``stage``: "module:function" that makes one. Logs and lines go to ``folder``. Once ``choose``
+    finds none for what is left of ``budget_s``, no further part is begun; those have no result.
     """
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + budget_s
     waiting, running = list(parts), list[_Running]()
     with _shared_folder() as shared, _all_ended(running):
         while waiting or running:
-            while waiting and _may_start(waiting[0], [r.part for r in running], at_once):
-                if waiting[0].limit_s > until - time.monotonic():
+            while waiting:
+                part = choose(waiting, until - time.monotonic())
+                if part is None:
                     waiting.clear()
                     break
-                running.append(_Running(waiting.pop(0), stage, folder, shared))
+                if not _may_start(part, [r.part for r in running], at_once):
+                    break
+                waiting.remove(part)
+                if begins is not None:
+                    begins(part)
+                running.append(_Running(part, stage, folder, shared))
             done = [r for r in running if r.poll()]
             for each in done:
                 running.remove(each)

@@ -1,0 +1,239 @@
+"""A short visit to a machine with a GPU: ``make gpu-visit``.
+
+First what has never run on a card, then what is to be measured again, in calls of at most nine
+minutes and 13 minutes in all. A call goes on where the last one ended; the results are one table
+and one JSON file with commit and card. ``--dry`` prints the order and the budgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import bench, check
+from .lines import FAILED, PartResult, Report, table
+from .machine import description, why_not
+from .parts import Part, lines_of, narrate, run_parts
+from .verb import CANNOT, GPU_STAGE, MEANINGLESS, UNFINISHED
+from .visit_plan import (
+    CALL_S,
+    VISIT_S,
+    Planned,
+    Progress,
+    call_seconds,
+    next_fitting,
+    outline,
+    waiting,
+)
+
+_HERE = "baton.benchmarks.gpu"
+_LOG_BYTES = 8192
+INTERRUPTED = "interrupted by the end of a call"
+_KNOWN = {part.name: part for part in (*bench.PARTS, *check.PARTS)}
+
+
+def _part(name: str, budget_s: float) -> Part:
+    """A part of ``gpu-check`` or ``gpu-bench``, with the budget of a visit."""
+    known = _KNOWN[name]
+    return Part(name, known.code, budget_s, known.together)
+
+
+PLAN = (
+    Planned(_part("compile", 45), 15, "every kernel for this card, for all parts after it"),
+    Planned(Part("peers", f"{_HERE}.peers:peers", 60, together=True), 0, "what can be compared"),
+    Planned(_part("kinds", 120), 0, "clusters with images, speech and pictures: never run"),
+    Planned(_part("sampling", 60), 3, "the sampler: changed since it ran"),
+    Planned(_part("attention", 60), 12, "attention: prefill changed since it ran"),
+    Planned(_part("decode", 100), 21, "FlashInfer and flex_attention with a mask: never timed"),
+    Planned(_part("draw", 60), 13, "top-p from flat rows: changed since it was timed"),
+    Planned(_part("cluster", 120), 0, "handoffs and streams of an 8B model in a part of its own"),
+    Planned(_part("transformers", 120), 0, "the compiled peer of a decode step: never run"),
+    Planned(_part("model", 90), 37, "steps and prefill with this card's variants"),
+    Planned(_part("serving", 40), 6, "tokens of a cluster beside the CPU's"),
+    Planned(_part("others", 60), 15, "all other kernels"),
+    Planned(_part("blocks", 30), 4, "gather, scatter and conversions"),
+    Planned(_part("handoffs", 40), 7, "1,000 handoffs between two processes"),
+    Planned(_part("products", 40), 14, "products beside cuBLAS"),
+    Planned(_part("rows", 30), 9, "norms, SwiGLU, keys into the cache"),
+    Planned(_part("prefill", 45), 16, "prompts beside peers"),
+    Planned(_part("values", 40), 13, "attention over 16,384 tokens"),
+    Planned(_part("memcheck", 30), 2, "compute-sanitizer's memcheck"),
+    Planned(_part("racecheck", 30), 7, "compute-sanitizer's racecheck"),
+    Planned(_part("leaks", 30), 4, "memory after models are let go"),
+    Planned(_part("probes", 30), 4, "limits of the card"),
+    Planned(_part("oracle", 80), 42, "logits beside transformers"),
+    Planned(_part("sweep", 45), 15, "variants of this card; writes its entry, so it is late"),
+    Planned(_part("words", 30), 3, "single words of CUDA: last, because one may hang"),
+)
+"""In the order of their value."""
+
+
+@dataclass
+class Visit:
+    """The results and the progress of a visit, in the files of one folder."""
+
+    folder: Path
+    report: Report
+    order: Sequence[str]
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def path(self) -> Path:
+        """The one JSON file; the table is beside it."""
+        return self.folder / "gpu-visit.json"
+
+    @property
+    def parts(self) -> Path:
+        """Lines and the ends of logs."""
+        return self.folder / "parts"
+
+    def resume(self, plan: Sequence[Planned]) -> None:
+        """Take over what earlier calls found on the same machine, and begin a call."""
+        found = self.report.read(self.path)
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            self.progress = Progress.from_json(found["progress"])
+        self._salvage()  # of a call that was killed
+        limits = {each.part.name: each.part.limit_s for each in plan}
+        self.progress = self.progress.resumed(limits, time.time())
+        self.write()
+
+    def _salvage(self) -> None:
+        """Keep what running parts have found out, until they run again."""
+        for name in self.progress.begun:
+            lines = lines_of(self.parts / f"{name}.lines")
+            self.report.results[name] = PartResult(name, lines, 0.0, INTERRUPTED)
+
+    @property
+    def done(self) -> set[str]:
+        """Names of parts that need not run again."""
+        return {n for n, result in self.report.results.items() if result.error != INTERRUPTED}
+
+    def begins(self, part: Part) -> None:
+        """Record that ``part`` runs, before it does."""
+        self.progress.begun[part.name] = time.time()
+        self.write()
+
+    def ended(self, result: PartResult, spent_s: float) -> None:
+        """Record a result. ``spent_s``: by all calls until now."""
+        self.report.results[result.name] = result
+        self.progress.begun.pop(result.name, None)
+        self.progress.spent_s = spent_s
+        _shorten(self.parts / f"{result.name}.log")
+        self.write()
+
+    def stop(self, spent_s: float) -> None:
+        """End the call. Parts that still run are interrupted."""
+        self._salvage()
+        self.progress = self.progress.interrupted(spent_s)
+        self.write()
+
+    def write(self) -> None:
+        """Write both files."""
+        self.report.extra = {"progress": self.progress.to_json()}
+        self.report.write(self.path, self.order)
+
+
+def _shorten(log: Path) -> None:
+    """Keep the end of a log."""
+    content = log.read_bytes() if log.exists() else b""
+    if len(content) > _LOG_BYTES:
+        log.write_bytes(content[-_LOG_BYTES:])
+
+
+def main() -> int:
+    """Run one call of a visit."""
+    options = _options()
+    plan = [each for each in PLAN if not options.names or each.part.name in options.names]
+    if options.dry:
+        print(_outline(plan, options.call))
+        return 0
+    on_gpu = options.stage == GPU_STAGE
+    if reason := why_not(needs_gpu=on_gpu):
+        print(f"gpu-visit: {reason}", file=sys.stderr)
+        return CANNOT
+    from ..scratch import leave_on_signals
+
+    leave_on_signals()
+    machine = description(options.commit)
+    print("; ".join(str(machine[k]) for k in ("gpu", "processor", "commit") if k in machine))
+    report = Report("gpu-visit", machine, "" if on_gpu else MEANINGLESS)
+    visit = Visit(options.out, report, [each.part.name for each in PLAN])
+    visit.resume(PLAN)
+    _call(visit, [each.part for each in plan], options.call, options.stage)
+    return _told(visit, [each.part for each in plan])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu-visit", description=__doc__)
+    known = [each.part.name for each in PLAN]
+    parser.add_argument("names", nargs="*", metavar="PART", help=f"of {', '.join(known)}")
+    parser.add_argument("--dry", action="store_true", help="print the order and the budgets")
+    parser.add_argument("--call", type=float, default=CALL_S, help="most seconds of this call")
+    parser.add_argument("--out", type=Path, default=Path("build") / "gpu-visit", help="folder")
+    parser.add_argument("--commit", default="", help="where the folder has no git")
+    parser.add_argument("--stage", default=GPU_STAGE, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(known)}")
+    return options
+
+
+def _outline(plan: Sequence[Planned], call_s: float) -> str:
+    rows = ["call   from  budget  part          why"]
+    for call, at, each in outline(plan, call_s):
+        when = f"{call:4} {at:4.0f} s" if call else "   -      -"
+        rows.append(f"{when}  {each.part.limit_s:4.0f} s  {each.part.name:12}  {each.why}")
+    rows.append(
+        f"From: if each part takes what it took on an H200, or its budget if it has never run. A "
+        f"call ends within {min(call_s, CALL_S):.0f} s, the visit within {VISIT_S:.0f} s; a part "
+        "that exceeds its budget is ended and named."
+    )
+    return "\n".join(rows)
+
+
+def _call(visit: Visit, parts: Sequence[Part], asked_s: float, stage: str) -> None:
+    """Run what fits into a call. Whatever ends it, the time is counted."""
+    began, before = time.monotonic(), visit.progress.spent_s
+    budget = call_seconds(before, asked_s)
+    left = waiting(parts, visit.done, visit.progress.tries)
+
+    def spent() -> float:
+        return before + time.monotonic() - began
+
+    try:
+        results = run_parts(
+            left, stage, visit.parts, budget, choose=next_fitting, begins=visit.begins
+        )
+        for result in results:
+            visit.ended(result, spent())
+            print(narrate(result), flush=True)
+    finally:
+        visit.stop(spent())
+
+
+def _told(visit: Visit, parts: Sequence[Part]) -> int:
+    """Print the table, the parts that went wrong and those that are left; the exit code."""
+    results = visit.report.ordered(visit.order)
+    print(f"\n{table(results)}\n")
+    if visit.report.note:
+        print(f"Note: {visit.report.note}.")
+    left = waiting(parts, visit.done, visit.progress.tries)
+    spent = visit.progress.spent_s
+    more = next_fitting(left, call_seconds(spent)) is not None
+    print(f"{visit.path}: {spent:.0f} s of {VISIT_S:.0f} s, call {visit.progress.calls}")
+    if failed := [result.name for result in results if result.failed]:
+        print(f"{FAILED} or cut: {', '.join(failed)}")
+    if left:
+        names = ", ".join(part.name for part in left)
+        print(f"left for another call: {names}" if more else f"no time is left for: {names}")
+    return UNFINISHED if more else 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
