@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -19,13 +19,14 @@ import uvloop
 from baton.client import AsyncClient
 from baton.client.environment import KEYS_VARIABLE, find_cluster
 from baton.loadgen.http import EMBEDDINGS, ENDPOINTS, HttpTarget, Server
-from baton.loadgen.plan import Lengths, Shape, constant, poisson, random_jobs, trace_jobs
+from baton.loadgen.modes import Configuration, parse_configurations
+from baton.loadgen.picture import picture
+from baton.loadgen.plan import Job, Lengths, Shape, constant, poisson, random_jobs, trace_jobs
 from baton.loadgen.run import LIMIT_S, NativeEmbeddings, NativeTarget, Runner, Target, until
 from baton.loadgen.statistics import (
     OK,
     Record,
     Summary,
-    picture,
     summarize,
     sweep,
     table,
@@ -34,12 +35,14 @@ from baton.loadgen.statistics import (
 from baton.loadgen.traces import read_trace
 from baton.proto.errors import ConfigError, InputError, RequestFailed
 
-from .numbers import count, number, positive, seconds
+from .numbers import at_least_one, count, limits, number, positive, seconds
 from .parser import one_of, shown, warn
 
 ARRIVALS = ("poisson", "constant")
+ROUNDS = 3
 REQUESTS = 100
 """Requests of a run without --requests, --duration and --trace."""
+WARMUP = 4
 KEY_VARIABLE = "BATON_API_KEY"
 MAX_TEXTS = 2048
 """Of a request for embeddings: as many as OpenAI's route takes."""
@@ -47,6 +50,10 @@ EPILOG = """\
 Without --rates and --trace, a closed loop: --concurrency requests at a time. With --rates, an open
 loop: requests arrive at their times, however slow the answers are. docs/benchmarks.md defines the
 latencies. Example: baton bench --rates 1,2,4 --slo-ttft 0.5 --slo-itl 0.05 --plot load.svg
+
+With --compare, clusters with different modes and numbers of workers start on this machine, one
+after the other, and get the same requests. Their answers must have equal tokens. Example:
+baton bench --compare colocated:2,1:1,adaptive:1:1 --rates 2 --slo ttft=1s,itl=50ms MODEL
 """
 
 
@@ -60,8 +67,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="ADDRESS",
         nargs="?",
         help="ipc:// or tcp:// address of a cluster, or http://HOST:PORT/v1 of any server with "
-        "OpenAI's routes [this user's cluster]",
+        "OpenAI's routes [this user's cluster]; with --compare the model to serve",
     )
+    _add_comparison(parser.add_argument_group("comparison"))
     _add_load(parser.add_argument_group("load"))
     _add_requests(parser.add_argument_group("requests"))
     _add_results(parser.add_argument_group("results"))
@@ -75,6 +83,23 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "ipc:// and tcp:// the model decides",
     )  # fmt: skip
     parser.set_defaults(run=run)
+
+
+def _add_comparison(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--compare", type=_configurations, metavar="SPEC,SPEC[,...]",
+        help="configurations to compare: colocated:N, PREFILL:DECODE, adaptive:PREFILL:DECODE, "
+        "NAME=one of these, or NAME=ADDRESS of a running cluster",
+    )  # fmt: skip
+    group.add_argument(
+        "--rounds", type=at_least_one, metavar="N",
+        help=f"runs of each configuration, in another order each time [{ROUNDS}]",
+    )  # fmt: skip
+    group.add_argument(
+        "--config", metavar="FILE",
+        help="TOML file of settings of baton serve for the started clusters: model, threads, KV "
+        "memory, routing and batching; BATON_ variables have them too",
+    )  # fmt: skip
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
@@ -110,8 +135,9 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--duration", type=seconds, metavar="SECONDS", help="send for this long at most"
     )
     group.add_argument(
-        "--warmup", type=count, default=4, metavar="N", help="requests before each run [4]"
-    )
+        "--warmup", type=count, metavar="N",
+        help=f"requests before each run [{WARMUP}; with --compare {WARMUP} per worker]",
+    )  # fmt: skip
 
 
 def _add_requests(group: argparse._ArgumentGroup) -> None:
@@ -159,8 +185,14 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
             f"--slo-{name}", type=positive, default=math.inf, metavar="SECONDS",
             help=f"limit of the {what}, for goodput",
         )  # fmt: skip
+    group.add_argument(
+        "--slo", type=limits, metavar="ttft=1s,itl=50ms",
+        help="both limits; started clusters get them as settings too",
+    )  # fmt: skip
     group.add_argument("--json", metavar="FILE", help="write all results as JSON")
-    group.add_argument("--plot", metavar="FILE.svg", help="draw latency over load")
+    group.add_argument(
+        "--plot", metavar="FILE.svg", help="draw latency over load; with --compare by percentile"
+    )
 
 
 # --------------------------------------------------------------------------- one measurement
@@ -169,17 +201,23 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print tables, and write the files. Exit code 1 if no request ended well."""
     check(arguments)
+    if arguments.slo is not None:
+        arguments.slo_ttft, arguments.slo_itl = arguments.slo
     if arguments.seed is None:
         arguments.seed = secrets.randbits(32)
+    if arguments.compare is not None:
+        from .compare import compare  # with what starts clusters
+
+        return compare(arguments)
     title, summaries = uvloop.run(_measure(arguments))
     slo = arguments.slo_ttft, arguments.slo_itl
     if len(summaries) > 1:
         print("\n" + "\n".join(sweep(summaries, unit_of(arguments), *slo)))
     if arguments.json:
-        _write(arguments.json, report(arguments, title, summaries))
+        write(arguments.json, report(arguments, title, summaries))
     if arguments.plot:
         text = picture(summaries, unit_of(arguments), *slo, title=title)
-        _write(arguments.plot, text.encode())
+        write(arguments.plot, text.encode())
     if not any(one.outcomes[OK] for one in summaries):
         raise RequestFailed("no request ended well")
     return 0
@@ -202,6 +240,11 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--texts must be 1 to {MAX_TEXTS}")
     if arguments.requests == 0:
         raise ConfigError("--requests must be at least 1")
+    if arguments.slo and math.isfinite(min(arguments.slo_ttft, arguments.slo_itl)):
+        raise ConfigError("--slo cannot be combined with --slo-ttft and --slo-itl")
+    for name in ("rounds", "config"):
+        if getattr(arguments, name) is not None and arguments.compare is None:
+            raise ConfigError(f"--{name} needs --compare")
     for name in ("json", "plot"):
         file = getattr(arguments, name)
         if file and not Path(file).absolute().parent.is_dir():
@@ -219,14 +262,14 @@ async def _measure(arguments: argparse.Namespace) -> tuple[str, list[Summary]]:
     target, name, shape = await _target(arguments)
     runner = Runner(target, limit=arguments.limit)
     slo = arguments.slo_ttft, arguments.slo_itl
-    title = f"{name}: {_workload(arguments, embeds=shape.texts > 0)}"
+    title = f"{name}: {workload(arguments, embeds=shape.texts > 0)}"
     print(title, flush=True)
     summaries = []
     try:
-        for at, load in enumerate(_loads(arguments)):
+        for at, load in enumerate(loads_of(arguments)):
             seed = arguments.seed + 1000 * at
             warmup = random_jobs(
-                replace(shape, cancel_share=0.0), [None] * arguments.warmup, seed + 1
+                replace(shape, cancel_share=0.0), [None] * warmup_of(arguments), seed + 1
             )
             for record in await runner.closed_loop(warmup, 1):
                 if record.outcome != OK:
@@ -245,31 +288,54 @@ async def _measure(arguments: argparse.Namespace) -> tuple[str, list[Summary]]:
 async def _one_run(
     arguments: argparse.Namespace, runner: Runner, shape: Shape, load: float, seed: int
 ) -> list[Record]:
+    jobs = await asyncio.to_thread(planned, arguments, shape, load, seed)
+    return await sent(arguments, runner, jobs, load)
+
+
+def planned(
+    arguments: argparse.Namespace, shape: Shape, load: float, seed: int, series: int = 0
+) -> Iterable[Job]:
+    """Return the jobs of a run; another ``series`` has other tokens. A trace is read here."""
     duration = arguments.duration
     number = arguments.requests or (0 if duration or arguments.trace else REQUESTS)
     if arguments.trace:
-        arrivals = await asyncio.to_thread(read_trace, Path(arguments.trace), number)
-        found = trace_jobs(arrivals, shape, seed, speed=load, scale=arguments.trace_scale)
-        return await runner.open_loop(list(until(found, duration)))
+        arrivals, scale = read_trace(Path(arguments.trace), number), arguments.trace_scale
+        found = trace_jobs(arrivals, shape, seed, speed=load, scale=scale, series=series)
+        return list(until(found, duration))
     if arguments.rates:
         number = number or math.ceil(load * (duration or 1.0))
         schedule = constant(load, number)
         if arguments.arrivals == "poisson":
             schedule = poisson(load, number, seed)
-        jobs = list(until(random_jobs(shape, schedule, seed), duration))
-        return await runner.open_loop(jobs)
+        return list(until(random_jobs(shape, schedule, seed, series=series), duration))
     times = repeat(None, number) if number else repeat(None)
-    return await runner.closed_loop(random_jobs(shape, times, seed), int(load), duration)
+    return random_jobs(shape, times, seed, series=series)
 
 
-def _loads(arguments: argparse.Namespace) -> Sequence[float]:
+async def sent(
+    arguments: argparse.Namespace, runner: Runner, jobs: Iterable[Job], load: float
+) -> list[Record]:
+    """Send the jobs of :func:`planned`."""
+    if arguments.trace or arguments.rates:
+        return await runner.open_loop(list(jobs))
+    return await runner.closed_loop(jobs, int(load), arguments.duration)
+
+
+def warmup_of(arguments: argparse.Namespace, workers: int = 1) -> int:
+    """Return the number of requests before a run."""
+    return WARMUP * max(1, workers) if arguments.warmup is None else int(arguments.warmup)
+
+
+def loads_of(arguments: argparse.Namespace) -> Sequence[float]:
+    """Return the loads to run at: speeds of a trace, rates, or requests at a time."""
     if arguments.trace:
         return arguments.trace_speed or [1.0]
     found: Sequence[float] = arguments.rates or arguments.concurrency or [8.0]
     return found
 
 
-def _workload(arguments: argparse.Namespace, *, embeds: bool) -> str:
+def workload(arguments: argparse.Namespace, *, embeds: bool) -> str:
+    """Return what is sent, in words."""
     if arguments.trace:
         what = "embeddings of the prompts of " if embeds else ""
         return f"{what}trace {Path(arguments.trace).name}, lengths x {arguments.trace_scale:g}"
@@ -356,17 +422,23 @@ async def _watched(runner: Runner, measuring: Awaitable[list[Record]]) -> list[R
 
 def report(arguments: argparse.Namespace, title: str, summaries: list[Summary]) -> bytes:
     """Return the JSON file: the options, and a summary per run, in seconds."""
-    skipped = ("run", "parser", "debug", "json", "plot", "api_key")
-    options = {
-        name: str(value) if isinstance(value, Lengths) else value
-        for name, value in vars(arguments).items()
-        if name not in skipped
-    }
+    options = options_of(arguments)
     content = {"title": title, "unit": unit_of(arguments), "options": options, "runs": summaries}
     return msgspec.json.format(msgspec.json.encode(content), indent=2)
 
 
-def _write(file: str, content: bytes) -> None:
+def options_of(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the options for the JSON file."""
+    skipped = ("run", "parser", "debug", "json", "plot", "api_key")
+    return {
+        name: str(value) if isinstance(value, Lengths) else value
+        for name, value in vars(arguments).items()
+        if name not in skipped
+    }
+
+
+def write(file: str, content: bytes) -> None:
+    """Write a result. Raises ConfigError."""
     try:
         Path(file).write_bytes(content)
     except OSError as problem:
@@ -393,6 +465,13 @@ def _counts(text: str) -> list[float]:
     if 0 in found:
         raise argparse.ArgumentTypeError("a concurrency must be at least 1")
     return found
+
+
+def _configurations(text: str) -> list[Configuration]:
+    try:
+        return parse_configurations(text)
+    except InputError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
 
 
 def _share(text: str) -> float:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 
+_LIMIT = re.compile(r"(ttft|itl)=(\d+(?:\.\d+)?)(ms|s)?")
 _MOST = 2**63 - 1  # the largest integer that every message can carry
 
 
@@ -32,6 +35,18 @@ def positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"'{text}' is not a number greater than 0")
     return value
+
+
+def limits(text: str) -> tuple[float, float]:
+    """Parse ``ttft=1s,itl=50ms`` to both limits in seconds; ``inf`` for one that is left out."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        match = _LIMIT.fullmatch(part.strip())
+        value = float(match[2]) * (0.001 if match[3] == "ms" else 1.0) if match else 0.0
+        if match is None or match[1] in found or not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"'{text}' is not limits such as ttft=1s,itl=50ms")
+        found[match[1]] = value
+    return found.get("ttft", math.inf), found.get("itl", math.inf)
 
 
 def count(text: str) -> int:

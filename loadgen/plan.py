@@ -100,10 +100,15 @@ def constant(rate: float, count: int) -> list[float]:
     return [number / rate for number in range(count)]
 
 
-def random_jobs(shape: Shape, times: Iterable[float | None], seed: int) -> Iterator[Job]:
-    """Yield a job per arrival time, with prompts that share no prefix."""
+def random_jobs(
+    shape: Shape, times: Iterable[float | None], seed: int, *, series: int = 0
+) -> Iterator[Job]:
+    """Yield a job per arrival time, with prompts that share no prefix.
+
+    Jobs of another ``series`` have other tokens and the same lengths.
+    """
     rng = random.Random(seed)  # noqa: S311
-    ids = np.random.default_rng(seed)
+    ids = np.random.default_rng((seed, series))
     for at in times:
         prompt, output = shape.prompt.draw(rng), shape.output.draw(rng)
         if shape.texts:
@@ -115,11 +120,18 @@ def random_jobs(shape: Shape, times: Iterable[float | None], seed: int) -> Itera
 
 
 def trace_jobs(
-    arrivals: Sequence[Arrival], shape: Shape, seed: int, *, speed: float = 1.0, scale: float = 1.0
+    arrivals: Sequence[Arrival],
+    shape: Shape,
+    seed: int,
+    *,
+    speed: float = 1.0,
+    scale: float = 1.0,
+    series: int = 0,
 ) -> Iterator[Job]:
     """Yield the jobs of a trace. ``speed``: divides the times; ``scale``: multiplies the lengths.
 
     Equal block names of the trace become equal tokens, so the prompts share the trace's prefixes.
+    Jobs of another ``series`` have other tokens.
     """
     rng = random.Random(seed)  # noqa: S311
     start = arrivals[0].at if arrivals else 0.0
@@ -129,9 +141,9 @@ def trace_jobs(
         prompt, output = fitting(*wanted, shape.longest)
         named = arrival.blocks[: prompt // size]
         seeds = [int.from_bytes(name, "little") for name in named]
-        parts = [_block((seed, 0, one), size, shape.vocabulary) for one in seeds]
+        parts = [_block((seed, series, 0, one), size, shape.vocabulary) for one in seeds]
         left = prompt - size * len(parts)
-        parts.append(_block((seed, 1, number), left, shape.vocabulary))
+        parts.append(_block((seed, series, 1, number), left, shape.vocabulary))
         at = (arrival.at - start) / speed
         yield Job(at, np.concatenate(parts), output, _cancel(shape, rng), shape.texts)
 

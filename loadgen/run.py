@@ -37,12 +37,20 @@ class Target(Protocol):
 
 
 class NativeTarget:
-    """A Baton cluster at the addresses of its routers."""
+    """A Baton cluster at the addresses of its routers. ``keeps_answers``: record the tokens."""
 
-    def __init__(self, client: AsyncClient, *, ignore_eos: bool, temperature: float) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        *,
+        ignore_eos: bool,
+        temperature: float,
+        keeps_answers: bool = False,
+    ) -> None:
         self._client = client
         self._ignore_eos = ignore_eos
         self._temperature = temperature
+        self._keeps_answers = keeps_answers
 
     async def send(self, job: Job, record: Record) -> None:
         """Send a job and record its tokens."""
@@ -53,8 +61,11 @@ class NativeTarget:
             async for output in outputs:
                 if output.tokens:
                     record.stamp(time.perf_counter(), len(output.tokens))
+                if self._keeps_answers:
+                    record.answer += output.tokens
                 if output.is_done:
                     record.cached_tokens = output.cached_tokens
+                    record.prefill, record.decode = output.prefill, output.decode
 
     async def close(self) -> None:
         """Disconnect."""
@@ -105,23 +116,26 @@ class Runner:
     async def closed_loop(
         self, jobs: Iterable[Job], concurrency: int, duration: float | None = None
     ) -> list[Record]:
-        """Keep ``concurrency`` jobs running until all are sent, or ``duration`` seconds passed."""
-        start, waiting = self._clock(), iter(jobs)
-        records: list[Record] = []
+        """Keep ``concurrency`` jobs running until all are sent, or ``duration`` seconds passed.
+
+        The records are in the order of the jobs.
+        """
+        start, waiting = self._clock(), enumerate(jobs)
+        records: dict[int, Record] = {}
 
         async def work() -> None:
             while duration is None or self._clock() - start < duration:
-                job = next(waiting, None)
+                number, job = next(waiting, (0, None))
                 if job is None:
                     return
-                records.append(await self._send(job, self._clock()))
+                records[number] = await self._send(job, self._clock())
 
         tasks = [asyncio.ensure_future(work()) for _ in range(concurrency)]
         try:
             await asyncio.gather(*tasks)
         finally:
             await _end(tasks)
-        return records
+        return [records[number] for number in sorted(records)]
 
     async def _send(self, job: Job, arrived: float) -> Record:
         record = Record(arrived, sent=self._clock(), prompt_tokens=len(job.prompt), texts=job.texts)

@@ -1,4 +1,4 @@
-"""Latencies of a run from the times of its tokens, as tables and as a picture. Pure.
+"""Latencies of a run from the times of its tokens, as tables. Pure.
 
 Definitions, which docs/benchmarks.md publishes: TTFT is from a request's arrival to its first
 streamed token; the arrival is the scheduled time in an open loop, and the time of sending in a
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 import msgspec
 
@@ -30,16 +29,6 @@ _EMBED_ROWS = (("latency", "end_to_end"),)
 SHARES = (0.9, 0.99)
 LATE_S = 0.01
 """A generator that sends later than this at p99 measures itself."""
-WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 720, 220, 70, 130, 40, 50
-_COLORS = ("#3b7dd8", "#d8663b")
-_STYLE = """
-svg { background: #fff; color: #222; font: 13px system-ui, sans-serif }
-@media (prefers-color-scheme: dark) { svg { background: #16181c; color: #ddd } }
-text { fill: currentColor } .grid { stroke: currentColor; opacity: .18 }
-.limit { stroke: currentColor; stroke-dasharray: 5 4; opacity: .7 }
-polyline { fill: none; stroke-width: 2 }
-""".strip()
-Line = tuple[str, list[tuple[float, float]]]
 
 
 @dataclass(slots=True)
@@ -48,7 +37,8 @@ class Record:
 
     ``arrived``: when it should be sent. ``sent``: when it was. ``stamps``: arrival of each message
     with tokens, and their number. ``tokens``: of the answer, as the server counts them. ``texts``:
-    of a request for embeddings, which has one stamp without tokens; 0: it generates.
+    of a request for embeddings, which has one stamp without tokens; 0: it generates. ``answer``:
+    the token ids, if the target keeps them. ``prefill``, ``decode``: ids of the workers, if known.
     """
 
     arrived: float
@@ -59,6 +49,9 @@ class Record:
     cached_tokens: int = 0
     texts: int = 0
     stamps: list[tuple[float, int]] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    prefill: str = ""
+    decode: str = ""
     outcome: str = FAILED
     error: str = ""
 
@@ -305,96 +298,3 @@ def _values(found: Distribution) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.1f}"
-
-
-# --------------------------------------------------------------------------- picture
-
-
-def picture(
-    summaries: Sequence[Summary],
-    unit: str,
-    slo_ttft: float = math.inf,
-    slo_itl: float = math.inf,
-    title: str = "",
-) -> str:
-    """Return the SVG of p50 and p99 over the load: of TTFT and ITL, or of embeddings' latency."""
-    runs = sorted(summaries, key=lambda one: one.load)
-    shown = [("TTFT", "ttft", slo_ttft), ("ITL", "itl", slo_itl)]
-    if any(one.texts is not None for one in runs):
-        shown = [("latency", "end_to_end", slo_ttft)]
-    panels = [
-        _panel(f"{name} in ms", _lines(runs, field), limit * 1000, TOP + at * (PANEL + GAP))
-        for at, (name, field, limit) in enumerate(shown)
-    ]
-    height = TOP + len(shown) * (PANEL + GAP)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">',
-            f"<style>{_STYLE}</style>",
-            f'<text x="{LEFT}" y="20" font-weight="bold">{escape(title)}</text>',
-            *panels,
-            _label((LEFT + WIDTH - RIGHT) / 2, height - 8, unit, "middle"),
-            "</svg>",
-            "",
-        ]
-    )
-
-
-def _lines(runs: Sequence[Summary], field: str) -> list[Line]:
-    lines = []
-    for level in ("p50", "p99"):
-        values = [(one.load, getattr(getattr(one, field), level)) for one in runs]
-        lines.append((level, [(load, 1000 * value) for load, value in values if value is not None]))
-    return lines
-
-
-def _panel(title: str, lines: Sequence[Line], limit: float, top: int) -> str:
-    points = [point for _, found in lines for point in found]
-    loads = ticks(0.0, max((x for x, _ in points), default=1.0))
-    shown = [y for _, y in points] + ([limit] if math.isfinite(limit) else [])
-    values = ticks(0.0, max(shown, default=1.0))
-
-    def x(load: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * load / loads[-1]
-
-    def y(value: float) -> float:
-        return top + PANEL - (PANEL - 24) * value / values[-1]
-
-    parts = [f'<text x="{LEFT}" y="{top + 12}">{escape(title)}</text>']
-    for value in values:
-        parts.append(_rule(LEFT, y(value), WIDTH - RIGHT, y(value), "grid"))
-        parts.append(_label(LEFT - 8, y(value) + 4, f"{value:g}", "end"))
-    for load in loads:
-        parts.append(_rule(x(load), y(0), x(load), y(values[-1]), "grid"))
-        parts.append(_label(x(load), top + PANEL + 18, f"{load:g}", "middle"))
-    if math.isfinite(limit):
-        parts.append(_rule(LEFT, y(limit), WIDTH - RIGHT, y(limit), "limit"))
-        parts.append(_label(WIDTH - RIGHT + 8, y(limit) + 4, "limit", "start"))
-    for (name, found), color in zip(lines, _COLORS, strict=True):
-        path = " ".join(f"{x(load):.1f},{y(value):.1f}" for load, value in found)
-        parts.append(f'<polyline points="{path}" stroke="{color}"/>')
-        parts += [
-            f'<circle cx="{x(load):.1f}" cy="{y(value):.1f}" r="3" fill="{color}"/>'
-            for load, value in found
-        ]
-        if found:
-            load, value = found[-1]
-            parts.append(_label(x(load) + 8, y(value) - 6, name, "start"))
-    return "\n".join(parts)
-
-
-def ticks(least: float, most: float, about: int = 5) -> list[float]:
-    """Return round values from ``least`` to the first round value at or above ``most``."""
-    span = max(most - least, 1e-9)
-    power = 10.0 ** math.floor(math.log10(span / about))
-    step = next(power * one for one in (1, 2, 5, 10) if span / (power * one) <= about)
-    count = math.ceil(round(span / step, 9))
-    return [round(least + step * number, 12) for number in range(count + 1)]
-
-
-def _rule(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-
-
-def _label(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

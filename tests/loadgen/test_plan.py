@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.loadgen.picture import picture, ticks
 from baton.loadgen.plan import (
     Lengths,
     Shape,
@@ -18,7 +19,7 @@ from baton.loadgen.plan import (
     random_jobs,
     trace_jobs,
 )
-from baton.loadgen.statistics import OK, Record, picture, summarize, ticks
+from baton.loadgen.statistics import OK, Record, summarize
 from baton.loadgen.traces import Arrival, read_trace
 from baton.proto.errors import ConfigError, InputError
 

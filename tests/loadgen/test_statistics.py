@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.loadgen.picture import picture
 from baton.loadgen.statistics import (
     CANCELLED,
     FAILED,
@@ -16,7 +17,6 @@ from baton.loadgen.statistics import (
     Record,
     highest,
     percentile,
-    picture,
     summarize,
     sweep,
     table,

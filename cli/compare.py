@@ -1,0 +1,338 @@
+"""``baton bench --compare``: the same requests to clusters of different modes, in turns.
+
+One cluster runs at a time. Every round starts each configuration afresh, in another order, and has
+its own tokens, so that no prompt is cached from the round before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import uvloop
+
+from baton.client import AsyncClient
+from baton.client.environment import KEYS_VARIABLE, find_cluster
+from baton.deploy.config import ServeSettings
+from baton.deploy.plan.hub import with_local_model
+from baton.deploy.plan.prepare import check_start
+from baton.deploy.report import DEAD, ClusterReport
+from baton.loadgen.comparison import Counters, Run, difference, rows, table
+from baton.loadgen.modes import Configuration, warnings
+from baton.loadgen.picture import tails
+from baton.loadgen.plan import Job, Shape, random_jobs
+from baton.loadgen.run import NativeTarget, Runner
+from baton.loadgen.statistics import OK, Summary, summarize, warning
+from baton.offline.cluster import OwnCluster
+from baton.proto.errors import BatonError, ConfigError, RequestFailed
+from baton.proto.layout import ModelCard
+from baton.runtime.process.cores import usable_cores
+
+from .bench import ROUNDS, loads_of, options_of, planned, sent, unit_of, warmup_of, workload, write
+from .cluster import parsed
+from .parser import warn
+from .settings import GROUPS, resolve
+
+START_S = 600.0
+"""Seconds for a cluster to become ready; loading a large model takes minutes."""
+SAMPLE_S = 0.5
+"""Seconds between two looks at the used KV memory."""
+_GROUPS = ("model", "KV memory", "routing and batching")
+_KEPT = {
+    *("model", "threads", "prefill_threads", "decode_threads", "handoff", "worker_timeout"),
+    *(field for group in _GROUPS for field in GROUPS[group]),
+} - {"enforce_disaggregation"}
+"""Settings that started clusters take from the file and the environment."""
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Run all rounds, then print the table and write the files, also after Ctrl-C.
+
+    Raises RequestFailed if the tokens of two configurations differ, or no request ended well.
+    """
+    check(arguments)
+    comparison = Comparison(arguments)
+    for sentence in warnings(arguments.compare, usable_cores().count):
+        warn(sentence)
+    interrupted = False
+    try:
+        for _ in comparison.runs_in_turns():
+            pass
+    except KeyboardInterrupt:
+        interrupted = True
+    if comparison.runs:
+        comparison.show()
+    if interrupted:
+        raise KeyboardInterrupt
+    different = difference(comparison.runs)
+    if different:
+        raise RequestFailed(different)
+    if not any(record.outcome == OK for run in comparison.runs for record in run.records):
+        raise RequestFailed("no request ended well")
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options that a comparison cannot have.
+
+    All configurations must do equal work, which two runs can be compared by.
+    """
+    wrong = {
+        "--stop-at-eos": arguments.stop_at_eos,
+        "--temperature": arguments.temperature,
+        "--cancel-share": arguments.cancel_share,
+        "--texts": arguments.texts != 1,
+        "--model": arguments.model,
+        "--api-key": arguments.api_key,
+        "--endpoint": arguments.endpoint != "completions",
+        "--duration without --rates or --trace": arguments.duration
+        and not (arguments.rates or arguments.trace),
+    }
+    given = [name for name, value in wrong.items() if value]
+    if given:
+        raise ConfigError(f"--compare cannot be combined with {given[0]}")
+    if len(loads_of(arguments)) > 1:
+        raise ConfigError("--compare takes one load; call it once for each")
+    if all(one.address for one in arguments.compare) and arguments.address:
+        raise ConfigError(f"no cluster would start with the model {arguments.address}")
+
+
+class Comparison:
+    """The runs so far. Raises ConfigError or CheckpointError for settings, model or machine."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._limits = arguments.slo_ttft, arguments.slo_itl
+        self._load = loads_of(arguments)[0]
+        self._settings: list[dict[str, Any]] = [
+            {} if one.address else self._settings_of(one) for one in arguments.compare
+        ]
+        started = next((one for one in self._settings if one), None)
+        if started is not None:
+            check_start(msgspec.convert(started, ServeSettings))
+        self._card: ModelCard | None = None
+        self._jobs: tuple[int, list[Job]] = 0, []
+        self.runs: list[Run] = []
+
+    def _settings_of(self, configuration: Configuration) -> dict[str, Any]:
+        """Return the checked settings to start a configuration with."""
+        given: dict[str, Any] = {**configuration.settings(), "model": self._arguments.address}
+        for name, value in zip(("slo_ttft", "slo_itl"), self._limits, strict=True):
+            given |= {name: value} if math.isfinite(value) else {}
+        settings = resolve(given, os.environ, self._arguments.config)
+        settings = with_local_model(settings, _note)
+        kept = _KEPT | given.keys()
+        return {
+            name: value for name, value in msgspec.to_builtins(settings).items() if name in kept
+        }
+
+    @property
+    def _rounds(self) -> int:
+        return self._arguments.rounds or ROUNDS
+
+    def runs_in_turns(self) -> Iterator[Run]:
+        """Measure each configuration once in every round."""
+        own = list(zip(self._arguments.compare, self._settings, strict=True))
+        for number in range(1, self._rounds + 1):
+            first = (number - 1) % len(own)
+            for configuration, settings in own[first:] + own[:first]:
+                run = self._measured(configuration, settings, number)
+                self.runs.append(run)
+                _note(self._line(run))
+                yield run
+
+    def _measured(self, configuration: Configuration, settings: dict[str, Any], number: int) -> Run:
+        load = os.getloadavg()[0]
+        try:
+            if configuration.address:
+                run = uvloop.run(self._run(configuration, configuration.address, number))
+            else:
+                cluster = OwnCluster(settings, log=None, timeout=START_S)
+                try:
+                    run = uvloop.run(self._run(configuration, cluster.address, number))
+                finally:
+                    cluster.close()
+        except BatonError as problem:
+            raise type(problem)(f"{configuration.name}: {problem}") from problem
+        counters = msgspec.structs.replace(run.counters, machine_load=round(load, 2))
+        return replace(run, counters=counters)
+
+    async def _run(self, configuration: Configuration, address: str, number: int) -> Run:
+        own = "" if not configuration.address else os.environ.get(KEYS_VARIABLE, "")
+        addresses, keys = find_cluster(address, self._arguments.keys or own or None)
+        client = AsyncClient(addresses, keys=keys)
+        target = NativeTarget(client, ignore_eos=True, temperature=0.0, keeps_answers=True)
+        try:
+            model = await client.model()
+            model.check_text()
+            self._check_card(model.card)
+            runner = Runner(target, limit=self._arguments.limit)
+            await self._warm_up(runner, model.card, configuration.workers)
+            jobs = self._jobs_of(model.card, number)
+            before = parsed(await client.status())
+            async with _sampled(client) as used:
+                records = await sent(self._arguments, runner, jobs, self._load)
+            after = parsed(await client.status())
+        finally:
+            await target.close()
+        return Run(configuration.name, number, records, _counted(before, after, used, model.card))
+
+    def _check_card(self, card: ModelCard) -> None:
+        """Raise ConfigError if this cluster serves another model than the first one."""
+        if card.task != "generate":
+            raise ConfigError("--compare needs a model that generates text")
+        if self._card is None:
+            self._card = card
+        found = self._card.mismatch(card)
+        if found is not None and not found[0].startswith("layout."):
+            raise ConfigError(
+                f"{found[0]} is {found[2]}, and {found[1]} of the first configuration"
+            )
+
+    def _shape(self, card: ModelCard) -> Shape:
+        return Shape(
+            self._arguments.input, self._arguments.output, vocabulary=card.vocab_size,
+            longest=card.max_length,
+        )  # fmt: skip
+
+    async def _warm_up(self, runner: Runner, card: ModelCard, workers: int) -> None:
+        count = warmup_of(self._arguments, workers)
+        jobs = random_jobs(self._shape(card), [None] * count, self._arguments.seed + 1)
+        for record in await runner.closed_loop(jobs, max(1, workers)):
+            if record.outcome != OK:
+                raise RequestFailed(f"the first request failed: {record.error}")
+
+    def _jobs_of(self, card: ModelCard, number: int) -> list[Job]:
+        """Return the jobs of a round, the same objects for every configuration."""
+        if self._jobs[0] != number:
+            found = planned(
+                self._arguments, self._shape(card), self._load, self._arguments.seed, number
+            )
+            self._jobs = number, list(found)
+        return self._jobs[1]
+
+    # ------------------------------------------------------------- results
+
+    def _summary(self, run: Run) -> Summary:
+        return summarize(run.records, self._load, *self._limits)
+
+    def _line(self, run: Run) -> str:
+        summary = self._summary(run)
+        values = (summary.ttft.p50, summary.itl.p50, summary.itl.p99)
+        first, middle, last = ("-" if one is None else f"{1000 * one:.1f} ms" for one in values)
+        text = (
+            f"round {run.round}, {run.name}: {summary.outcomes[OK]} of {summary.requests} ok, "
+            f"TTFT p50 {first}, ITL p50 {middle}, p99 {last}"
+        )
+        late = warning(summary)
+        return f"{text}; {late}" if late else text
+
+    def _title(self) -> str:
+        name = "" if self._card is None else self._card.name
+        load = f"{unit_of(self._arguments)} {self._load:g}"
+        return f"{name}: {workload(self._arguments, embeds=False)}, {load}"
+
+    def show(self) -> None:
+        """Print the table, the agreement of the tokens and the machine's load; write the files."""
+        arguments, runs = self._arguments, self.runs
+        wanted = self._rounds * len(arguments.compare)
+        print(self._title() + (f"; {len(runs)} of {wanted} runs" if len(runs) < wanted else ""))
+        print("\n".join(table(runs, *self._limits)))
+        different = difference(runs)
+        count = sum(len(run.records) for run in runs)
+        print(
+            f"tokens: {different or f'all {count} answers equal those of the other configurations'}"
+        )
+        loads = [run.counters.machine_load for run in runs]
+        print(
+            f"machine: {usable_cores().count} processors, load average {min(loads):.1f} to "
+            f"{max(loads):.1f} before the runs"
+        )
+        if arguments.json:
+            write(arguments.json, self.report(equal_tokens=not different))
+        if arguments.plot:
+            write(arguments.plot, self._picture().encode())
+
+    def report(self, *, equal_tokens: bool) -> bytes:
+        """Return the JSON file: options, a summary per run, a row per request; in seconds."""
+        runs = [
+            {"configuration": run.name, "round": run.round, "summary": self._summary(run),
+             "counters": run.counters}
+            for run in self.runs
+        ]  # fmt: skip
+        content = {
+            "title": self._title(),
+            "unit": unit_of(self._arguments),
+            "processors": usable_cores().count,
+            "options": options_of(self._arguments),
+            "settings": dict(
+                zip((one.name for one in self._arguments.compare), self._settings, strict=True)
+            ),
+            "equal_tokens": equal_tokens,
+            "runs": runs,
+            "rows": [row for run in self.runs for row in rows(run)],
+        }
+        return msgspec.json.encode(content) + b"\n"
+
+    def _picture(self) -> str:
+        values: dict[str, tuple[list[float], list[float]]] = {}
+        for run in self.runs:
+            first, gaps = values.setdefault(run.name, ([], []))
+            for record in run.records:
+                if record.outcome == OK:
+                    first += [] if record.ttft is None else [record.ttft]
+                    gaps += record.gaps()
+        return tails(values, *self._limits, title=self._title())
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@asynccontextmanager
+async def _sampled(client: AsyncClient) -> AsyncIterator[list[int]]:
+    """Collect the KV blocks that requests use, every :data:`SAMPLE_S` seconds."""
+    used: list[int] = []
+
+    async def sample() -> None:
+        while True:
+            report = parsed(await client.status())
+            used.append(sum(worker.kv_blocks_used for worker in report.workers))
+            await asyncio.sleep(SAMPLE_S)
+
+    task = asyncio.ensure_future(sample())
+    try:
+        yield used
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _counted(
+    before: ClusterReport, after: ClusterReport, used: Sequence[int], card: ModelCard
+) -> Counters:
+    block = card.layout.token_bytes * card.layout.block_size
+    alive = [worker for worker in after.workers if worker.state != DEAD]
+
+    def handed(report: ClusterReport) -> tuple[int, float]:
+        receivers = report.of_role("decode")
+        seconds = math.fsum(worker.handoff_seconds for worker in receivers)
+        return sum(worker.handoff_bytes for worker in receivers), seconds
+
+    (old_bytes, old_seconds), (new_bytes, new_seconds) = handed(before), handed(after)
+    return Counters(
+        handoffs=after.handoffs.count - before.handoffs.count,
+        handoff_bytes=new_bytes - old_bytes,
+        handoff_seconds=new_seconds - old_seconds,
+        local=after.router.requests.local - before.router.requests.local,
+        kv_bytes=block * sum(worker.kv_blocks_total for worker in alive),
+        kv_used=block * max(used, default=0),
+    )
