@@ -63,7 +63,7 @@ GATES: dict[str, dict[str, Gate]] = {
     },
     "decode_attention.cu": {
         # Shared memory admits two blocks of 128 threads on a multiprocessor, so may registers.
-        "decode_attention_d64": Gate(
+        "decode_attention_d(32|64)": Gate(
             128,
             needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, TRANSPOSE, STORE_16, PACK_BF16),
             forbids=(COPY_ALWAYS,),
@@ -123,7 +123,7 @@ GATES: dict[str, dict[str, Gate]] = {
     },
     "prefill_attention.cu": {
         # The sums of 32 rows a warp take 128; two blocks of 128 threads leave 255 to each thread.
-        "prefill_attention_d64": Gate(
+        "prefill_attention_d(32|64)": Gate(
             240,
             needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, STORE_16, PACK_BF16),
             forbids=(COPY_ALWAYS,),

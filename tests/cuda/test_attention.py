@@ -42,6 +42,8 @@ DECODE_SHAPES = [
     {"dim": 128, "group": 8, "kv_heads": 2, "block_size": 16},
     {"dim": 64, "group": 12, "kv_heads": 1, "block_size": 32},
     {"dim": 128, "group": 16, "kv_heads": 1, "block_size": 40},
+    {"dim": 32, "group": 1, "kv_heads": 4, "block_size": 16},
+    {"dim": 32, "group": 9, "kv_heads": 2, "block_size": 24},
 ]
 PREFILL_SHAPES = [
     *DECODE_SHAPES,
@@ -69,7 +71,7 @@ def test_decode(device: Device, rng: np.random.Generator, shape: dict, window: i
         assert_rounds_to(run_decode(device, case, chunk)[0], expected_decode(case))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_partial_results_are_exact_to_float32(
     device: Device, rng: np.random.Generator, dim: int
 ) -> None:
@@ -114,7 +116,9 @@ def test_large_scores(device: Device, rng: np.random.Generator) -> None:
     assert_rounds_to(run_decode(device, case, 64)[0], expected_decode(case))
 
 
-@pytest.mark.parametrize("shape", [DECODE_SHAPES[3], DECODE_SHAPES[6]], ids=name_of)
+@pytest.mark.parametrize(
+    "shape", [DECODE_SHAPES[3], DECODE_SHAPES[6], DECODE_SHAPES[11]], ids=name_of
+)
 def test_decode_bits(
     device: Device, rng: np.random.Generator, schedules: Schedules, shape: dict
 ) -> None:
@@ -141,7 +145,7 @@ def test_splits_change_rounding_only(device: Device, rng: np.random.Generator) -
 
 
 @pytest.mark.parametrize("chunk", [64, 256, 1024])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_decode_of_long_sequences(
     device: Device, rng: np.random.Generator, dim: int, chunk: int
 ) -> None:
@@ -150,7 +154,7 @@ def test_decode_of_long_sequences(
     assert_rounds_to(run_decode(device, case, chunk)[0], expected_decode(case))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_the_largest_score_may_be_in_any_split(
     device: Device, rng: np.random.Generator, dim: int
 ) -> None:
@@ -165,7 +169,7 @@ LONG_PROMPTS = [([(0, 700)], 0), ([(600, 130), (37, 300)], 0), ([(900, 64), (0, 
 
 
 @pytest.mark.parametrize(("spans", "window"), LONG_PROMPTS)
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim", [32, 64, 80, 128])
 def test_prefill_of_long_prompts(
     device: Device,
     rng: np.random.Generator,
@@ -198,7 +202,7 @@ def test_prefill_looks_both_ways(device: Device, rng: np.random.Generator) -> No
     assert_rounds_to(run_prefill(device, case, rows), expected_prefill(case, rows))
 
 
-@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("dim", [32, 64, 80])
 def test_groups_of_rows_that_see_each_other(
     device: Device, rng: np.random.Generator, schedules: Schedules, dim: int
 ) -> None:

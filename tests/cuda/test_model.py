@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 
 from baton.benchmarks.checkpoints import write_checkpoint
-from baton.deploy.config import demo_model_folder
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.llm import LLMEngine
@@ -57,9 +56,12 @@ def tokens_of(count: int, rng: np.random.Generator) -> npt.NDArray[np.int32]:
     return rng.integers(0, SHAPE.vocab, count).astype(np.int32)
 
 
+@pytest.mark.parametrize("heads", [2, 4])
 def test_logits_are_the_reference_s_but_for_bfloat16(
-    folder: Path, device: Device, rng: np.random.Generator
+    tmp_path: Path, device: Device, rng: np.random.Generator, heads: int
 ) -> None:
+    """Heads of 64 and of 32 channels."""
+    folder = write_checkpoint(tmp_path, replace(SHAPE, heads=heads, kv_heads=heads // 2), "BF16")
     reference, runner = load(folder), load(folder, CudaBackend(device))
     first = chunks_of([37, 5, 1, 16], rng)
     then = [
@@ -208,10 +210,11 @@ def assert_refused(device: Device, words: str, **settings: str | int) -> None:
 
 
 def test_a_model_the_attention_kernels_cannot_serve_is_refused(
-    folder: Path, device: Device
+    folder: Path, device: Device, tmp_path: Path
 ) -> None:
-    words = "support head sizes 64 and 128, this model has 32"
-    assert_refused(device, words, model=str(demo_model_folder()))
+    narrow = write_checkpoint(tmp_path / "narrow", replace(SHAPE, heads=8, kv_heads=1), "BF16")
+    words = "support head sizes 32, 64, 128, this model has 16"
+    assert_refused(device, words, model=str(narrow))
     words = "block_size must be a multiple of 8, not 12"
     assert_refused(device, words, model=str(folder), block_size=12)
 

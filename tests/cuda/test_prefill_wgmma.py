@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from baton.engine.kernels.cuda.attention import WGMMA_DIMS
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.cuda.reference import from_bf16
 from baton.engine.kernels.cuda.tuning import Tuning
@@ -29,7 +30,10 @@ from .test_attention import DECODE_SHAPES, name_of
 Array = npt.NDArray[np.generic]
 Schedules = Callable[[Callable[[], Sequence[Array]]], list[Array]]
 WGMMA = Tuning(prefill="wgmma")
-SHAPES = [*DECODE_SHAPES, {"dim": 64, "group": 128, "kv_heads": 1, "block_size": 8}]
+SHAPES = [
+    *(shape for shape in DECODE_SHAPES if shape["dim"] in WGMMA_DIMS),
+    {"dim": 64, "group": 128, "kv_heads": 1, "block_size": 8},
+]
 SEEDS = range(8)
 
 

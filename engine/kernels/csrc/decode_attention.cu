@@ -283,7 +283,8 @@ __device__ __forceinline__ void decode_attention(
     }
 }
 
-// Combines the splits of a sequence into its output row. A lane takes D / 32 dims of one head.
+// Combines the splits of a sequence into its output row. A lane takes D / 32 dims of one head, half of
+// the lanes take 2 of 32.
 //
 // Split s is added to sum s % 4, and the four sums are added in their order. So the number of warps
 // per head, which share the sums, changes no bit.
@@ -295,11 +296,12 @@ __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
                                                const float2* __restrict__ partial_stats,
                                                bf16* __restrict__ out, int heads) {
     constexpr int kPer = BATON_COMBINE_WARPS, kMine = kSums / kPer, kTogether = kWarps / kPer;
-    constexpr int kDims = D / 32;
+    constexpr int kPairs = (D + 63) / 64, kDims = 2 * kPairs;
     static_assert(kPer * kMine == kSums && kPer * kTogether == kWarps, "1, 2 or 4 warps per head");
-    __shared__ float shared_sums[kTogether][kSums][D];
+    __shared__ float shared_sums[kTogether][kSums][kDims * kWarp];
     __shared__ float shared_weights[kTogether][kSums];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const bool has_dims = D >= 64 || lane < D / 2;
     const int part = warp % kPer, place = warp / kPer, sequence = blockIdx.y;
     const int head = static_cast<int>(blockIdx.x) * kTogether + place;
     const int4 splits = plan[1 + sequence];
@@ -335,7 +337,8 @@ __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
                 const float by = power_of_two(of.x - peak);
                 weight[j] += by * of.y;
 #pragma unroll
-                for (int i = 0; i < D / 64; i++) {
+                for (int i = 0; i < kPairs; i++) {
+                    if (!has_dims) break;
                     const float2 v = from[i * kWarp + lane];
                     sum[j][2 * i] += by * v.x, sum[j][2 * i + 1] += by * v.y;
                 }
@@ -367,8 +370,8 @@ __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
     const float by = all > 0.0f ? 1.0f / all : 0.0f;
     unsigned* to = (unsigned*)(out + (static_cast<long long>(sequence) * heads + head) * D);
 #pragma unroll
-    for (int i = 0; i < D / 64; i++)
-        to[i * kWarp + lane] = pack_bf16(total[2 * i] * by, total[2 * i + 1] * by);
+    for (int i = 0; i < kPairs; i++)
+        if (has_dims) to[i * kWarp + lane] = pack_bf16(total[2 * i] * by, total[2 * i + 1] * by);
 }
 
 #define KERNELS(D)                                                                                 \
@@ -386,5 +389,6 @@ __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
         decode_combine<D>(plan, partial, partial_stats, out, heads);                               \
     }
 
+KERNELS(32)
 KERNELS(64)
 KERNELS(128)

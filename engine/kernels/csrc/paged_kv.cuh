@@ -8,7 +8,8 @@
 //
 // Rows are stored in shared memory in pieces of 16 bytes. ldmatrix reads one piece of eight rows at
 // once, and these must touch all 32 banks. If a row has a multiple of 8 pieces, piece c of row r is at
-// c ^ (r % 8) (swizzled). Otherwise rows are an odd number of pieces apart.
+// c ^ (r % 8) (swizzled). With 4 pieces, two rows fill the banks, and piece c of row r is at
+// c ^ (r / 2 % 4). Otherwise rows are an odd number of pieces apart.
 #pragma once
 #include "device.cuh"
 
@@ -18,10 +19,11 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr float kLowest = -1.0e30f;  // the maximum before any key; finite, so no difference is NaN
 
 // Pieces from one row to the next.
-template <int D> constexpr int kRowPieces = D % 64 ? D / 8 | 1 : D / 8;
+template <int D> constexpr int kRowPieces = D % 64 && D != 32 ? D / 8 | 1 : D / 8;
 
 // Position of 16-byte piece `piece` of row `row`, in pieces.
 template <int D> __device__ __forceinline__ int swizzled(int row, int piece) {
+    if (D == 32) return row * 4 + (piece ^ ((row >> 1) & 3));
     return row * kRowPieces<D> + (D % 64 ? piece : piece ^ (row & 7));
 }
 

@@ -338,6 +338,7 @@ __device__ __forceinline__ void prefill_attention(
                              group, block_size, window, scale_log2);                               \
     }
 
+KERNEL(32)
 KERNEL(64)
 KERNEL(80)  // towers of vision models
 KERNEL(128)

@@ -1,11 +1,11 @@
 """Launchers of ``decode_attention.cu`` and ``prefill_attention.cu``: attention over the paged pool.
 
 Queries, outputs and the pool are bfloat16 bits (uint16). ``kv_layer[NB, 2, Hk, BS, D]`` is one
-layer of the pool, ``D`` 64 or 128 (in prefill also 80), ``BS`` a multiple of 8; query head ``h``
-reads KV head ``h // (Hq / Hk)``. A row's bits do not depend on other rows, on the placement of its
-blocks or, in prefill, on its chunk. All keys visible to the rows of a tile must be finite; other
-keys are not read. Plans come from :mod:`.attention_plan`, which also has ``check_tables`` for block
-tables. Wrong types, shapes and orders raise ValueError before the launch.
+layer of the pool, ``D`` 32, 64 or 128 (in prefill also 80), ``BS`` a multiple of 8; query head
+``h`` reads KV head ``h // (Hq / Hk)``. A row's bits do not depend on other rows, on the placement
+of its blocks or, in prefill, on its chunk. All keys visible to the rows of a tile must be finite;
+other keys are not read. Plans come from :mod:`.attention_plan`, which also has ``check_tables`` for
+block tables. Wrong types, shapes and orders raise ValueError before the launch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from .attention_plan import ALL_POSITIONS, PREFILL_KEYS, PREFILL_ROWS, DecodeSha
 from .checks import BF16, check_array, check_multiple
 from .device import Device, DeviceArray, Kernel
 
-HEAD_DIMS = (64, 128)
-PREFILL_DIMS = (64, 80, 128)
+HEAD_DIMS = (32, 64, 128)
+PREFILL_DIMS = (32, 64, 80, 128)
+WGMMA_DIMS = (64, 128)
 _DECODE = {d: Kernel("decode_attention.cu", f"decode_attention_d{d}") for d in HEAD_DIMS}
 _COMBINE = {d: Kernel("decode_attention.cu", f"decode_combine_d{d}") for d in HEAD_DIMS}
 _PREFILL = {d: Kernel("prefill_attention.cu", f"prefill_attention_d{d}") for d in PREFILL_DIMS}
-_WGMMA = {d: Kernel("prefill_wgmma.cu", f"prefill_wgmma_d{d}") for d in HEAD_DIMS}
+_WGMMA = {d: Kernel("prefill_wgmma.cu", f"prefill_wgmma_d{d}") for d in WGMMA_DIMS}
 _THREADS = 128
 _WARPS = 4
 _WGMMA_THREADS = 384
@@ -138,7 +139,7 @@ def prefill_attention(
 def refusal(head_dim: int, block_size: int, group: int) -> str:
     """Return why the kernels do not support a model, or ""; ``group``: query heads per KV head."""
     if head_dim not in HEAD_DIMS:
-        known = " and ".join(map(str, HEAD_DIMS))
+        known = ", ".join(map(str, HEAD_DIMS))
         return f"the CUDA kernels support head sizes {known}, this model has {head_dim}"
     if block_size % _GROUP:
         return f"on CUDA block_size must be a multiple of {_GROUP}, not {block_size}"
@@ -158,7 +159,7 @@ def tower_refusal(head_dim: int) -> str:
 def _row_bytes(dim: int) -> int:
     """Return the bytes from one row to the next in shared memory, as ``kRowPieces``."""
     pieces = dim // 8
-    return 16 * (pieces if pieces % 8 == 0 else pieces | 1)
+    return 16 * (pieces if pieces % 8 == 0 or pieces == 4 else pieces | 1)
 
 
 def _check_heads(
