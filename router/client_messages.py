@@ -37,12 +37,8 @@ from baton.proto.wire.messages import (
     Terminal,
 )
 
-from .admission import Admission, check_deadline
-from .authorization import Caller
-from .clients import Clients
-from .config import RouterConfig
+from .admission import check_deadline
 from .events import (
-    Action,
     ClientFull,
     ClientGone,
     ClientWritable,
@@ -51,15 +47,12 @@ from .events import (
     ToClient,
 )
 from .lifecycle import Lifecycle
-from .metrics import Metrics
-from .own_errors import TEXT, OwnErrors
-from .placement import Placement
+from .own_errors import TEXT
 from .queries import Queries, merge_queries
 from .recovery import Recovery
-from .registry import Registry
-from .request_table import RequestTable
 from .requests import Attempt, Request, State
-from .stories import MAX_ORIGIN_CHARS, Stories
+from .state import RouterState
+from .stories import MAX_ORIGIN_CHARS
 from .takeover import Takeover
 
 ENDED_ABSENT_S = 30.0
@@ -72,45 +65,32 @@ _ENDED = State.ENDED
 
 
 class ClientMessages:
-    """Handles every message of ClientToRouter; :class:`.queries.Queries` answers queries.
-
-    ``caller_of``: maps a client's routing id to its key and rights.
-    """
+    """Handles every message of ClientToRouter; :class:`.queries.Queries` answers queries."""
 
     def __init__(
         self,
-        config: RouterConfig,
-        out: list[Action],
-        table: RequestTable,
-        registry: Registry,
-        placement: Placement,
-        admission: Admission,
-        clients: Clients,
+        state: RouterState,
         lifecycle: Lifecycle,
         recovery: Recovery,
         takeover: Takeover,
-        metrics: Metrics,
         queries: Queries,
-        stories: Stories,
-        caller_of: Callable[[bytes], Caller],
-        errors: OwnErrors,
     ) -> None:
-        self._config = config
-        self._out = out
-        self._table = table
-        self._registry = registry
-        self._placement = placement
-        self._admission = admission
-        self._clients = clients
+        self._config = state.config
+        self._out = state.out
+        self._table = state.table
+        self._registry = state.registry
+        self._placement = state.placement
+        self._admission = state.admission
+        self._clients = state.clients
         self._lifecycle = lifecycle
         self._recovery = recovery
         self._takeover = takeover
-        self._metrics = metrics
+        self._metrics = state.metrics
         self._queries = queries
-        self._stories = stories
-        self._caller_of = caller_of
-        self._errors = errors
-        self._key = config.key
+        self._stories = state.stories
+        self._caller_of = state.caller_of
+        self._errors = state.errors
+        self._key = state.config.key
         self._closing = False
 
     def handle(self, event: FromClient, now: float) -> None:

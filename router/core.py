@@ -9,8 +9,7 @@ order and once, on any sequence of workers. All records together stay below the 
 The core does not track KV blocks: only the decode worker's grant decides about its memory.
 Modules: :mod:`.client_messages`, :mod:`.queries` and :mod:`.worker_messages` handle messages,
 :mod:`.lifecycle` places and ends requests, :mod:`.recovery` replays them, :mod:`.takeover` adopts
-requests that began elsewhere, :mod:`.timers` handles timeouts. They share the actions to return
-(``out``), the requests (:mod:`.request_table`), the workers (:mod:`.registry`) and the metrics.
+requests that began elsewhere, :mod:`.timers` handles timeouts. They share one :mod:`.state`.
 """
 
 from __future__ import annotations
@@ -21,13 +20,9 @@ from collections.abc import Callable
 from baton.proto.errors import InternalError
 from baton.runtime.metrics.families import Family
 
-from .admission import Admission
-from .authorization import ANYBODY, Caller, Proofs
+from .authorization import ANYBODY, Caller
 from .client_messages import ClientMessages
-from .clients import Clients
 from .config import RouterConfig
-from .decider import HandoffTails
-from .early_moves import EarlyMoves
 from .events import (
     Action,
     ClientFull,
@@ -43,18 +38,12 @@ from .events import (
     WorkerInputRejected,
     WorkersGone,
 )
-from .history import History
 from .lifecycle import Lifecycle
-from .metrics import Metrics
-from .own_errors import OwnErrors
-from .placement import Placement
 from .queries import Queries
 from .recovery import Recovery, WorkerLosses
-from .registry import Registry
-from .request_table import RequestTable
 from .requests import State
-from .status import Handoffs, Reporter
-from .stories import Stories
+from .state import RouterState
+from .status import Reporter
 from .takeover import Takeover
 from .timers import Timers
 from .worker_messages import WorkerMessages
@@ -88,49 +77,24 @@ class RouterCore:
         fresh_stories: bool = False,
     ) -> None:
         self.broken = ""
-        out = self._out = list[Action]()
-        table = self.table = RequestTable()
-        registry = self.registry = Registry(config, now)
-        admission = self.admission = Admission(config.admission, now)
-        clients = self.clients = Clients()
-        metrics = self.metrics = Metrics()
-        tails = HandoffTails() if config.mode == "adaptive" else None
-        handoffs = self.handoffs = Handoffs(lambda name: registry.find(name) is not None, tails)
-        history = History(table, registry, admission, metrics, handoffs.metrics, now)
-        placement = self.placement = Placement(registry, config, tails)
-        stories = self.stories = Stories(config.trace_requests, fresh=fresh_stories)
-        errors = self.errors = OwnErrors(out, table, registry, admission, clients, metrics)
-        lifecycle = self._lifecycle = Lifecycle(
-            config, out, table, registry, placement, admission, clients, metrics, stories, errors,
-            incarnation,
+        state = RouterState(
+            config, incarnation, now,
+            caller_of=caller_of, worker_of=worker_of, fresh_stories=fresh_stories,
         )  # fmt: skip
-        recovery = self._recovery = Recovery(config, out, table, placement, lifecycle, metrics)
-        takeover = Takeover(config, out, table, registry, lifecycle, recovery, metrics, errors, now)
-        pairs = placement.failed_pairs
-        reporter = self._reporter = Reporter(
-            config, table, registry, pairs, admission, clients, metrics, handoffs, stories,
-            history, now,
-        )  # fmt: skip
-        queries = Queries(config, out, registry, clients, metrics, reporter, files or {}, caller_of)
-        client_messages = ClientMessages(
-            config, out, table, registry, placement, admission, clients,
-            lifecycle, recovery, takeover, metrics, queries, stories, caller_of, errors,
-        )  # fmt: skip
-        drained = queries.drained
-        losses = WorkerLosses(
-            out, registry, placement, lifecycle, recovery, metrics, errors, drained
-        )
-        registration = WorkerRegistration(
-            config, out, registry, admission, takeover, losses, metrics, incarnation, drained
-        )
-        worker_messages = WorkerMessages(
-            config, out, table, registry, pairs, admission, lifecycle, recovery, takeover,
-            registration, Proofs(config, metrics), metrics, handoffs, stories, errors, worker_of,
-        )  # fmt: skip
-        self._timers = Timers(
-            config, out, table, registry, admission, lifecycle, recovery, takeover, losses,
-            EarlyMoves(registry, losses, errors), history, errors, now,
-        )  # fmt: skip
+        self._out, self.errors = state.out, state.errors
+        self.table, self.registry, self.admission = state.table, state.registry, state.admission
+        self.clients, self.metrics, self.stories = state.clients, state.metrics, state.stories
+        self.placement, self.handoffs = state.placement, state.handoffs
+        lifecycle = self._lifecycle = Lifecycle(state)
+        recovery = self._recovery = Recovery(state, lifecycle)
+        takeover = Takeover(state, lifecycle, recovery)
+        self._reporter = Reporter(state)
+        queries = Queries(state, self._reporter, files or {})
+        client_messages = ClientMessages(state, lifecycle, recovery, takeover, queries)
+        losses = WorkerLosses(state, lifecycle, recovery, queries.drained)
+        registration = WorkerRegistration(state, takeover, losses, queries.drained)
+        worker_messages = WorkerMessages(state, lifecycle, recovery, takeover, registration)
+        self._timers = Timers(state, lifecycle, recovery, takeover, losses)
         self._handlers: dict[type[Event], Callable[..., None]] = {
             FromClient: client_messages.handle,
             FromWorker: worker_messages.handle,
@@ -196,7 +160,9 @@ class RouterCore:
             for _ in range(MAX_MENDS):
                 if self.errors.fresh:
                     self.errors.mend(
-                        self._lifecycle, lambda one, why: self._recovery.lost(one, why, now), now
+                        self._lifecycle.fail,
+                        lambda one, why: self._recovery.lost(one, why, now),
+                        now,
                     )
             self.check_integrity()
         except Exception as error:

@@ -14,11 +14,10 @@ Pure.
 
 from __future__ import annotations
 
-from .own_errors import OwnErrors
 from .placement import HEARD_S
 from .recovery import WorkerLosses
-from .registry import Registry
 from .requests import Request, State
+from .state import RouterState
 from .workers import Worker, WorkerState
 
 SHORTEST_S = 0.5
@@ -28,10 +27,10 @@ SHORTEST_S = 0.5
 class EarlyMoves:
     """Decides which requests leave their suspect workers now."""
 
-    def __init__(self, registry: Registry, losses: WorkerLosses, errors: OwnErrors) -> None:
-        self._registry = registry
+    def __init__(self, state: RouterState, losses: WorkerLosses) -> None:
+        self._registry = state.registry
         self._losses = losses
-        self._errors = errors
+        self._errors = state.errors
 
     def tick(self, now: float) -> None:
         """Move the requests whose wait is over."""

@@ -47,7 +47,6 @@ are sent from the first missing position on once the client reads again.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 from baton.proto.errors import BatonError, CapacityError, InternalError, LimitExceeded
 from baton.proto.requests import check_emitted, check_wire_context
@@ -55,23 +54,12 @@ from baton.proto.wire.messages import Abort, Assign, Terminal
 from baton.proto.wire.proofs import Terms, assignment
 from baton.proto.wire.token_runs import messages_of
 
-from .admission import Admission
-from .clients import Clients
-from .config import RouterConfig
-from .events import Action, Log, NotSent, ToClient, ToWorker
-from .metrics import Metrics
-from .placement import Placement
-from .registry import Registry
-from .request_table import RequestTable
-from .requests import BEFORE_DECODE, NEVER, Request, State, Step
-from .stories import MAX_CAUSE_CHARS, MAX_PAST, Stories
+from .events import Log, NotSent, ToClient, ToWorker
+from .requests import BEFORE_DECODE, ENDED_KEEP_S, NEVER, Request, State, Step
+from .state import RouterState
+from .stories import MAX_CAUSE_CHARS, MAX_PAST
 from .workers import Worker
 
-if TYPE_CHECKING:
-    from .own_errors import OwnErrors
-
-ENDED_KEEP_S = 5.0
-"""Minimum seconds for which a terminal is kept, also after the deadline."""
 UNKNOWN_ABORTS = 1024
 """Above this number, Aborts of requests without a record are sent, but not repeated."""
 _QUEUED, _DECODING = State.QUEUED, State.DECODING
@@ -83,33 +71,19 @@ _END, _FORGET = Step.END, Step.FORGET
 class Lifecycle:
     """Places and ends requests: sends Assign and Abort to workers, and terminals to clients."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        out: list[Action],
-        table: RequestTable,
-        registry: Registry,
-        placement: Placement,
-        admission: Admission,
-        clients: Clients,
-        metrics: Metrics,
-        stories: Stories,
-        errors: OwnErrors,
-        incarnation: int,
-    ) -> None:
-        """``incarnation``: of this router."""
-        self._config = config
-        self._key = config.key
-        self._incarnation = incarnation
-        self._out = out
-        self._table = table
-        self._registry = registry
-        self._placement = placement
-        self._admission = admission
-        self._clients = clients
-        self._metrics = metrics
-        self._stories = stories
-        self._errors = errors
+    def __init__(self, state: RouterState) -> None:
+        self._config = state.config
+        self._key = state.config.key
+        self._incarnation = state.incarnation
+        self._out = state.out
+        self._table = state.table
+        self._registry = state.registry
+        self._placement = state.placement
+        self._admission = state.admission
+        self._clients = state.clients
+        self._metrics = state.metrics
+        self._stories = state.stories
+        self._errors = state.errors
 
     # ------------------------------------------------------------------ placing
 

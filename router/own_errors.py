@@ -15,17 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from baton.proto.errors import InternalError
+from baton.proto.errors import BatonError, InternalError
 from baton.proto.wire.messages import Terminal, Tokens
 
 from .admission import Admission
 from .clients import Clients
 from .events import Action, Fault, ToClient
-from .lifecycle import ENDED_KEEP_S, Lifecycle
 from .metrics import Metrics
 from .registry import Registry
 from .request_table import RequestTable
-from .requests import PLACED, Request, State
+from .requests import ENDED_KEEP_S, PLACED, Request, State
 from .workers import Worker, WorkerState
 
 TEXT = "the router failed to handle this request; the router's log has the cause"
@@ -104,10 +103,15 @@ class OwnErrors:
 
     # ------------------------------------------------------------------ repaired
 
-    def mend(self, lifecycle: Lifecycle, lost: Callable[[Request, str], None], now: float) -> None:
+    def mend(
+        self,
+        end: Callable[[Request, BatonError, float], None],
+        lost: Callable[[Request, str], None],
+        now: float,
+    ) -> None:
         """End the harmed requests and make all sums and indexes again from the records.
 
-        ``lost``: replays a request whose worker is gone.
+        ``end``: ends a request with an error. ``lost``: replays a request whose worker is gone.
         """
         self.fresh = False
         harmed, self._harmed = self._harmed, []
@@ -115,14 +119,16 @@ class OwnErrors:
         self._recount(now)
         for request in list(self._table.requests.values()):
             if request.key in keys or _is_broken(request):
-                self._end(request, lifecycle, now)
+                self._end(request, end, now)
         self._recount(now)
         for request in list(self._table.requests.values()):
             if request.state in PLACED and not all(map(_may_run, _needed(request))):
                 lost(request, "its worker was lost")
         self._send_rest()
 
-    def _end(self, request: Request, lifecycle: Lifecycle, now: float) -> None:
+    def _end(
+        self, request: Request, end: Callable[[Request, BatonError, float], None], now: float
+    ) -> None:
         """End a harmed request. If it had ended before and is due, drop its record."""
         if request.state is State.FORGOTTEN or (request.done and now >= request.limit):
             self._drop(request)
@@ -136,7 +142,7 @@ class OwnErrors:
             self._force_end(request, now)
             return
         try:
-            lifecycle.fail(request, InternalError(TEXT), now)
+            end(request, InternalError(TEXT), now)
         except Exception as error:  # then without anything that may fail again
             self._note(error, {"request": request.key.hex(), "where": "ending it"})
             self.fresh = False

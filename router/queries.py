@@ -24,12 +24,8 @@ from baton.proto.wire.messages import (
     StatusReport,
 )
 
-from .authorization import Caller
-from .clients import Clients
-from .config import RouterConfig
-from .events import Action, ClientInputRejected, ToClient, ToWorker
-from .metrics import Metrics
-from .registry import Registry
+from .events import ClientInputRejected, ToClient, ToWorker
+from .state import RouterState
 from .status import Reporter
 from .workers import last_worker
 
@@ -39,29 +35,18 @@ _QUERIES = frozenset((Describe, Status))
 class Queries:
     """Answers the messages of ClientToRouter that concern no request.
 
-    ``files``: text files of the model folder by name, returned by Describe. ``caller_of``: maps a
-    client's routing id to its key and rights.
+    ``files``: text files of the model folder by name, returned by Describe.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        out: list[Action],
-        registry: Registry,
-        clients: Clients,
-        metrics: Metrics,
-        reporter: Reporter,
-        files: dict[str, bytes],
-        caller_of: Callable[[bytes], Caller],
-    ) -> None:
-        self._config = config
-        self._out = out
-        self._registry = registry
-        self._clients = clients
-        self._metrics = metrics
+    def __init__(self, state: RouterState, reporter: Reporter, files: dict[str, bytes]) -> None:
+        self._config = state.config
+        self._out = state.out
+        self._registry = state.registry
+        self._clients = state.clients
+        self._metrics = state.metrics
         self._reporter = reporter
         self._files = files
-        self._caller_of = caller_of
+        self._caller_of = state.caller_of
         self._drains: dict[str, list[bytes]] = {}  # clients that wait for Drained, by worker id
 
     def handle(self, identity: bytes, message: Message, now: float) -> None:

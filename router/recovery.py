@@ -50,15 +50,10 @@ from functools import partial
 from baton.proto.errors import FeatureMissing, RequestPoisoned, WorkerLost
 from baton.proto.wire.messages import Adopt, PeerDead
 
-from .config import RouterConfig
-from .events import Action, Log, ToWorker
+from .events import Log, ToWorker
 from .lifecycle import Lifecycle
-from .metrics import Metrics
-from .own_errors import OwnErrors
-from .placement import Placement
-from .registry import Registry
-from .request_table import RequestTable
 from .requests import NEVER, PLACED, Request, State
+from .state import RouterState
 from .stories import MAX_MESSAGE_CHARS
 from .workers import Worker, WorkerState
 
@@ -80,21 +75,13 @@ NOTICE_INTERVAL_S = 1.0
 class Recovery:
     """Asks again for lost messages, and replays or fails requests whose attempt was lost."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        out: list[Action],
-        table: RequestTable,
-        placement: Placement,
-        lifecycle: Lifecycle,
-        metrics: Metrics,
-    ) -> None:
-        self._config = config
-        self._out = out
-        self._table = table
-        self._placement = placement
+    def __init__(self, state: RouterState, lifecycle: Lifecycle) -> None:
+        self._config = state.config
+        self._out = state.out
+        self._table = state.table
+        self._placement = state.placement
         self._lifecycle = lifecycle
-        self._metrics = metrics
+        self._metrics = state.metrics
 
     def reclaim(self, request: Request, now: float) -> None:
         """Ask the worker for the tokens again after a Resume of a known request."""
@@ -218,22 +205,18 @@ class WorkerLosses:
 
     def __init__(
         self,
-        out: list[Action],
-        registry: Registry,
-        placement: Placement,
+        state: RouterState,
         lifecycle: Lifecycle,
         recovery: Recovery,
-        metrics: Metrics,
-        errors: OwnErrors,
         on_lost: Callable[[str], None],
     ) -> None:
-        self._out = out
-        self._registry = registry
-        self._placement = placement
+        self._out = state.out
+        self._registry = state.registry
+        self._placement = state.placement
         self._lifecycle = lifecycle
         self._recovery = recovery
-        self._metrics = metrics
-        self._errors = errors
+        self._metrics = state.metrics
+        self._errors = state.errors
         self._on_lost = on_lost
         # PeerDead messages to repeat: (message, receivers, time, number of times sent).
         self._notices: deque[tuple[PeerDead, list[Worker], float, int]] = deque()

@@ -172,6 +172,8 @@ _BIAS_BYTES = 160  # an entry of a dict, a number and an id
 _FIELDS_FACTOR = 16
 """Memory of a map's fields by its encoded bytes: a number of one byte becomes an object."""
 NEVER = float("inf")
+ENDED_KEEP_S = 5.0
+"""Minimum seconds for which a terminal is kept, also after the deadline."""
 SUSPECT_DEATHS = 2
 HARMLESS_TOKENS = 8
 """More tokens than can be in transit when their worker dies."""

@@ -1,97 +1,27 @@
-"""The status report as JSON: workers, handoffs, failed pairs, and the router's metrics.
-
-The router keeps the handoff reports, so they survive the workers that sent them.
-"""
+"""The status report as JSON: workers, handoffs, failed pairs, and the router's metrics."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 
 import msgspec
 
-from baton.proto.wire.messages import HandoffReport, Status
+from baton.proto.wire.messages import Status
 from baton.runtime.metrics.families import Family
 
-from .admission import Admission
 from .authorization import ANYBODY, Caller
-from .clients import Clients
-from .config import RouterConfig
-from .decider import HandoffTails
 from .families import Sources, families_of
-from .history import History
-from .metrics import CANCELLED, FAILED, OK, HandoffMetrics, Metrics, Transferred
-from .pairs import FailedPair, FailedPairs
-from .registry import Registry
-from .request_table import RequestTable
+from .metrics import CANCELLED, FAILED, OK, Transferred
+from .pairs import FailedPair
 from .requests import State
-from .stories import Stories, Story, names, story_of
+from .state import RouterState
+from .stories import Story, names, story_of
 from .story_report import Record, story_record
 from .workers import Worker
 
-KEEP_HANDOFFS = 256
 MAX_REPORTED_REQUESTS = 1000
 """Most ended and most unfinished requests in one report; each has about 1.5 KB."""
-
-
-class Handoffs:
-    """Totals of all handoffs, and the latest reports.
-
-    ``known``: see :class:`HandoffMetrics`. ``tails``: learn from the reports, in mode adaptive.
-    """
-
-    def __init__(self, known: Callable[[str], bool], tails: HandoffTails | None = None) -> None:
-        self._tails = tails
-        self._last: deque[tuple[HandoffReport, bytes]] = deque(maxlen=KEEP_HANDOFFS)
-        self.metrics = HandoffMetrics(known)
-
-    def add(self, report: HandoffReport, owner: bytes = b"") -> None:
-        """Add a committed handoff; ``owner``: key of the request's client."""
-        self._last.append((report, owner))
-        self.metrics.add(report)
-        if self._tails is not None:
-            self._tails.add(report)
-
-    @property
-    def count(self) -> int:
-        """Number of committed handoffs."""
-        return sum(one.count for one in self.metrics.by_transport.values())
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of committed handoffs."""
-        return sum(one.bytes for one in self.metrics.by_transport.values())
-
-    def listed(self, most: int, caller: Caller = ANYBODY) -> dict[str, object]:
-        """Return totals and up to ``most`` recent handoffs that the caller may see, latest last."""
-        seen = [one for one, owner in self._last if caller.operator or owner == caller.key]
-        recent = seen[-most:] if most > 0 else []
-        transports = self.metrics.by_transport.values()
-        return {
-            "count": self.count,
-            "bytes_sent": self.bytes_sent,
-            "bytes_received": sum(one.bytes_received for one in transports),
-            "last": [_handoff(report) for report in recent],
-        }
-
-
-def _handoff(report: HandoffReport) -> dict[str, object]:
-    return {
-        "request": report.request.hex(),
-        "attempt": report.attempt,
-        "prefill": report.prefill,
-        "decode": report.decode,
-        "transport": report.transport,
-        "bytes": report.bytes_sent,
-        "bytes_sent": report.bytes_sent,
-        "bytes_received": report.bytes_received,
-        "blocks": report.blocks,
-        "cached_tokens": report.cached_tokens,
-        "frames": report.frames,
-        "resent_frames": report.resent_frames,
-        "milliseconds": round(report.seconds * 1000, 3),
-    }
 
 
 def _failed_pair(pair: FailedPair, now: float) -> dict[str, object]:
@@ -108,31 +38,18 @@ def _failed_pair(pair: FailedPair, now: float) -> dict[str, object]:
 class Reporter:
     """Builds the status report."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        table: RequestTable,
-        registry: Registry,
-        failed_pairs: FailedPairs,
-        admission: Admission,
-        clients: Clients,
-        metrics: Metrics,
-        handoffs: Handoffs,
-        stories: Stories,
-        history: History,
-        started_at: float,
-    ) -> None:
-        self._config = config
-        self._table = table
-        self._registry = registry
-        self._failed_pairs = failed_pairs
-        self._admission = admission
-        self._clients = clients
-        self._metrics = metrics
-        self._handoffs = handoffs
-        self._stories = stories
-        self._history = history
-        self._started_at = started_at
+    def __init__(self, state: RouterState) -> None:
+        self._config = state.config
+        self._table = state.table
+        self._registry = state.registry
+        self._failed_pairs = state.placement.failed_pairs
+        self._admission = state.admission
+        self._clients = state.clients
+        self._metrics = state.metrics
+        self._handoffs = state.handoffs
+        self._stories = state.stories
+        self._history = state.history
+        self._started_at = state.started_at
 
     def report(self, asked: Status, now: float, caller: Caller = ANYBODY) -> bytes:
         """Return the report as JSON text, with as many handoffs and requests as asked for.

@@ -43,15 +43,11 @@ from dataclasses import dataclass, field
 
 from baton.proto.wire.messages import Abort, Adopt, Moved, RequestState
 
-from .config import RouterConfig
-from .events import Action, ToClient, ToWorker
+from .events import ToClient, ToWorker
 from .lifecycle import Lifecycle
-from .metrics import Metrics
-from .own_errors import OwnErrors
 from .recovery import Recovery
-from .registry import Registry
-from .request_table import RequestTable
 from .requests import NEVER, Request, State, Step
+from .state import RouterState
 from .workers import Worker
 
 SEARCH_S = 2.5
@@ -72,13 +68,11 @@ class OpenSearch:
 class Search:
     """Sends the Adopts and collects the denials."""
 
-    def __init__(
-        self, config: RouterConfig, out: list[Action], table: RequestTable, registry: Registry
-    ) -> None:
-        self._config = config
-        self._out = out
-        self._table = table
-        self._registry = registry
+    def __init__(self, state: RouterState) -> None:
+        self._config = state.config
+        self._out = state.out
+        self._table = state.table
+        self._registry = state.registry
 
     def begin(self, request: Request, now: float) -> bool:
         """Ask all workers; return False if no worker can answer."""
@@ -138,19 +132,12 @@ class UnclaimedRequests:
     allocated without a client. A client that resumes later gets a replay.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        table: RequestTable,
-        registry: Registry,
-        lifecycle: Lifecycle,
-        now: float,
-    ) -> None:
-        self._config = config
-        self._table = table
-        self._registry = registry
+    def __init__(self, state: RouterState, lifecycle: Lifecycle) -> None:
+        self._config = state.config
+        self._table = state.table
+        self._registry = state.registry
         self._lifecycle = lifecycle
-        self._until = now + config.orphan_grace_s
+        self._until = state.started_at + state.config.orphan_grace_s
         self._swept = False
 
     def expected(self, worker: Worker, key: bytes, attempt: int, now: float) -> bool:
@@ -210,29 +197,18 @@ class UnclaimedRequests:
 class Takeover:
     """Adopts requests that workers hold, and replays requests that no worker holds."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        out: list[Action],
-        table: RequestTable,
-        registry: Registry,
-        lifecycle: Lifecycle,
-        recovery: Recovery,
-        metrics: Metrics,
-        errors: OwnErrors,
-        now: float,
-    ) -> None:
-        self._errors = errors
-        self._config = config
-        self._out = out
-        self._table = table
+    def __init__(self, state: RouterState, lifecycle: Lifecycle, recovery: Recovery) -> None:
+        self._errors = state.errors
+        self._config = state.config
+        self._out = state.out
+        self._table = state.table
         self._lifecycle = lifecycle
-        self._registry = registry
+        self._registry = state.registry
         self._recovery = recovery
-        self._metrics = metrics
-        self._until = now + config.recovery_s
-        self._search = Search(config, out, table, registry)
-        self.unclaimed = UnclaimedRequests(config, table, registry, lifecycle, now)
+        self._metrics = state.metrics
+        self._until = state.started_at + state.config.recovery_s
+        self._search = Search(state)
+        self.unclaimed = UnclaimedRequests(state, lifecycle)
 
     def resume(self, request: Request, now: float) -> None:
         """Resume an unknown request: find the worker that holds it, or wait for its Hello."""

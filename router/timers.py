@@ -9,17 +9,12 @@ from __future__ import annotations
 from baton.proto.errors import DeadlineExceeded
 from baton.proto.wire.messages import Abort, Drain
 
-from .admission import Admission
-from .config import RouterConfig
 from .early_moves import EarlyMoves
-from .events import Action, Tick, ToWorker
-from .history import History
+from .events import Tick, ToWorker
 from .lifecycle import Lifecycle
-from .own_errors import OwnErrors
 from .recovery import Recovery, WorkerLosses
-from .registry import Registry
-from .request_table import RequestTable
 from .requests import NEVER, Request, State
+from .state import RouterState
 from .takeover import Takeover
 from .workers import Worker
 
@@ -32,34 +27,26 @@ class Timers:
 
     def __init__(
         self,
-        config: RouterConfig,
-        out: list[Action],
-        table: RequestTable,
-        registry: Registry,
-        admission: Admission,
+        state: RouterState,
         lifecycle: Lifecycle,
         recovery: Recovery,
         takeover: Takeover,
         losses: WorkerLosses,
-        early_moves: EarlyMoves,
-        history: History,
-        errors: OwnErrors,
-        now: float,
     ) -> None:
-        self._config = config
-        self._out = out
-        self._table = table
-        self._registry = registry
-        self._admission = admission
+        self._config = state.config
+        self._out = state.out
+        self._table = state.table
+        self._registry = state.registry
+        self._admission = state.admission
         self._lifecycle = lifecycle
         self._recovery = recovery
         self._takeover = takeover
         self._losses = losses
-        self._early_moves = early_moves
-        self._history = history
-        self._errors = errors
-        self._workers_next = now
-        self._rates_next = now
+        self._early_moves = EarlyMoves(state, losses)
+        self._history = state.history
+        self._errors = state.errors
+        self._workers_next = state.started_at
+        self._rates_next = state.started_at
 
     def next_time(self) -> float:
         """Return the time at which :meth:`tick` must be called next."""

@@ -33,25 +33,17 @@ from baton.proto.wire.messages import (
 )
 from baton.runtime.tables import RecentMap
 
-from .admission import Admission
 from .authorization import Proofs
 from .clients import Client
-from .config import RouterConfig
-from .events import Action, FromWorker, ToClient, ToWorker
+from .events import FromWorker, ToClient, ToWorker
 from .latency import bucket
 from .lifecycle import Lifecycle
-from .metrics import Metrics
-from .own_errors import OwnErrors
-from .pairs import FailedPairs
 from .recovery import Recovery
-from .registry import Registry
-from .request_table import RequestTable
 from .requests import NEVER, PLACED, Request, State, Step
-from .status import Handoffs
-from .stories import Stories
+from .state import RouterState
 from .takeover import Takeover
 from .worker_registration import WorkerRegistration
-from .workers import Worker, WorkerCaller
+from .workers import Worker
 
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _QUEUED = State.QUEUED
@@ -66,39 +58,28 @@ class WorkerMessages:
 
     def __init__(
         self,
-        config: RouterConfig,
-        out: list[Action],
-        table: RequestTable,
-        registry: Registry,
-        failed_pairs: FailedPairs,
-        admission: Admission,
+        state: RouterState,
         lifecycle: Lifecycle,
         recovery: Recovery,
         takeover: Takeover,
         registration: WorkerRegistration,
-        proofs: Proofs,
-        metrics: Metrics,
-        handoffs: Handoffs,
-        stories: Stories,
-        errors: OwnErrors,
-        caller_of: Callable[[bytes, str], WorkerCaller],
     ) -> None:
-        self._config = config
-        self._out = out
-        self._table = table
-        self._registry = registry
-        self._failed_pairs = failed_pairs
-        self._admission = admission
+        self._config = state.config
+        self._out = state.out
+        self._table = state.table
+        self._registry = state.registry
+        self._failed_pairs = state.placement.failed_pairs
+        self._admission = state.admission
         self._lifecycle = lifecycle
         self._recovery = recovery
         self._takeover = takeover
         self._registration = registration
-        self._proofs = proofs
-        self._metrics = metrics
-        self._handoffs = handoffs
-        self._stories = stories
-        self._errors = errors
-        self._caller_of = caller_of
+        self._proofs = Proofs(state.config, state.metrics)
+        self._metrics = state.metrics
+        self._handoffs = state.handoffs
+        self._stories = state.stories
+        self._errors = state.errors
+        self._caller_of = state.worker_of
         self._reported: RecentMap[bytes, int] = RecentMap(REMEMBER_REPORTS)
         self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
         self._handlers: dict[type[Message], Callable[..., None]] = {

@@ -21,13 +21,10 @@ from baton.proto.wire.messages import (
 from baton.proto.wire.proofs import seal_of, worker_key
 from baton.runtime.tables import RecentMap
 
-from .admission import Admission
-from .config import RouterConfig
-from .events import Action, Log, ToWorker, WorkerInputRejected, WorkersGone
-from .metrics import Metrics
+from .events import Log, ToWorker, WorkerInputRejected, WorkersGone
 from .recovery import WorkerLosses
-from .registry import Registry
 from .requests import NEVER
+from .state import RouterState
 from .takeover import Takeover
 from .workers import Worker, WorkerCaller, WorkerState
 
@@ -37,30 +34,25 @@ REMEMBER_REFUSED = 256
 class WorkerRegistration:
     """Registers workers and follows their states.
 
-    ``incarnation``: of this router. ``on_drained``: called with the id of every worker that has
+    ``on_drained``: called with the id of every worker that has
     finished its drain.
     """
 
     def __init__(
         self,
-        config: RouterConfig,
-        out: list[Action],
-        registry: Registry,
-        admission: Admission,
+        state: RouterState,
         takeover: Takeover,
         losses: WorkerLosses,
-        metrics: Metrics,
-        incarnation: int,
         on_drained: Callable[[str], None],
     ) -> None:
-        self._config = config
-        self._out = out
-        self._registry = registry
-        self._admission = admission
+        self._config = state.config
+        self._out = state.out
+        self._registry = state.registry
+        self._admission = state.admission
         self._takeover = takeover
         self._losses = losses
-        self._metrics = metrics
-        self._incarnation = incarnation
+        self._metrics = state.metrics
+        self._incarnation = state.incarnation
         self._on_drained = on_drained
         self._refused: RecentMap[bytes, str] = RecentMap(REMEMBER_REFUSED)  # logged codes
 
