@@ -159,7 +159,7 @@ class TimedDevice:
         """Return the same device."""
         return self
 
-    def another_stream(self) -> TimedDevice:
+    def another_stream(self, *, urgent: bool = False) -> TimedDevice:
         """Return the same device."""
         return self
 

@@ -8,6 +8,7 @@ it. Routers and operators may send Probe and Ping.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -40,8 +41,10 @@ from baton.runtime.net.channel import Frames
 from baton.runtime.net.loop import Loop
 from baton.runtime.net.outbox import Outbox
 from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.process.log import get_logger
 from baton.runtime.process.log_limit import LimitedLog
 
+_log = get_logger()
 _ANYBODY = (Probe, Ping, Pong)
 
 
@@ -195,7 +198,8 @@ class DataSocket:
             if blocks is None:
                 self._dropped["stale_kv_frame"] += 1
                 return
-            self._write(header, blocks, frames[1], partial(self._stored, on_stored, header))
+            stored = partial(self._stored, on_stored, header, time.monotonic())
+            self._write(header, blocks, frames[1], stored)
         except (ProtocolError, AccessDenied) as error:
             self._malformed(error)
         except Exception as error:
@@ -226,9 +230,11 @@ class DataSocket:
         else:
             stored(self._writer.write(header, blocks, payload))
 
-    def _stored(self, on_stored: Stored, header: KVFrame, intact: bool) -> None:
+    def _stored(self, on_stored: Stored, header: KVFrame, arrived: float, intact: bool) -> None:
         if not intact:
             self._dropped["damaged_kv_frame"] += 1
+        took = time.monotonic() - arrived
+        _log.debug("frame.stored", frame=header.index, layers=header.layer_count, seconds=took)
         on_stored(header, intact)
 
     def _check_sender(self, callers: Callers, peer: bytes, header: KVFrame) -> None:

@@ -37,7 +37,7 @@ STRICT_PARAMETERS = ("off", "on")
 ENFORCE_DISAGGREGATION = ("off", "on")
 SHARE_WEIGHTS = ("auto", "on", "off")
 PREFILL_ORDERS = ("auto", "fcfs", "edf")
-LOG_LEVELS = ("info", "warning", "error")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 COLOCATED = "colocated"
 """The mode in which decode workers alone serve."""

@@ -21,6 +21,7 @@ from baton.proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
 from baton.runtime.keys.keyring import KeyRing
 from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.process.log import get_logger
 from baton.worker.host import TextHost
 from baton.worker.membership import Membership
 
@@ -29,6 +30,8 @@ from .config import PrefillWorkerConfig, kv_frame_bytes
 from .core import PrefillCore, PrefillLimits
 from .decode_sockets import DecodeSockets
 from .endpoint import Endpoint
+
+_log = get_logger()
 
 
 class PrefillShell(TextHost):
@@ -108,6 +111,7 @@ class PrefillShell(TextHost):
 
         def sent(frame: KVFrame, payload: Bytes, release: Release | None = None) -> None:
             self._sockets.send_frame(send.endpoint, frame, payload, release)
+            _log.debug("frame.packed", frame=frame.index, layers=frame.layer_count)
             self.feed(events.Packed(send.key, frame.index, frame.checksum))
 
         if self._device is not None:

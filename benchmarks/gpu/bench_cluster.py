@@ -28,7 +28,7 @@ from .models import checkpoint
 from .serving import first_error
 from .stage import Stage, Timing, readable
 
-HANDOFF_BAR_S, CPU_BAR_S = 5e-3, 5e-3
+HANDOFF_BAR_S, CPU_BAR_S = 2e-3, 5e-3
 """For 8,192 tokens, 1 GiB: seconds after the prompt; on processors, of both sides together."""
 STREAMS = 64
 _HEARD_S = 0.5
@@ -59,7 +59,7 @@ def _served(stage: Stage, folder: Path, say: _Progress) -> Iterator[Line]:
         *stage.flags, size, f"--max-num-seqs={STREAMS}", f"--prefill-max-num-seqs={STREAMS}",
         # A prompt is one chunk, whatever a step with it takes.
         f"--max-num-batched-tokens={longest}", "--step-time=0",
-        "--log-level=info", "--log-format=json",
+        "--log-level=debug", "--log-format=json",
     )  # fmt: skip
     say(f"baton serve {' '.join(flags)}")
     began = time.monotonic()
@@ -100,7 +100,7 @@ def _steps(log: Path, began: float) -> dict[str, float]:
 class _Progress:
     """Prints what happens, with the seconds since the start, after the cluster's new log lines.
 
-    Lines of finished requests are left out.
+    Lines of finished requests and of frames are left out.
     """
 
     def __init__(self, log: Path) -> None:
@@ -109,7 +109,7 @@ class _Progress:
     def __call__(self, text: str) -> None:
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         for line in lines[self._shown :]:
-            if '"outcome":"finished"' not in line:
+            if '"outcome":"finished"' not in line and '"frame":' not in line:
                 print(f"           | {line}")
         self._shown = len(lines)
         print(f"{time.monotonic() - self._began:7.2f} s  {text}", flush=True)
@@ -134,7 +134,7 @@ class _Load:
     """Sends requests to a cluster. Each measurement is a call, so its lines are known at once."""
 
     def __init__(self, stage: Stage, served: Served, say: _Progress) -> None:
-        self._stage, self._say = stage, say
+        self._stage, self._say, self._log = stage, say, served.log
         self._rng = np.random.default_rng(13)
         self._vocab = served.client.describe().card.vocab_size
         workers = served.client.status()["workers"]
@@ -182,6 +182,7 @@ class _Load:
             },
         )  # fmt: skip
         yield _handoff(length, attempts, first.median, last=last)
+        yield frames_of_the_last(length, self._log.read_text(errors="replace").splitlines())
         yield _processors(length, spent, last=last)
 
     def one_stream(self) -> Line:
@@ -341,6 +342,37 @@ def _handoff(length: int, attempts: Sequence[dict[str, Any]], first: float, *, l
     if not last:
         return Line(what, words, figures=figures)
     return measured(what, words, readable(HANDOFF_BAR_S), seconds <= HANDOFF_BAR_S, **figures)
+
+
+def frames_of_the_last(length: int, log: Sequence[str]) -> Line:
+    """When each frame of the last handoff was packed and stored, before the last was stored.
+
+    The two workers log both: what takes long after the last layer is seen here.
+    """
+    packed, stored = dict[int, float](), dict[int, tuple[float, int, float]]()
+    for text in log:
+        if '"frame":' not in text:
+            continue
+        entry = json.loads(text)
+        at, frame = datetime.fromisoformat(entry["timestamp"]).timestamp(), int(entry["frame"])
+        if entry["event"] == "frame.packed":
+            if frame == 0:
+                packed, stored = {}, {}
+            packed[frame] = at
+        elif entry["event"] == "frame.stored":
+            stored[frame] = (at, entry["layers"], entry["seconds"])
+    what = f"frames of the last prompt of {length}"
+    if not stored or packed.keys() < stored.keys():
+        return wrong(what, f"{len(packed)} packed, {len(stored)} stored")
+    end = max(at for at, _, _ in stored.values())
+    words = [
+        f"{layers} layers: packed {readable(end - packed[frame])}, stored "
+        f"{readable(end - at)} before the last, {readable(took)} from its arrival"
+        for frame, (at, layers, took) in sorted(stored.items())
+    ]
+    figures = {f"packed_{i}": end - at for i, at in packed.items()}
+    figures |= {f"stored_{i}": end - at for i, (at, _, _) in stored.items()}
+    return Line(what, "; ".join(words), figures=figures)
 
 
 def _signed(seconds: float) -> str:

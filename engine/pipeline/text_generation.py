@@ -47,6 +47,8 @@ from .steps import HostSteps, Queued, StepComputer, describe
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+LEFT_BYTES = 4 << 20
+"""Bytes of a prompt that are worth no further report: they take as long as their message."""
 Unwanted = Callable[[], bool]
 """Called on the compute thread; True if no request needs the running step any more."""
 
@@ -81,9 +83,9 @@ class BegunStep:
 class TextGenerationPipeline:
     """A text model with its KV memory; for one thread, but :meth:`finish` may have another one.
 
-    ``layer_group``: layers between two reports to ``on_layers``. ``computer``: runs rows and
-    samples tokens; by default the model, with the sampler on the host. Use either :meth:`execute`
-    or :meth:`next_token`, because both allocate the blocks of ``kv``.
+    ``layer_group``: layers between two reports to ``on_layers``; 0: by :func:`report_layers`.
+    ``computer``: runs rows and samples tokens; by default the model, with the sampler on the host.
+    Use either :meth:`execute` or :meth:`next_token`, because both allocate the blocks of ``kv``.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class TextGenerationPipeline:
         self.kv = kv
         self.pool = kv.pool
         self.layers_done = 0  # since the start; other threads may read it
-        self.layer_group = layer_group or max(1, -(-len(kv.pool) // 4))
+        self.layer_group = layer_group
         self._blocks, self._block_size = kv.num_blocks, kv.layout.block_size
         self._last: tuple[Sequence[Chunk], ModelInputs] | None = None  # the previous step
         self._previous: BegunStep | None = None  # the step begun last
@@ -370,19 +372,45 @@ class TextGenerationPipeline:
     ) -> LayerDone:
         """Return the function that the model calls after each layer."""
         asked = unwanted if self._computer.can_stop else None
-        streaming = [c.request for c in chunks if c.stream_layers] if on_layers else []
-        layers = len(self.pool)
+        streaming = [c for c in chunks if c.stream_layers] if on_layers else []
+        due: dict[int, list[bytes]] = {}
+        for chunk in streaming:
+            for end in self._reports(chunk):
+                due.setdefault(end, []).append(chunk.request)
 
         def layer_done(layer_end: int) -> None:
             self.layers_done += 1
             if asked is not None and asked():
                 raise _Abandoned
-            due = layer_end % self.layer_group == 0 or layer_end == layers
-            if on_layers and layer_end and due:
-                for request in streaming:
+            if on_layers:
+                for request in due.get(layer_end, ()):
                     on_layers(request, layer_end)
 
         return layer_done
+
+    def _reports(self, chunk: Chunk) -> list[int]:
+        """Return the layers after which a chunk's keys and values are reported."""
+        layers, group = len(self.pool), self.layer_group
+        if group:
+            return [*range(group, layers, group), layers]
+        blocks = -(-len(chunk.tokens) // self._block_size)
+        nbytes = blocks * self.kv.layout.block_bytes if chunk.sample is not None else 0
+        return report_layers(layers, nbytes)
+
+
+def report_layers(layers: int, nbytes: int) -> list[int]:
+    """Return the layers after which KV is sent, so that little is left to send after the last one.
+
+    Each report covers a quarter of the layers. The last quarter is halved until what remains is at
+    most :data:`LEFT_BYTES`, or one layer; ``nbytes``: of a prompt's end in one layer, 0 before it.
+    """
+    group = max(1, -(-layers // 4))
+    ends = [*range(group, layers, group)]
+    done = ends[-1] if ends else 0
+    while layers - done > 1 and (layers - done) * nbytes > LEFT_BYTES:
+        done += -(-(layers - done) // 2)
+        ends.append(done)
+    return ends if ends[-1:] == [layers] else [*ends, layers]
 
 
 def _collector(chunks: Sequence[Chunk], scored: list[Scored]) -> ScoreDone | None:

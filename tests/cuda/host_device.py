@@ -192,7 +192,7 @@ class HostDevice:
         other._stream = HostStream(StreamFamily(seed))
         return other
 
-    def another_stream(self) -> HostDevice:
+    def another_stream(self, *, urgent: bool = False) -> HostDevice:
         """The same memory with a separate queue."""
         other = copy.copy(self)
         other._capturing = None

@@ -66,8 +66,8 @@ class Breaking:
     def lost(self) -> str:
         return self._order.lost
 
-    def another_stream(self) -> Breaking:
-        return Breaking(self._device.another_stream(), self._order, first=False)
+    def another_stream(self, *, urgent: bool = False) -> Breaking:
+        return Breaking(self._device.another_stream(urgent=urgent), self._order, first=False)
 
     def record(self) -> Any:
         event = self._device.record()

@@ -258,7 +258,8 @@ class BlockStream:
     def __init__(
         self, compute: Device, pool: DeviceArray, marks: LayerMarks, nbytes: int, slots: int = SLOTS
     ) -> None:
-        self._device = compute.another_stream()
+        # Layers that are final must not wait for the end of a product that fills the GPU.
+        self._device = compute.another_stream(urgent=True)
         self._device.wait_for(compute.record())  # the compute stream cleared the pool
         self._pool, self._marks = pool, marks
         self._workspace = self._device.zeros((WORKSPACE_WORDS,), np.uint64)

@@ -188,6 +188,10 @@ class CupyMapping:
         self._device.unmap(self._pointer)
 
 
+_LATER, _COMPUTE, _URGENT = 0, -1, -2
+"""Priorities of streams; CUDA begins work of the lowest number first."""
+
+
 class CupyEvent:
     """A position in a stream; see :class:`~baton.engine.kernels.cuda.device.Event`."""
 
@@ -211,7 +215,7 @@ class CupyDevice:
 
     All threads queue on one separate stream: a graph can be captured there, and a launch sees
     earlier writes of other threads. :meth:`another_stream` returns a device with the same memory
-    and another stream with a lower priority.
+    and another stream, with a lower priority unless it is urgent.
     CUDA has one current device per thread, at first device 0. So every call here sets it, for its
     own time: a thread needs no preparation, and a process may use several devices.
     ``source`` returns the text of a kernel's file. Raises ConfigError without CuPy or a GPU, and if
@@ -233,8 +237,7 @@ class CupyDevice:
         self._modules: dict[str, Any] = {}
         self._functions: dict[Kernel, Any] = {}
         with self._device:
-            # Above the default priority, which moves of blocks have.
-            self._stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=_COMPUTE)
         self._lock = threading.RLock()  # keeps other threads' launches out of a capture
         self._streams = [(self._lock, self._stream)]  # all streams that use this memory
         self._load_lock = threading.Lock()
@@ -292,11 +295,11 @@ class CupyDevice:
         other._modules, other._functions, other._shared_bytes = {}, {}, {}
         return other
 
-    def another_stream(self) -> CupyDevice:
+    def another_stream(self, *, urgent: bool = False) -> CupyDevice:
         """Return a device with the same GPU, memory and kernels and a new stream."""
-        other = copy.copy(self)
+        other, priority = copy.copy(self), _URGENT if urgent else _LATER
         with self._device:
-            other._stream = self._cupy.cuda.Stream(non_blocking=True)
+            other._stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
         other._lock, other._kept = threading.RLock(), None
         other._cublas = other._cublas_space = None  # bound to the other stream
         self._streams.append((other._lock, other._stream))

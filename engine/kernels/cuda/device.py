@@ -127,10 +127,11 @@ class Device(Protocol):
         """
         ...
 
-    def another_stream(self) -> Device:
-        """Return a device with the same memory and kernels and a new stream of low priority.
+    def another_stream(self, *, urgent: bool = False) -> Device:
+        """Return a device with the same memory and kernels and a new stream.
 
-        Only :meth:`wait_for` orders two streams.
+        Only :meth:`wait_for` orders two streams. Where both have work to begin, this one begins
+        later than the first stream, or earlier if it is ``urgent``.
         """
         ...
 

@@ -4,9 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.benchmarks.checkpoints import Shape, write_checkpoint
 from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.pipeline import text_generation
 from baton.engine.pipeline.device_sampler import collect
 from baton.engine.pipeline.model import lay_out
+from baton.engine.pipeline.text_generation import report_layers
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import SchemaTooComplex
@@ -229,6 +232,38 @@ def test_finished_layers_are_reported_while_the_step_runs(runner):
     monitored = []
     execute(runner, streaming, on_layers=lambda request, end: monitored.append(end))
     assert monitored == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("layers", "mebibytes", "expected"),
+    [
+        (32, 32, [8, 16, 24, 28, 30, 31, 32]),  # 8,192 tokens of an 8B model: 1 of 32 parts is left
+        (32, 2, [8, 16, 24, 28, 30, 32]),
+        (32, 0, [8, 16, 24, 32]),  # more chunks follow
+        (28, 8, [7, 14, 21, 25, 27, 28]),
+        (10, 0, [3, 6, 9, 10]),
+        (4, 9, [1, 2, 3, 4]),
+        (2, 9, [1, 2]),
+        (1, 9, [1]),
+    ],
+)
+def test_less_and_less_is_left_to_send_after_the_last_layer(layers, mebibytes, expected):
+    assert report_layers(layers, mebibytes << 20) == expected
+
+
+def test_the_end_of_a_prompt_is_reported_in_smaller_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_generation, "LEFT_BYTES", 1)
+    shape = Shape("deep", vocab=16, hidden=16, intermediate=16, layers=12, heads=2, kv_heads=1)
+    folder = write_checkpoint(tmp_path, shape, "BF16")
+    deep = load_runner(
+        RunnerConfig(model=str(folder), backend="numpy", num_blocks=32, block_size=4)
+    )
+    seen = []
+    last = chunk(b"a", stream_layers=True)
+    part = chunk(b"b", table=(1, 2), params=None, stream_layers=True)
+    execute(deep, last, part, on_layers=lambda request, end: seen.append((request, end)))
+    assert [end for request, end in seen if request == b"a"] == [3, 6, 9, 11, 12]
+    assert [end for request, end in seen if request == b"b"] == [3, 6, 9, 12]
 
 
 def test_last_layer_skips_rows_nobody_samples(runner):

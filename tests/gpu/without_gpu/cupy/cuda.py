@@ -242,6 +242,7 @@ class Stream:
         priority: int | None = None,
     ) -> None:
         self.ptr, self.gpu = id(self), here()
+        self.priority = priority or 0
         self.captured: list[Callable[[], object]] | None = None
 
     def __enter__(self) -> Self:
