@@ -103,11 +103,11 @@ class Admission:
         self._config = config
         self.requests = 0  # admitted and unfinished
         self.queued_tokens = 0  # prompt tokens of requests without a first token
-        self.queued_image_tokens = 0  # the part of queued_tokens that stands for images
-        self.image_tokens = 0  # of the prompts of all requests admitted here
-        self.queued_encoder_tokens = 0  # of pictures without a first token
-        self.encoder_tokens = 0  # of the prompts of all pictures admitted here
-        self.picture_rows = 0  # rows of the steps of all pictures admitted here
+        self.queued_encoded = 0  # the part of queued_tokens that encoders compute
+        self.encoded = 0  # of the prompts of all requests admitted here
+        self.queued_encoder_tokens = 0  # that encoders read for queued requests
+        self.encoder_tokens = 0  # of all requests admitted here
+        self.file_rows = 0  # rows of the steps of all files admitted here
         self.context_bytes = 0  # of all records, also of ended requests
         self.ended = Meter(now)
         self.prompt_tokens = Meter(now)
@@ -134,9 +134,9 @@ class Admission:
         if self.prefill.measured_s >= PrefillRate.MEASURED_S:
             self._check_wait(request, workers, now)
         self._charge(request, size, workers, now)
-        self.picture_rows += request.rows_left
-        self.image_tokens += request.image_tokens
-        self.encoder_tokens += request.encoder_tokens
+        self.file_rows += request.rows_left
+        self.encoded += request.work.encoded
+        self.encoder_tokens += request.work.encoder
 
     def admit_resumed(self, request: Request, workers: int, now: float) -> None:
         """Charge a resumed request. It was admitted once, so only the memory limit applies."""
@@ -147,8 +147,8 @@ class Admission:
         self.context_bytes += size
         request.queued_tokens = tokens = request.base
         self.queued_tokens += tokens
-        self.queued_image_tokens += request.image_tokens
-        self.queued_encoder_tokens += request.encoder_tokens
+        self.queued_encoded += request.work.encoded
+        self.queued_encoder_tokens += request.work.encoder
         self.requests += 1
         if self.prefill.since is None and self.queued_tokens >= PrefillRate.ENOUGH_TOKENS:
             self.prefill.queued(self.queued_tokens, workers, now)
@@ -157,8 +157,8 @@ class Admission:
         """Note the first token: the prompt leaves the queue."""
         tokens, request.queued_tokens = request.queued_tokens, 0
         if tokens:
-            self.queued_image_tokens -= request.image_tokens
-            self.queued_encoder_tokens -= request.encoder_tokens
+            self.queued_encoded -= request.work.encoded
+            self.queued_encoder_tokens -= request.work.encoder
         self.queued_tokens -= tokens
         self.prompt_tokens.new += tokens
         if self.prefill.since is not None or self.queued_tokens >= PrefillRate.ENOUGH_TOKENS:
@@ -170,8 +170,8 @@ class Admission:
         if request.queued_tokens:
             self.prefill.interrupted()
             self.queued_tokens -= request.queued_tokens
-            self.queued_image_tokens -= request.image_tokens
-            self.queued_encoder_tokens -= request.encoder_tokens
+            self.queued_encoded -= request.work.encoded
+            self.queued_encoder_tokens -= request.work.encoder
             request.queued_tokens = 0
         self.ended.new += 1
 
@@ -183,7 +183,7 @@ class Admission:
     def recount(self, requests: Iterable[Request]) -> None:
         """Make all sums again from the records, after an error has left them unfinished."""
         self.requests = self.context_bytes = self.queued_tokens = 0
-        self.queued_image_tokens = self.queued_encoder_tokens = 0
+        self.queued_encoded = self.queued_encoder_tokens = 0
         for request in requests:
             self.context_bytes += request.bytes
             if request.done:
@@ -192,8 +192,8 @@ class Admission:
             self.requests += 1
             if request.queued_tokens:
                 self.queued_tokens += request.queued_tokens
-                self.queued_image_tokens += request.image_tokens
-                self.queued_encoder_tokens += request.encoder_tokens
+                self.queued_encoded += request.work.encoded
+                self.queued_encoder_tokens += request.work.encoder
         self.prefill.interrupted()
 
     def roll(self, now: float) -> None:
@@ -244,7 +244,7 @@ class Admission:
 
     def _fitting(self, request: Request) -> int:
         """Return the most bytes the request may take; raises CapacityError above the limit."""
-        size = context_bytes(request.context, request.max_new) + request.media_bytes
+        size = context_bytes(request.context, request.work) + request.media_bytes
         if self.context_bytes + size > self._config.max_context_bytes:
             self._refuse("memory for contexts is full")
         return size

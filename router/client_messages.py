@@ -36,6 +36,7 @@ from baton.proto.wire.messages import (
     Submitted,
     Terminal,
 )
+from baton.proto.work import piece_bytes
 
 from .admission import check_deadline
 from .events import (
@@ -59,8 +60,6 @@ ENDED_ABSENT_S = 30.0
 """Seconds for which a terminal is kept for a disconnected client; native clients retry as long."""
 CLOSING_WINDOW_S = 1.0
 """Seconds for which a closing router lets requests of disconnected clients run on."""
-MEDIA_BYTES = 1024
-"""Bytes of samples per token of speech, if no worker has registered yet; SNAC at 24 kHz has 586."""
 _ENDED = State.ENDED
 
 
@@ -322,10 +321,8 @@ class ClientMessages:
         request.pool = message.pool
         request.strict = strict
         request.unchecked = card is None
-        if request.speaks:
-            audio = None if card is None else card.audio
-            new = request.max_new
-            request.media_bytes = new * MEDIA_BYTES if audio is None else audio.nbytes(new)
+        if request.work.pieces:
+            request.media_bytes = piece_bytes(request.work, card)
         request.began = now
         if message.gateway or message.traceparent:
             request.gateway = message.gateway[:MAX_ORIGIN_CHARS]

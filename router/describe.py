@@ -6,15 +6,7 @@ from pathlib import Path
 
 from baton.images.settings import SETTINGS_FILES
 from baton.proto.errors import ConfigError
-from baton.text.model_files import PICTURE_FILES, SPEECH_FILE, TOKENIZER_FILES
-
-TEXT_FILES = (
-    *TOKENIZER_FILES,
-    *SETTINGS_FILES,
-    SPEECH_FILE,
-    *PICTURE_FILES,
-)
-"""The only files of the model folder that the router sends to clients."""
+from baton.text.model_files import PROMPT_FILES
 
 
 def read_text_files(folder: str, max_bytes: int) -> dict[str, bytes]:
@@ -30,7 +22,7 @@ def read_text_files(folder: str, max_bytes: int) -> dict[str, bytes]:
         raise ConfigError(f"model_folder {folder} is not a folder")
     files: dict[str, bytes] = {}
     left = max_bytes
-    for name in TEXT_FILES:
+    for name in (*PROMPT_FILES, *SETTINGS_FILES):
         path = root / name
         if not path.is_file():
             continue

@@ -66,7 +66,7 @@ class EarlyMoves:
         decodes = registry.ready("decode", pool)
         if not computing or not (request.embeds or any(_has_slot(w, now) for w in decodes)):
             return None
-        if request.draws:  # a picture begins anew
+        if request.work.file:  # its steps begin anew
             server = request.attempt.server
             seen = now if server is None else server.seen_at
             return max(0.0, seen - request.attempt.assigned_at)

@@ -171,8 +171,8 @@ def _latencies(metrics: Metrics) -> list[Family]:
             "baton_time_to_first_audio_seconds",
             "Time from the arrival of a request for speech to its first samples.",
             LATENCY_S,
-            metrics.first_audio,
-            metrics.first_audio_s,
+            metrics.first_piece,
+            metrics.first_piece_s,
         ),
         _latency(
             "baton_inter_token_latency_seconds",

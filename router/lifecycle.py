@@ -359,7 +359,7 @@ class Lifecycle:
             prefill=terminal.prefill or (prefill.id if prefill else ""),
             decode=terminal.decode or (decode.id if decode and state is _DECODING else ""),
             embedding=terminal.embedding if request.embeds else None,
-            media=terminal.media if request.draws else None,
+            media=terminal.media if request.work.file else None,
             tokens_s=now - request.first_at if request.whole and request.started else 0.0,
         )
         attempt.leave(request.key)

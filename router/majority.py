@@ -63,13 +63,11 @@ def joint_card(workers: Sequence[Worker], present: ModelCard | None) -> ModelCar
     if not workers:
         return present
     base = _plain(_common(workers, present))
-    length, picture = (0, 0) if present is None else (present.max_length, present.max_pixels)
+    length, side = (0, 0) if present is None else (present.max_length, present.max_pixels)
     roles = {role: [w for w in workers if w.role == role] for role in {w.role for w in workers}}
     limits = [_voted(there, [w.card.max_length for w in there], length) for there in roles.values()]
     drawing = [[w for w in there if w.card.max_pixels] for there in roles.values()]
-    pixels = [
-        _voted(there, [w.card.max_pixels for w in there], picture) for there in drawing if there
-    ]
+    pixels = [_voted(there, [w.card.max_pixels for w in there], side) for there in drawing if there]
     features = dict.fromkeys(feature for w in workers for feature in w.card.features)
     return msgspec.structs.replace(
         base, max_length=min(limits), max_pixels=min(pixels, default=0), features=list(features)

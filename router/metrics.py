@@ -90,13 +90,14 @@ class Metrics:
 
     ``local``: attempts without a prefill worker, by reason. ``refused``: by error code.
     ``dropped``: messages and token runs without effect, by reason.
-    ``first_tokens``: TTFT; ``between_tokens``: ITL; ``first_audio``: until the first samples of
-    speech; ``first_tokens_s``, ``between_tokens_s`` and ``first_audio_s``: their sums in seconds.
+    ``first_tokens``: TTFT; ``between_tokens``: ITL; ``first_piece``: until the first piece of
+    a file that tokens complete; ``first_tokens_s``, ``between_tokens_s`` and ``first_piece_s``:
+    their sums in seconds.
     """
 
     __slots__ = (
         "_attempts", "_lost", "_requests", "_served", "between_tokens", "between_tokens_s",
-        "dropped", "first_audio", "first_audio_s", "first_tokens", "first_tokens_s",
+        "dropped", "first_piece", "first_piece_s", "first_tokens", "first_tokens_s",
         "local", "moved", "refused", "replayed", "submitted",
     )  # fmt: skip
 
@@ -107,8 +108,8 @@ class Metrics:
         self.dropped: Counter[str] = Counter()
         self.first_tokens = Latency()
         self.between_tokens = Latency()
-        self.first_audio = Latency()
-        self.first_tokens_s = self.between_tokens_s = self.first_audio_s = 0.0
+        self.first_piece = Latency()
+        self.first_tokens_s = self.between_tokens_s = self.first_piece_s = 0.0
         self._lost: Counter[tuple[str, str]] = Counter()  # outcomes of requests without a result
         self._served = Served()
         self._requests = Rows(8, self._served.count_requests)

@@ -16,11 +16,8 @@ from baton.proto.errors import (
     FeatureMissing,
     WorkerLost,
 )
-from baton.proto.hashing import block_hashes
-from baton.proto.picture_requests import state_tokens
 from baton.proto.requests import needed_features
-from baton.proto.vision_requests import spans_of
-from baton.proto.wire.wire_context import WirePixelContext
+from baton.proto.work import prefix_hashes
 from baton.runtime.liveness import HEARTBEAT_S
 
 from .config import RouterConfig
@@ -195,7 +192,7 @@ class Placement:
                 cached = self._policy.placed(prefill, hashes, tokens)
         if decode is not None:
             decode_load = decode.outstanding + decode.others
-            attempt.decode_cost = cost = tokens + request.remaining * request.token_rows
+            attempt.decode_cost = cost = tokens + request.remaining * request.work.rows
             decode.outstanding += cost
             if hashes:
                 decode_cached = self._policy.placed(decode, hashes, tokens)
@@ -275,18 +272,7 @@ class Placement:
         if not self._policy.wants_hashes or request.embeds:
             return NO_HASHES  # embeddings leave no prefix cache
         if request.hashes is None:
-            context = request.context
-            tokens = (
-                state_tokens(context, size)
-                if isinstance(context, WirePixelContext)
-                else context.tokens.array
-            )
-            request.hashes = block_hashes(
-                tokens[: size * self._config.match_blocks],
-                size,
-                context.cache_salt.encode(),
-                images=spans_of(context),
-            )
+            request.hashes = prefix_hashes(request.context, size, self._config.match_blocks)
         return request.hashes
 
 

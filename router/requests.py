@@ -36,24 +36,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.proto.contexts.outputs import TokenLogProbs
-from baton.proto.contexts.pixels import png_bytes
 from baton.proto.errors import InternalError
-from baton.proto.limits import MAX_EMBEDDING_SIZE, MAX_PICTURE_SIDE, MAX_PREVIEW_PIXELS
-from baton.proto.picture_requests import (
-    encoder_tokens,
-    preview_steps,
-    state_length,
-    state_parts,
-    step_rows,
-)
 from baton.proto.prompt_log_probs import records_bytes
 from baton.proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
-from baton.proto.wire.wire_context import (
-    WireContext,
-    WirePixelContext,
-    WireSpeechContext,
-    WireVisionContext,
-)
+from baton.proto.wire.wire_context import WireContext
+from baton.proto.work import Work, kv_positions, work_of
 
 from .workers import roles_for
 
@@ -297,12 +284,8 @@ class Request:
     base: int = field(init=False)
     next: int = field(init=False)
     max_new: int = field(init=False)
-    embeds: bool = False  # its result is an embedding, without tokens
-    draws: bool = False  # its result is a picture; its tokens count the steps
-    speaks: bool = False  # its tokens become samples of speech
-    image_tokens: int = 0  # of the prompt
-    encoder_tokens: int = 0  # of the prompts of its picture
-    token_rows: int = 1  # work of a generated token: a step of a picture has many
+    work: Work = field(init=False)
+    embeds: bool = field(init=False)  # its result is a vector, without tokens
     emitted: array[int] = field(init=False)
     logprobs: list[TokenLogProbs | None] | None = field(init=False)
     media: dict[int, bytes] | None = None  # by the position of the token that completes it
@@ -354,23 +337,10 @@ class Request:
         context = self.context
         self.limit = self.deadline
         self.base = self.next = len(context.tokens.array)
-        self.max_new = new_tokens(context)
-        if context.task != "generate":
-            self.embeds = context.task == "embed"
-            self.draws = context.task == "draw"
-        if type(context) is not WireContext:
-            self._derive_kind(context)
+        work = self.work = work_of(context)
+        self.max_new, self.embeds = work.tokens, work.vector
         self.emitted = array("i")
         self.logprobs = [] if context.log_probabilities else None
-
-    def _derive_kind(self, context: WireContext) -> None:
-        """Derive the fields that a text request does not have."""
-        self.speaks = isinstance(context, WireSpeechContext)
-        if isinstance(context, WireVisionContext):
-            self.image_tokens = sum(image.end_idx - image.start_idx for image in context.images)
-        elif isinstance(context, WirePixelContext):
-            self.encoder_tokens = encoder_tokens(context)
-            self.token_rows = step_rows(context)
 
     def step(self, step: Step) -> None:
         """Take a step; raises InternalError for a step that is not in the table."""
@@ -380,15 +350,8 @@ class Request:
             raise InternalError(f"request cannot {step.value} when {self.state.value}") from None
 
     def positions_on(self, worker: Worker) -> int:
-        """Return the positions of KV memory that the whole request needs at most.
-
-        ``worker``: the size of its blocks rounds the parts of a picture's state.
-        """
-        context = self.context
-        if isinstance(context, WirePixelContext):
-            parts = state_parts(context, worker.card.layout.block_size)
-            return state_length(parts) + context.num_inference_steps + 1
-        return self.base + self.max_new
+        """Return the positions of KV memory of ``worker`` that the whole request needs at most."""
+        return kv_positions(self.context, self.work, worker.card.layout.block_size)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -412,11 +375,12 @@ class Request:
 
     @property
     def rows_left(self) -> int:
-        """Rows of the steps of its picture that are not known to be computed; 0 for other requests.
+        """Rows of the steps of its file that are not known to be computed; 0 without a file.
 
         The first token comes with the prompt, without a step.
         """
-        return min(self.remaining, self.max_new - 1) * self.token_rows if self.draws else 0
+        work = self.work
+        return min(self.remaining, work.tokens - 1) * work.rows if work.file else 0
 
     @property
     def progressed(self) -> bool:
@@ -495,31 +459,22 @@ class Request:
             raise InternalError(f"{self.request_id} has no timer")
 
 
-def new_tokens(context: WireContext) -> int:
-    """Return the maximum number of tokens that a context may generate."""
-    room = context.end_length - len(context.tokens.array)
-    asked = context.sampling.max_new_tokens
-    if asked is not None and asked < room:
-        room = asked
-    return room if room > 0 else 0
-
-
-def context_bytes(context: WireContext, new: int | None = None) -> int:
+def context_bytes(context: WireContext, work: Work | None = None) -> int:
     """Return an upper bound, in bytes, of a request's memory until its end.
 
-    ``new``: the context's :func:`new_tokens`, if they are known.
+    ``work``: the context's work, if it is known.
     """
+    work = work or work_of(context)
     likely = context.log_probabilities
     per_token = 4 + (128 + 12 * likely if likely > 0 else 0)
-    new = new_tokens(context) if new is None else new
-    total = RECORD_BYTES + context.tokens.array.nbytes + per_token * new
+    total = RECORD_BYTES + context.tokens.array.nbytes + per_token * work.tokens
+    total += work.result_bytes
     if context.log_probabilities_echo:
         total += records_bytes(len(context.tokens.array), max(0, likely))
     total += 40 * len(context.eos_token_ids)
-    if context.task == "embed":
-        total += 4 * MAX_EMBEDDING_SIZE
-    if type(context) is not WireContext:
-        total += _kind_bytes(context)
+    if type(context) is not WireContext and context.packed is not None:
+        body, arrays = context.packed
+        total += _FIELDS_FACTOR * len(body) + sum(map(len, arrays))
     for sequence in context.eos_sequences:
         total += 96 + 40 * len(sequence)
     if context.json_schema is not None:
@@ -527,16 +482,3 @@ def context_bytes(context: WireContext, new: int | None = None) -> int:
     for text in context.sampling.stop or ():
         total += 49 + 4 * len(text)
     return total + _BIAS_BYTES * len(context.sampling.logit_bias or ())
-
-
-def _kind_bytes(context: WireContext) -> int:
-    """Return the part of :func:`context_bytes` that a text request does not have."""
-    total = 0
-    if isinstance(context, WirePixelContext):
-        total += png_bytes(context.height, context.width)
-        rows = MAX_PREVIEW_PIXELS // MAX_PICTURE_SIDE
-        total += len(preview_steps(context)) * png_bytes(MAX_PICTURE_SIDE, rows)
-    if context.packed is not None:
-        body, arrays = context.packed
-        total += _FIELDS_FACTOR * len(body) + sum(map(len, arrays))
-    return total

@@ -119,8 +119,8 @@ class Reporter:
         return [story_record(story, policy, now) for story in found]
 
     def _queued_rows(self) -> int:
-        """Return the rows of the steps that the pictures of this router still need."""
-        if not self._admission.picture_rows:
+        """Return the rows of the steps that the files of this router still need."""
+        if not self._admission.file_rows:
             return 0
         return sum(r.rows_left for r in self._table.requests.values() if not r.done)
 
@@ -163,11 +163,11 @@ class Reporter:
             "dropped": dict(metrics.dropped),
             "queued_tokens": admission.queued_tokens,
             "prompt_tokens": admission.prompt_tokens.total,
-            "image_tokens": admission.image_tokens,
-            "queued_image_tokens": admission.queued_image_tokens,
+            "image_tokens": admission.encoded,
+            "queued_image_tokens": admission.queued_encoded,
             "encoder_tokens": admission.encoder_tokens,
             "queued_encoder_tokens": admission.queued_encoder_tokens,
-            "picture_rows": admission.picture_rows,
+            "picture_rows": admission.file_rows,
             "queued_picture_rows": self._queued_rows(),
             "cached_tokens": metrics.served.cached_tokens,
             "generated_tokens": admission.tokens.total,

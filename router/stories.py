@@ -398,7 +398,7 @@ def story_of(request: Request, now: float = NEVER) -> Story:
     if past is not None:
         attempts[:0] = map(_attempt, past)
     task = _GENERATE
-    if request.embeds or request.draws:
+    if request.embeds or request.work.file:
         task = "embed" if request.embeds else "draw"
     return Story(
         request.key, request.request_id, request.identity, request.owner, request.gateway,

@@ -174,8 +174,8 @@ class WorkerMessages:
                     run = checked
                 total += len(run.tokens)
                 request.keep(run)
-                if run.media is not None and request.speaks:
-                    self._sounded(request, now)
+                if run.media is not None and request.work.pieces:
+                    self._first_piece(request, now)
                 # Most runs of a step have the same previous step: count their equal gaps at once.
                 if request.token_at != since:
                     if since != NEVER:
@@ -204,12 +204,12 @@ class WorkerMessages:
             if touched:
                 self._flush(touched)
 
-    def _sounded(self, request: Request, now: float) -> None:
-        """Note the first samples of a request for speech."""
+    def _first_piece(self, request: Request, now: float) -> None:
+        """Note the first piece of a file that tokens complete."""
         if request.submitted_at != NEVER and request.media is not None and len(request.media) == 1:
             seconds, metrics = now - request.submitted_at, self._metrics
-            metrics.first_audio.add_to_bucket(bucket(seconds), now)
-            metrics.first_audio_s += seconds
+            metrics.first_piece.add_to_bucket(bucket(seconds), now)
+            metrics.first_piece_s += seconds
 
     def _waited(self, worker: Worker, since: float, runs: int, now: float) -> None:
         """Add the ITL of ``runs`` requests whose previous tokens arrived at ``since``."""
@@ -393,7 +393,7 @@ class WorkerMessages:
             self._lifecycle.fail(request, late, now)
             return
         if message.code is None and not _has_result(request, message):
-            kind = "an embedding" if request.embeds else "a picture"
+            kind = "its vector" if request.embeds else "its file"
             error = InternalError(f"the worker ended the request without {kind}")
             self._lifecycle.fail(request, error, now)
             return
@@ -573,4 +573,4 @@ def _has_result(request: Request, terminal: Terminal) -> bool:
     """Whether a terminal without an error carries what its kind of request asked for."""
     if request.embeds:
         return terminal.embedding is not None
-    return terminal.media is not None if request.draws else True
+    return terminal.media is not None if request.work.file else True

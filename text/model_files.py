@@ -46,6 +46,9 @@ PICTURE_FILES = (
 )
 """The files of a picture model's folder that a prompt needs; see :mod:`.picture_prompts`."""
 
+PROMPT_FILES = (*TOKENIZER_FILES, SPEECH_FILE, *PICTURE_FILES)
+"""The text files that clients need to make prompts of any kind."""
+
 _MORE_TEMPLATES = ("default", "tool_use")
 _IMAGE_TOKEN_KEYS = ("image_token_id", "image_token_index")
 

@@ -77,7 +77,7 @@ def test_tokens_of_images_are_queued_until_the_first_token(bench, card):
     first, _ = (bench.submit(name, context=context) for name in "ab")
     bench.submit("c", prompt=600)
     admission = bench.core.admission
-    counts = lambda: (admission.image_tokens, admission.queued_image_tokens)  # noqa: E731
+    counts = lambda: (admission.encoded, admission.queued_encoded)  # noqa: E731
     assert counts() == (8, 8)
     prefill.tokens(first, 8, 5)
     assert counts() == (8, 4)

@@ -123,7 +123,7 @@ def test_an_end_without_a_picture_is_an_error(bench, draws):
     decode.tokens(key, 5, 0, 1, 2, 3)
     decode.end(key, 9)
     terminal = bench.one(b"client", Terminal)
-    assert (terminal.code, "without a picture" in terminal.message) == ("internal", True)
+    assert (terminal.code, "without its file" in terminal.message) == ("internal", True)
 
 
 def test_a_replay_may_repeat_all_steps(bench, draws):

@@ -12,7 +12,9 @@ import pytest
 
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import InternalError
-from baton.proto.wire.messages import TokenRun
+from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
+from baton.proto.wire.messages import ClientToRouter, Submit, TokenRun
+from baton.proto.work import work_of
 from baton.router.requests import (
     HOLDINGS,
     PLACED,
@@ -24,7 +26,6 @@ from baton.router.requests import (
     State,
     Step,
     context_bytes,
-    new_tokens,
 )
 
 
@@ -115,10 +116,17 @@ def test_media_are_kept_with_the_tokens_that_complete_them(context):
     assert runs(17) == []
 
 
+def test_a_text_costs_the_same_memory_made_here_or_received(context):
+    made = context(10, 20)
+    frames = EnvelopeEncoder().encode([Submit(request_id="r", context=made)])
+    (came,) = EnvelopeDecoder(ClientToRouter).decode([bytes(frame) for frame in frames])
+    assert context_bytes(came.context) == context_bytes(made)
+
+
 def test_new_tokens_are_bounded_by_both_limits(context):
-    assert new_tokens(context(10, 20)) == 20
-    assert new_tokens(context(10, None, max_length=50)) == 40
-    assert new_tokens(context(10, 100, max_length=50)) == 40
+    assert work_of(context(10, 20)).tokens == 20
+    assert work_of(context(10, None, max_length=50)).tokens == 40
+    assert work_of(context(10, 100, max_length=50)).tokens == 40
 
 
 def test_a_request_is_charged_for_all_it_may_grow_to(context):

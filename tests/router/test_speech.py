@@ -87,8 +87,8 @@ def test_the_time_to_the_first_samples_is_measured_once(bench):
         bench.advance(seconds)
         decode.say(Tokens(runs=[TokenRun(key, 1, position, [2], None, b"aa")]))
     metrics = bench.core.metrics
-    assert metrics.first_audio_s == pytest.approx(0.5)
-    assert metrics.first_audio.summary(bench.now)["count"] == 1
+    assert metrics.first_piece_s == pytest.approx(0.5)
+    assert metrics.first_piece.summary(bench.now)["count"] == 1
 
 
 def test_the_new_part_of_a_repeated_run_keeps_its_samples(bench):
