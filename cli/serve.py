@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import typing
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 import msgspec
 
-from baton.deploy.config import CHOICES, ServeSettings
+from baton.deploy.config import CHOICES, OPEN_CHOICES, OWN, ServeSettings
 from baton.deploy.local.cluster import LocalCluster
 from baton.deploy.local.service import READY, STOPPING, notify
 from baton.deploy.local.terminal import terminal
 from baton.deploy.plan.hub import with_local_model
 from baton.deploy.plan.plan import describe_plan
 from baton.deploy.plan.prepare import check_start, make_plan, with_worker_per_gpu
+from baton.extend import is_extension
 from baton.proto.errors import RequestFailed
 
 from .numbers import count, seconds
@@ -72,17 +73,29 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _type(field: str, kind: type) -> Callable[[str], object]:
     """Return the function that converts a flag's text, and raises ArgumentTypeError."""
+    if field in OPEN_CHOICES:
+        return one_of_or_own(CHOICES[field])
     if field in CHOICES:
         return one_of(CHOICES[field])
     return {int: count, float: seconds}.get(kind, str)
 
 
+def one_of_or_own(choices: Sequence[str]) -> Callable[[str], str]:
+    """Return the type function of an option that takes one of ``choices``, or a user's class."""
+    known = one_of((*choices, OWN))
+    return lambda text: text if is_extension(text) else known(text)
+
+
 def _metavar(field: str, kind: type) -> str:
     if field in CHOICES:
-        return shown(CHOICES[field])
+        return shown((*CHOICES[field], OWN) if field in OPEN_CHOICES else CHOICES[field])
+    if field in ("decider", "metric"):
+        return OWN
+    if field == "labels":
+        return "NAME=VALUE"
     if field.endswith("_memory"):
         return "SIZE"
-    if field in ("run_dir", "keys"):
+    if field in ("run_dir", "keys", "extensions"):
         return "FOLDER"
     if field in ("api_key_file", "ssl_certfile", "ssl_keyfile"):
         return "FILE"

@@ -84,9 +84,18 @@ HELP = {
     "user)",
     "transport": "sockets between router and workers; tcp uses 127.0.0.1",
     "handoff": "transport of KV blocks; auto: shared memory between workers on one host",
-    "policy": "how the router chooses workers",
+    "policy": "how the router chooses workers; module:Class: as your own class does "
+    "(docs/extend.md)",
+    "decider": "your own class that decides in mode adaptive which worker computes a prompt "
+    "(default: the way with the earlier predicted first token)",
     "prefill_order": "order of waiting prompts; fcfs: by arrival; edf: prompts that can still meet "
-    "slo_ttft run before late prompts; auto: edf with autoscale, else fcfs",
+    "slo_ttft run before late prompts; auto: edf with autoscale, else fcfs; module:Class: "
+    "as your own class ranks them",
+    "metric": "your own classes for /metrics of the routers, separated by commas (default: none)",
+    "labels": "labels of workers for your own policy, such as rack=r1,zone=a; with a worker's name "
+    "before it, decode-1:rack=r2, of that worker alone (default: BATON_LABELS on each host)",
+    "extensions": "folder of the modules of your own classes, searched last (default: the working "
+    "directory)",
     "block_size": "tokens per KV block",
     "kv_blocks": "KV blocks per worker (0: from kv_memory)",
     "kv_memory": "memory for KV blocks per worker, such as 512MiB (default: from free memory)",
@@ -160,6 +169,7 @@ GROUPS = {
         "policy", "enforce_disaggregation", "prefill_order", "max_num_seqs", "prefill_max_num_seqs",
         "max_num_batched_tokens", "decode_max_num_batched_tokens", "step_time",
     ),
+    "extensions": ("decider", "metric", "labels", "extensions"),
     "autoscaling": (
         "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max", "slo_ttft",
         "slo_itl", "stabilization_window",

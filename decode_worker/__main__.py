@@ -38,6 +38,7 @@ from baton.runtime.process.main import (
     run_process,
     weights_memory,
 )
+from baton.worker.labels import worker_labels
 from baton.worker.membership import Membership, WorkerIdentity
 
 from .config import DecodeWorkerConfig
@@ -124,6 +125,7 @@ def _shell(
         device=device_title(config.runner, runner.backend),
         seal=process_seal(),
         shared_weights=runner.backend.shared_bytes,
+        labels=worker_labels(config.labels),
     )
     member = Membership(identity, tuple(config.routers))
     keys = None if doors is None else doors.ring

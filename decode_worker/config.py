@@ -23,7 +23,8 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     which a prefill worker is unreachable and its grants are freed. ``drain_grace_s``: seconds that
     requests may continue after SIGTERM; then other workers take them over.
     ``worker_timeout_s``: must equal the routers'; connections to them time out within it.
-    ``keys``: key folder; if set, TCP sockets require CURVE.
+    ``keys``: key folder; if set, TCP sockets require CURVE. ``labels``: as
+    :mod:`baton.worker.labels` parses them.
     """
 
     worker_id: str
@@ -43,3 +44,4 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     log_format: str = "json"
     log_level: Level = "info"
     keys: str = ""
+    labels: str = ""

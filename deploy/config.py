@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from baton.engine.loading.embedding_config import TASKS
+from baton.extend import is_extension
 from baton.gateway.chat_style import REASONING_PARSERS, TOOL_CALL_PARSERS
 from baton.kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from baton.proto.errors import ConfigError
@@ -25,6 +26,7 @@ from baton.router.config import MAX_TRACE_REQUESTS, MODES, POLICIES
 from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, LEAST_WORKER_TIMEOUT_S
 from baton.runtime.metrics.vllm import METRICS_COMPAT
 from baton.runtime.process.cores import MAX_THREADS
+from baton.worker.labels import parse_labels
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -61,6 +63,10 @@ CHOICES = {
     "strict_parameters": STRICT_PARAMETERS,
 }
 """Settings with a list of allowed values. A default that is the empty text is also allowed."""
+OPEN_CHOICES = frozenset({"policy", "prefill_order"})
+"""Of these, a user's own class is allowed too: ``module:Class``."""
+OWN = "module:Class"
+"""The form of a setting that names an extension."""
 _EXPECTED = {int: "a whole number", float: "a number", str: "text"}
 _MOST = 2**31 - 1
 MAX_MEMBERS = 1024
@@ -118,7 +124,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     transport: str = "ipc"
     handoff: str = "auto"
     policy: str = "prefix_aware"
+    decider: str = ""
     prefill_order: str = "auto"
+    metric: str = ""
+    labels: str = ""
+    extensions: str = ""
     block_size: int = 16
     kv_blocks: int = 0
     kv_memory: str = ""
@@ -210,6 +220,7 @@ def check(settings: ServeSettings) -> ServeSettings:
     for name, choices in CHOICES.items():
         _require_choice(settings, name, choices)
     _check_mode(settings)
+    _check_labels(settings)
     for name in ("threads", "prefill_threads", "decode_threads"):
         few = getattr(settings, name) <= MAX_THREADS
         _require(few, name, f"must be at most {MAX_THREADS}")
@@ -261,6 +272,8 @@ def _check_mode(settings: ServeSettings) -> None:
     _require(alone or not settings.workers, "workers", f"needs mode {COLOCATED}")
     _require(settings.workers <= MAX_MEMBERS, "workers", f"must be at most {MAX_MEMBERS}")
     enforced = settings.enforce_disaggregation == "on"
+    adaptive = settings.mode == "adaptive"
+    _require(adaptive or not settings.decider, "decider", "needs mode adaptive")
     apart = settings.mode == "disaggregated"
     _require(apart or not enforced, "enforce_disaggregation", "needs mode disaggregated")
 
@@ -274,6 +287,25 @@ def with_colocated_workers(settings: ServeSettings) -> ServeSettings:
         return settings
     count = settings.workers or settings.prefill + settings.decode
     return msgspec.structs.replace(settings, prefill=0, decode=count)
+
+
+def labels_of(settings: ServeSettings, name: str) -> str:
+    """Return the labels of a worker: those of all workers, then its own. Raises ConfigError."""
+    found = []
+    for part in settings.labels.split(","):
+        label, mark, value = part.partition("=")
+        worker, own, rest = label.rpartition(":")
+        if not own:
+            found.append(part)
+        elif worker.strip() == name:
+            found.append(f"{rest}{mark}{value}")
+    return ",".join(found)
+
+
+def _check_labels(settings: ServeSettings) -> None:
+    names = {part.partition("=")[0].rpartition(":")[0] for part in settings.labels.split(",")}
+    for name in names:
+        parse_labels(labels_of(settings, name.strip()))
 
 
 def _check_counts(settings: ServeSettings) -> None:
@@ -328,7 +360,10 @@ def _require(holds: bool, name: str, rule: str) -> None:
 
 def _require_choice(settings: ServeSettings, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(settings, name)
-    known = value in choices or value == getattr(_DEFAULTS, name)
+    if name in OPEN_CHOICES:
+        choices = (*choices, OWN)
+    own = name in OPEN_CHOICES and is_extension(value)
+    known = own or value in choices or value == getattr(_DEFAULTS, name)
     _require(known, name, f"must be one of {', '.join(choices)}, not '{value[:40]}'")
 
 

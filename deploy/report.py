@@ -38,6 +38,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     device: str = ""  # "cuda:1 GPU-...", as the worker numbers it, or "cpu, 2 threads (REASON)"
     shared_weights: int = 0  # bytes of weights that it maps with other workers of its host
+    labels: dict[str, str] = {}
     incarnation: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0

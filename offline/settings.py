@@ -41,7 +41,11 @@ class ClusterSettings(TypedDict, total=False):
     transport: str
     handoff: str
     policy: str
+    decider: str
     prefill_order: str
+    metric: str
+    labels: str
+    extensions: str
     block_size: int
     kv_blocks: int
     kv_memory: str

@@ -39,6 +39,7 @@ from baton.runtime.process.main import (
     run_process,
     weights_memory,
 )
+from baton.worker.labels import worker_labels
 from baton.worker.membership import Membership, WorkerIdentity
 
 from .config import PrefillWorkerConfig
@@ -145,6 +146,7 @@ def _member(
         device=device_title(config.runner, runner.backend),
         seal=process_seal(),
         shared_weights=runner.backend.shared_bytes,
+        labels=worker_labels(config.labels),
     )
     return Membership(identity, tuple(config.routers))
 

@@ -24,7 +24,9 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     ``handoff_timeout_s``: seconds without an answer after which a decode worker is unreachable.
     ``drain_grace_s``: seconds that requests may continue after SIGTERM; then other workers take
     them over. ``worker_timeout_s``: must equal the routers'; connections to them time out within
-    it. ``keys``: key folder; if set, TCP sockets require CURVE.
+    it. ``keys``: key folder; if set, TCP sockets require CURVE. ``labels``: as
+    :mod:`baton.worker.labels` parses them. ``order``: ``module:Class`` that orders waiting prompts;
+    empty: as ``slo_ttft`` says. ``extensions``: folder in which such a module is looked for last.
     """
 
     worker_id: str
@@ -47,6 +49,9 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     log_format: str = "json"
     log_level: Level = "info"
     keys: str = ""
+    labels: str = ""
+    order: str = ""
+    extensions: str = ""
 
 
 CURVE_FRAME_BYTES = 1 << 20

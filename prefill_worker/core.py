@@ -50,6 +50,7 @@ from baton.worker.membership import EngineState, Membership
 from baton.worker.steps import EngineSteps
 
 from .assign_core import PromptCore
+from .custom_order import CustomOrder
 from .decode_links import DecodeLinks
 from .events import (
     Action,
@@ -95,13 +96,16 @@ class PrefillCore(PromptCore[Job]):
         times: StepTime | None = None,
         ticket: PoolTicket | DeviceTicket | None = None,
         timeout: float = HANDOFF_TIMEOUT_S,
+        order: CustomOrder | None = None,
     ) -> None:
         """``ticket``: lets decode workers of this host map the pool; None if sharing is off.
 
         ``timeout``: seconds without an answer after which a decode worker is unreachable.
+        ``order``: orders waiting prompts in place of ``limits``; it needs a TTFT target.
         """
         urgency = Urgency(limits.slo_ttft, scheduler.cache) if limits.slo_ttft else None
-        self._queue = Queue(limits.max_active, urgency)
+        ranked = None if order is None or urgency is None else order.bound(urgency)
+        self._queue = Queue(limits.max_active, urgency, ranked)
         super().__init__(member, self._queue, limits.max_queue)
         self._scheduler = scheduler
         self._sender = sender

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from baton.engine.cache.paged_cache import PagedCache
 from baton.kv_transfer.sender_handoff import Key
@@ -19,7 +20,7 @@ from baton.worker.load_by_router import Shares
 
 from .assign_core import JobQueue
 from .job import Job, JobState
-from .start_order import Pace, StartOrder, latest_start
+from .start_order import Pace, RankedOrder, StartOrder, latest_start
 
 RESERVING_S = 0.05
 """Seconds for which a reserving job counts as coming work; after that, other jobs may start."""
@@ -35,7 +36,7 @@ class Urgency:
     """Start times for the TTFT target ``slo_ttft`` (seconds, above 0), given this cache."""
 
     def __init__(self, slo_ttft: float, cache: PagedCache) -> None:
-        self._slo_ttft = slo_ttft
+        self.slo_ttft = slo_ttft
         self._ahead = min(AHEAD_S, AHEAD * slo_ttft)
         self._cache = cache
         self.pace = Pace()
@@ -44,11 +45,14 @@ class Urgency:
         """Return the latest time, by this worker's clock, at which ``job`` can start in time."""
         if job.assign.emitted:
             return math.inf  # the client already has the first token: TTFT no longer applies
+        own = (job.sequence.num_tokens - self.cached(job)) * self.pace.seconds_per_token
+        return latest_start(job.asked, self.slo_ttft, own + self._ahead)
+
+    def cached(self, job: Job) -> int:
+        """Return how many leading tokens of the job are cached now."""
         sequence, size = job.sequence, self._cache.block_size
         most = (sequence.num_tokens - 1) // size
-        cached = len(self._cache.match(sequence.extend_hashes(), most)) * size
-        own = (sequence.num_tokens - cached) * self.pace.seconds_per_token
-        return latest_start(job.asked, self._slo_ttft, own + self._ahead)
+        return len(self._cache.match(sequence.extend_hashes(), most)) * size
 
     def is_met(self, tokens_ahead: int) -> bool:
         """True if the engine has enough work, so that prompts should stay in the queue."""
@@ -58,16 +62,26 @@ class Urgency:
 class Queue(JobQueue[Job]):
     """All jobs of one worker; at most ``slots`` of them have started and not ended.
 
-    ``urgency``: start times for a TTFT target. None: jobs start in arrival order.
+    ``urgency``: start times for a TTFT target. None: jobs start in arrival order. ``order``: rank
+    of a job at a time, in place of both; None: it has none, so that its arrival counts.
     """
 
-    def __init__(self, slots: int, urgency: Urgency | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        urgency: Urgency | None = None,
+        order: Callable[[Job, float], float | None] | None = None,
+    ) -> None:
         self._slots = slots
         self._urgency = urgency
         super().__init__()
-        self._ready: StartOrder[Key] = StartOrder(
-            None if urgency is None else lambda key: urgency.start_by(self._jobs[key])
-        )
+        self._ready: StartOrder[Key] | RankedOrder[Key]
+        if order is not None:
+            self._ready = RankedOrder(lambda key, now: order(self._jobs[key], now))
+        elif urgency is not None:
+            self._ready = StartOrder(lambda key: urgency.start_by(self._jobs[key]))
+        else:
+            self._ready = StartOrder()
         self._later: KeyedHeap[Key] = KeyedHeap()  # by the time of the next try
         self._parked: dict[str, dict[Key, None]] = {}  # by the event they wait for
         self._wanted: Counter[str] = Counter()  # jobs per link to a decode worker

@@ -28,6 +28,7 @@ from baton.worker.membership import Membership
 from . import events
 from .config import PrefillWorkerConfig, kv_frame_bytes
 from .core import PrefillCore, PrefillLimits
+from .custom_order import CustomOrder
 from .decode_sockets import DecodeSockets
 from .endpoint import Endpoint
 
@@ -48,7 +49,10 @@ class PrefillShell(TextHost):
         ticket: PoolTicket | DeviceTicket | None = None,
         keys: KeyRing | None = None,
     ) -> None:
-        self.core = _make_core(config, runner, member, ticket)
+        order = None
+        if config.order:
+            order = CustomOrder(config.order, config.extensions, self._fault, loop.now)
+        self.core = _make_core(config, runner, member, ticket, order)
         super().__init__(
             self.core, config, runner, config.runner.model, config.frame_bytes,
             control, loop, context, keys,
@@ -146,6 +150,7 @@ def _make_core(
     runner: StepRunner,
     member: Membership,
     ticket: PoolTicket | DeviceTicket | None,
+    order: CustomOrder | None,
 ) -> PrefillCore:
     scheduler = Scheduler(
         SchedulerConfig(
@@ -171,4 +176,4 @@ def _make_core(
     )
     times = StepTime()
     warm_up(runner.pipeline, times)
-    return PrefillCore(member, scheduler, sender, limits, times, ticket, timeout)
+    return PrefillCore(member, scheduler, sender, limits, times, ticket, timeout, order)

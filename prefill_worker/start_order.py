@@ -74,6 +74,61 @@ class StartOrder(Generic[K]):
         return len(self._in_time) + len(self._late)
 
 
+class RankedOrder(Generic[K]):
+    """Waiting keys by rank, equal ranks by place (arrival number).
+
+    ``rank``: called when the key's turn may have come, once; None: the key has no rank. Such a key
+    starts before all keys that arrived later. Every :data:`LATE_TURN`-th start goes to the key that
+    arrived first, so that no key waits for ever.
+    """
+
+    def __init__(self, rank: Callable[[K, float], float | None]) -> None:
+        self._rank = rank
+        self._new: KeyedHeap[K] = KeyedHeap()  # without a call of rank yet
+        self._ranked: KeyedHeap[K] = KeyedHeap()
+        self._unranked: KeyedHeap[K] = KeyedHeap()  # by place
+        self._arrived: KeyedHeap[K] = KeyedHeap()  # all of them by place
+        self._places: dict[K, float] = {}
+        self._turn = 0
+
+    def put(self, key: K, place: float) -> None:
+        """Add ``key``. It must not be contained yet."""
+        self._places[key] = place
+        self._new.put(key, place)
+        self._arrived.put(key, place)
+
+    def drop(self, key: K) -> None:
+        """Remove ``key`` if it is contained."""
+        if self._places.pop(key, None) is not None:
+            for heap in (self._new, self._ranked, self._unranked, self._arrived):
+                heap.drop(key)
+
+    def pop(self, now: float) -> K | None:
+        """Remove and return the key that starts now; None if no key waits."""
+        while (fresh := self._new.pop(math.inf)) is not None:
+            rank = self._rank(fresh, now)
+            if rank is None:
+                self._unranked.put(fresh, self._places[fresh])
+            else:
+                self._ranked.put(fresh, rank)
+        self._turn += 1
+        key = self._next()
+        if key is not None:
+            self.drop(key)
+        return key
+
+    def _next(self) -> K | None:
+        if self._turn % LATE_TURN == 0:
+            return self._arrived.peek()
+        best, other = self._ranked.peek(), self._unranked.peek()
+        if best is None or other is None:
+            return other if best is None else best
+        return other if self._places[other] < self._places[best] else best
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 NEW = 0.1
 """Weight of the latest step. A smaller step weighs less, in proportion to the usual step size."""
 

@@ -102,6 +102,8 @@ MAX_TEXT_CHARS = 1 << 20
 MAX_KEY_BYTES = 64
 MAX_LIST_ITEMS = 1 << 20
 MAX_POOL_CHARS = 256
+MAX_LABELS = 32
+"""Labels of a worker."""
 MAX_DROP_REASONS = 64
 MAX_HISTOGRAMS = 16
 """Maximum histograms in a worker's report of its load."""

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from baton.extend import is_extension
 from baton.proto.errors import ConfigError, InputError
 from baton.proto.limits import (
     DEFAULT_DEADLINE_S,
@@ -24,12 +25,16 @@ MAX_TRACE_REQUESTS = 100_000
 """Bound of ``trace_requests``: 45 MB of stories, more if many requests were replayed."""
 MODES = ("disaggregated", "colocated", "adaptive")
 """How requests are distributed over the two kinds of workers (:mod:`.decider`)."""
+MAX_EXTENSIONS = 16
+"""Metrics of users' own in one router."""
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the policy that chooses workers.
 
+    ``name``: one of :data:`POLICIES`, or ``module:Class`` of a user's own (:mod:`.custom`), whose
+    default is prefix_aware with these numbers.
     ``block_tokens``: tokens per block of the router's prefix index; ``index_blocks``: maximum
     blocks remembered per worker; ``match_blocks``: maximum blocks hashed per prompt;
     ``prefill_load`` and ``decode_load``: cost of one token of load, in uncached tokens;
@@ -91,6 +96,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``metrics_keys``: SHA-256 digests of API keys in hexadecimal, required for a host that other
     machines reach. ``allowed_hosts``: names of this machine that scrapes without a key may use.
     ``metrics_compat``: "vllm" also exports vLLM's metric names.
+    ``decider``: ``module:Class`` that decides in mode adaptive; ``metrics``: the same of further
+    metrics; ``extensions``: folder in which such modules are looked for last.
     """
 
     client_address: str
@@ -136,6 +143,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     metrics_compat: str = ""
+    decider: str = ""
+    metrics: tuple[str, ...] = ()
+    extensions: str = ""
     max_described_bytes: int = MAX_DESCRIBED_BYTES - DESCRIBED_MARGIN
 
     def __post_init__(self) -> None:
@@ -145,11 +155,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             check_endpoint(self.worker_address)
         except InputError as error:
             raise ConfigError(str(error)) from error
-        if self.policy.name not in POLICIES:
-            known = ", ".join(POLICIES)
+        if self.policy.name not in POLICIES and not is_extension(self.policy.name):
+            known = ", ".join((*POLICIES, "module:Class"))
             raise ConfigError(f"policy.name must be one of {known}, not {self.policy.name!r}")
         if self.mode not in MODES:
             raise ConfigError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if self.decider and self.mode != "adaptive":
+            raise ConfigError(f"decider needs mode adaptive, not {self.mode}")
+        if len(self.metrics) > MAX_EXTENSIONS:
+            raise ConfigError(f"{len(self.metrics)} metrics, limit {MAX_EXTENSIONS}")
         if self.trace_requests > MAX_TRACE_REQUESTS:
             raise ConfigError(
                 f"trace_requests is {self.trace_requests}, limit {MAX_TRACE_REQUESTS}"

@@ -23,6 +23,7 @@ from baton.runtime.metrics.families import Family
 from .authorization import ANYBODY, Caller
 from .client_messages import ClientMessages
 from .config import RouterConfig
+from .custom import Extensions
 from .events import (
     Action,
     ClientFull,
@@ -61,6 +62,7 @@ class RouterCore:
     name. ``now``: monotonic seconds, as in all calls. ``caller_of``: maps a client's routing id
     to its key and rights; ``worker_of``: maps a worker's routing id and name to what its
     connection proves. ``fresh_stories``: the shell takes the stories of ended requests.
+    ``extensions``: those of ``config``, if the shell has loaded them.
 
     ``broken``: why the process must be replaced, after an error that could not be repaired.
     """
@@ -75,12 +77,15 @@ class RouterCore:
         caller_of: Callable[[bytes], Caller] = lambda _identity: ANYBODY,
         worker_of: Callable[[bytes, str], WorkerCaller] = lambda _identity, _name: NO_KEY,
         fresh_stories: bool = False,
+        extensions: Extensions | None = None,
     ) -> None:
         self.broken = ""
         state = RouterState(
             config, incarnation, now,
             caller_of=caller_of, worker_of=worker_of, fresh_stories=fresh_stories,
+            extensions=extensions,
         )  # fmt: skip
+        self.extensions = state.extensions
         self._out, self.errors = state.out, state.errors
         self.table, self.registry, self.admission = state.table, state.registry, state.admission
         self.clients, self.metrics, self.stories = state.clients, state.metrics, state.stories

@@ -31,6 +31,8 @@ TEXT = "the router failed to handle this request; the router's log has the cause
 """Everything that a client learns about such an error."""
 AGAIN_S = 1.0
 """Seconds until the terminal of a harmed request is sent again."""
+INTERNAL = "router.internal_error"
+"""Log event of such an error."""
 METRIC = "internal_error"
 """The reason under which the router counts these errors."""
 
@@ -99,7 +101,7 @@ class OwnErrors:
     def _note(self, error: Exception, fields: dict[str, object]) -> None:
         self.fresh = True
         self._metrics.dropped[METRIC] += 1
-        self._out.append(Fault("router.internal_error", error, fields))
+        self._out.append(Fault(INTERNAL, error, fields))
 
     # ------------------------------------------------------------------ repaired
 

@@ -21,9 +21,10 @@ from baton.proto.work import prefix_hashes
 from baton.runtime.liveness import HEARTBEAT_S
 
 from .config import RouterConfig
+from .custom import CustomDecider, CustomPolicy
 from .decider import Decider, HandoffTails
 from .pairs import FailedPairs
-from .policy import NO_HASHES, Margin, make_policy
+from .policy import NO_HASHES, Margin, Policy, make_policy
 from .registry import Registry
 from .requests import Request
 from .workers import Worker
@@ -44,11 +45,19 @@ class Placement:
     """Applies the configured policy to the registered workers."""
 
     def __init__(
-        self, registry: Registry, config: RouterConfig, tails: HandoffTails | None = None
+        self,
+        registry: Registry,
+        config: RouterConfig,
+        tails: HandoffTails | None = None,
+        own_policy: CustomPolicy | None = None,
+        own_decider: CustomDecider | None = None,
     ) -> None:
+        """``own_policy``, ``own_decider``: of the user's own, if the settings name any."""
         self._registry = registry
         self._config = config.policy
-        self._policy = make_policy(config.policy, config.name)
+        self._own_policy = own_policy
+        self._own_decider = own_decider
+        self._policy: Policy = own_policy or make_policy(config.policy, config.name)
         self.failed_pairs = FailedPairs()
         self._decider = Decider(registry, config, tails or HandoffTails())
         self._margins: tuple[Margin | None, Margin | None] = (None, None)  # of the last pair
@@ -85,6 +94,8 @@ class Placement:
         Raises WorkerLost if the request has a strict pin to a lost worker, FeatureMissing for a
         parameter that no worker of a role reads.
         """
+        if self._own_policy is not None:
+            self._own_policy.begin(request)
         special = request.deaths or request.doubts or request.avoid or request.past
         plain = request.pin is None and not self._registry.uneven
         if plain and not special and not needed_features(request.context):
@@ -137,7 +148,8 @@ class Placement:
         if ways is None:
             return None
         self._why = ways.explain()
-        if not ways.prefers_local:
+        own = self._own_decider
+        if not (ways.prefers_local if own is None else own.prefers_local(request, ways)):
             return None
         self._margins = None, self._margins[1]
         return None, decode

@@ -26,7 +26,7 @@ Margin = tuple[float, str, float, int]
 
 
 class Policy(Protocol):
-    """Interface of a policy."""
+    """What the placement asks; :class:`baton.extend.Policy` is the interface for users' own."""
 
     wants_hashes: bool
     """True if the policy needs block hashes of the prompt."""

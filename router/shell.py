@@ -31,6 +31,7 @@ from baton.runtime.keys.allowed import CLIENT, DECODE, OPERATOR, PREFILL
 from baton.runtime.keys.identity_owners import Callers
 from baton.runtime.keys.zap import Doorkeeper, door
 from baton.runtime.liveness import connection_timeout
+from baton.runtime.metrics.families import Family
 from baton.runtime.net.channel import ChannelOptions, Frames, SendResult
 from baton.runtime.net.loop import Loop, Timer
 from baton.runtime.net.outbox import Outbox
@@ -44,6 +45,7 @@ from baton.runtime.process.otlp import OtlpSender, Span, SpanExporter
 from .authorization import ANYBODY, Caller, client_refusals, hello_refusal, without_drains
 from .config import RouterConfig
 from .core import RouterCore
+from .custom import Extensions
 from .events import (
     Action,
     ClientFull,
@@ -63,6 +65,7 @@ from .events import (
     WorkerInputRejected,
     WorkersGone,
 )
+from .own_errors import INTERNAL
 from .stories import Story
 from .story_report import request_line, story_record
 from .story_slices import spans_of
@@ -108,6 +111,8 @@ class RouterShell:
         context: Context,
         doors: Doorkeeper | None = None,
     ) -> None:
+        self._extensions = Extensions(config, loop.now)
+        self._own_metrics = self._extensions.metrics(self._report_as)
         self.core = RouterCore(
             config,
             incarnation=incarnation,
@@ -115,7 +120,9 @@ class RouterShell:
             now=loop.now(),
             caller_of=self._caller_of,
             worker_of=self._worker_of,
-            fresh_stories=bool(config.otlp_endpoint) or config.log_level in ("debug", "info"),
+            fresh_stories=bool(config.otlp_endpoint or config.metrics)
+            or config.log_level in ("debug", "info"),
+            extensions=self._extensions,
         )
         self._spans = self._make_exporter(config)
         self._loop = loop
@@ -181,6 +188,14 @@ class RouterShell:
         _log.info("router.closing", unfinished=self.core.unfinished)
         self._closing = True
         self._feed(StopRequested())
+
+    def own_families(self) -> list[Family]:
+        """Return the metrics of extensions, and the counts of their failures."""
+        found = self._extensions.families()
+        for metric in self._own_metrics:
+            names = {family.name for family in found}
+            found += [family for family in metric.families() if family.name not in names]
+        return found
 
     # ------------------------------------------------------------------ in
 
@@ -351,17 +366,21 @@ class RouterShell:
                 elif type(action) is Log:
                     self._note(action)
                 elif type(action) is Fault:
-                    self._report(action.error, action.fields)
+                    self._report_as(action.event, action.error, action.fields)
         except Exception as error:
             self._report(error, {"action": type(action).__name__})
             return True
         return False
 
     def _report(self, error: Exception, fields: dict[str, object]) -> None:
-        """Log an exception of our own code with its traceback: at most one every few seconds."""
+        """Log an exception of our own code."""
+        self._report_as(INTERNAL, error, fields)
+
+    def _report_as(self, event: str, error: Exception, fields: dict[str, object]) -> None:
+        """Log an exception with its traceback: at most one of an event every few seconds."""
         text = f"{type(error).__name__}: {error}"
-        if self._log_limit.passes("router.internal_error", self._loop.now(), error=text, **fields):
-            _log.error("router.internal_error", exc_info=error, error=text, **fields)
+        if self._log_limit.passes(event, self._loop.now(), error=text, **fields):
+            _log.error(event, exc_info=error, error=text, **fields)
 
     def _note(self, action: Log) -> None:
         """Log for the core. A worker that registers again and again cannot fill the log."""
@@ -412,7 +431,10 @@ class RouterShell:
         ended = []
         for story in stories:
             if story.state != "refused":
-                ended.append(request_line(story))
+                line = request_line(story)
+                ended.append(line)
+                for metric in self._own_metrics:
+                    metric.ended(line)
             elif self._log_limit.passes("request.refused", self._loop.now(), code=story.code):
                 _log.info("request.refused", **msgspec.to_builtins(request_line(story)))
         if ended:

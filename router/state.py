@@ -12,8 +12,9 @@ from .admission import Admission
 from .authorization import ANYBODY, Caller
 from .clients import Clients
 from .config import RouterConfig
+from .custom import Extensions
 from .decider import HandoffTails
-from .events import Action
+from .events import Action, Fault
 from .handoffs import Handoffs
 from .history import History
 from .metrics import Metrics
@@ -43,6 +44,7 @@ class RouterState:
         caller_of: Callable[[bytes], Caller] = lambda _identity: ANYBODY,
         worker_of: Callable[[bytes, str], WorkerCaller] = lambda _identity, _name: NO_KEY,
         fresh_stories: bool = False,
+        extensions: Extensions | None = None,
     ) -> None:
         self.config = config
         self.incarnation = incarnation
@@ -58,10 +60,17 @@ class RouterState:
         self.stories = Stories(config.trace_requests, fresh=fresh_stories)
         tails = HandoffTails() if config.mode == "adaptive" else None
         self.handoffs = Handoffs(lambda name: registry.find(name) is not None, tails)
-        self.placement = Placement(registry, config, tails)
+        own = self.extensions = extensions or Extensions(config)
+        self.placement = Placement(
+            registry, config, tails, own.policy(self._failed), own.decider(self._failed)
+        )
         self.history = History(
             self.table, registry, self.admission, self.metrics, self.handoffs.metrics, now
         )
         self.errors = OwnErrors(
             self.out, self.table, registry, self.admission, self.clients, self.metrics
         )
+
+    def _failed(self, event: str, error: Exception, fields: dict[str, object]) -> None:
+        """Log that an extension failed."""
+        self.out.append(Fault(event, error, fields))

@@ -201,6 +201,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "endpoint": worker.endpoint,
         "device": worker.device,
         "shared_weights": worker.shared_weights,
+        "labels": worker.labels,
         "pool": worker.pool,
         "incarnation": worker.incarnation,
         "kv_blocks_total": load.kv_blocks_total,

@@ -121,6 +121,7 @@ class Worker:
         "id",
         "identity",
         "incarnation",
+        "labels",
         "latency",
         "load",
         "max_batch",
@@ -163,6 +164,7 @@ class Worker:
         self.device = hello.device
         self.seal = hello.seal
         self.shared_weights = hello.shared_weights
+        self.labels = hello.labels
         self.load: WorkerLoad = hello.load
         self.dropped: dict[str, int] = {}
         self.latency = Latency()

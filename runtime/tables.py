@@ -148,6 +148,10 @@ class KeyedHeap(Generic[K]):
             heapq.heappop(self._heap)
         return None
 
+    def peek(self) -> K | None:
+        """Return the first key in the queue, or None."""
+        return None if self.first() is None else self._heap[0][2]
+
     def due(self, limit: float) -> list[K]:
         """Remove and return all keys with numbers up to ``limit``, in order."""
         keys: list[K] = []

@@ -5,6 +5,9 @@ Prints results per scenario and the violation of every failing seed. Exit code 1
 ``--check-every 16`` compares counters with states less often, which takes a third less time. Use it
 for very many seeds, and repeat a seed that fails without it.
 
+``--policy``, ``--decider`` and ``--prefill-order`` run the scenarios with a class of your own, as
+``module:Class``. Exit code 1 also if it failed; the first traceback is printed.
+
 ``--record FILE`` writes a digest of the events and actions of all cores, one line per run. After a
 change that should not change behaviour, the files of both versions are equal. ``--text FILE``
 writes all events and actions of the last run: ``diff`` shows the first difference.
@@ -24,10 +27,12 @@ from typing import TextIO
 from .invariants import Violation
 from .recording import Recording, observed
 from .run import run
-from .scenarios import SCENARIOS
+from .scenarios import SCENARIOS, Scenario, with_extensions
 
 GARBAGE = 200_000
 """Objects after which Python looks for cycles: a few runs."""
+OWN_SCENARIOS = ("plain", "noise", "crash", "drain", "adaptive")
+"""Scenarios for users' own classes: few, since each shows the classes other states."""
 SHOWN = 5
 """Maximum violations printed per scenario."""
 
@@ -35,34 +40,42 @@ SHOWN = 5
 def main(argv: list[str] | None = None) -> int:
     """Run scenarios over seeds. Return 0 if no invariant was violated."""
     options = _options(argv)
-    names = options.scenario or list(SCENARIOS)
-    failed = 0
+    own = options.policy or options.decider or options.prefill_order
+    names = options.scenario or list(OWN_SCENARIOS if own else SCENARIOS)
+    failed, failures = 0, dict[str, str]()
     records = options.record.open("w") if options.record else None
     text: list[str] | None = [] if options.text else None
     with records or nullcontext(), observed() as coverage:
         for name in names:
             seeds = range(options.first, options.first + options.seeds)
-            failed += _play(name, seeds, records, text, options.check_every)
+            scenario = with_extensions(
+                SCENARIOS[name], options.policy, options.decider, options.prefill_order
+            )
+            failed += _play((name, scenario), seeds, records, text, options.check_every, failures)
     if options.text:
         options.text.write_text("".join(text or ()))
     taken, missing = coverage.report()
     sys.stdout.write(f"steps taken: {len(taken)} of {len(taken) + len(missing)}\n")
     for step in sorted(missing):
         sys.stdout.write(f"  not taken: {step}\n")
-    return 1 if failed else 0
+    for event, text_ in failures.items():
+        sys.stdout.write(f"{event}\n{text_}")
+    return 1 if failed or failures else 0
 
 
 def _play(
-    name: str, seeds: range, records: TextIO | None, text: list[str] | None, check_every: int
-) -> int:
-    """Run one scenario and return the number of failed seeds."""
+    named: tuple[str, Scenario], seeds: range, records: TextIO | None, text: list[str] | None,
+    check_every: int, problems: dict[str, str],
+) -> int:  # fmt: skip
+    """Run one scenario and return the number of failed seeds. ``problems``: of users' classes."""
+    name, scenario = named
     started, sums, failures = time.perf_counter(), Counter[str](), []
     for seed in seeds:
         if text is not None:
             text.clear()
         recording = Recording(text) if records or text is not None else None
         try:
-            sums += run(seed, SCENARIOS[name], recording, check_every)
+            sums += run(seed, scenario, recording, check_every, problems)
         except Violation as violation:
             failures.append(str(violation))
         if records and recording:
@@ -90,6 +103,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="compare a node's books after every Nth of its events; 1 names the event at fault",
     )
+    for option in ("policy", "decider", "prefill-order"):
+        parser.add_argument(f"--{option}", default="", metavar="MODULE:CLASS", help="of your own")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write a digest per run")
     parser.add_argument("--text", type=Path, metavar="FILE", help="write the last run's events")
     return parser.parse_args(argv)

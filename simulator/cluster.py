@@ -25,7 +25,7 @@ from .prefill_nodes import EmbedNode, PrefillNode
 from .recording import Recording
 from .rogues import Rogue, Spoils
 from .supervisor import SupervisorNode
-from .workers import EngineNode, Sizes, WorkerNode
+from .workers import EngineNode, Sizes, WorkerNode, rack_of
 
 CLUSTER_KEY = "00" * 16
 FLAP_S = 0.02
@@ -39,7 +39,9 @@ class Shape:
     ``draws``: the prefill and decode workers serve a picture model. ``rogues``: all connections
     have keys, and a rogue of each role has one too (:mod:`.rogues`). ``greedy``: rogues also
     register as workers, take requests and compute them falsely. ``mode``: of the routers.
-    ``local``: decode workers compute prompts, if a router asks for it.
+    ``local``: decode workers compute prompts, if a router asks for it. ``policy``, ``decider`` and
+    ``order`` may be a user's own class, from the folder ``extensions``. The workers are in two
+    racks by turns (label ``rack``).
     """
 
     prefill: int = 2
@@ -50,6 +52,9 @@ class Shape:
     restart_s: float = 0.3
     sizes: Sizes = field(default_factory=Sizes)
     policy: str = "least_loaded"
+    decider: str = ""
+    order: str = ""
+    extensions: str = ""
     draws: bool = False
     rogues: bool = False
     greedy: bool = False
@@ -74,6 +79,8 @@ class Cluster:
         self.recording = recording
         self.shape = shape = shape or Shape()
         self.stats: Counter[str] = Counter()
+        self.failures: dict[str, str] = {}
+        """The first traceback of each event of users' own classes."""
         self.twins: list[WorkerNode[Any]] = []
         self.watcher = Watcher(self, check_every)
         self.network = Network(
@@ -141,6 +148,8 @@ class Cluster:
             cluster_key=CLUSTER_KEY,
             mode=self.shape.mode,
             policy=PolicyConfig(name=self.shape.policy, block_tokens=8),
+            decider=self.shape.decider,
+            extensions=self.shape.extensions,
         )
         node.cluster_key = config.key
         if not self.shape.rogues:
@@ -169,6 +178,8 @@ class Cluster:
             self.supervisor.answered(router, message)
             return
         self.overheard(message)
+        if isinstance(message, Assign):
+            self._count_racks(identity, message)
         if isinstance(message, Assign) and self._is_rogues(identity, message):
             self.watcher.surrender(message.request)
         for rogue in self.rogues:
@@ -177,6 +188,13 @@ class Cluster:
         for node in self.workers:
             if node.alive and node.identity == identity:
                 router.transmit(node, partial(node.from_router, router.name, message))
+
+    def _count_racks(self, identity: bytes, message: Assign) -> None:
+        decode = self.decode_at(message.decode)
+        prefill = next((node for node in self.prefills if node.identity == identity), None)
+        if prefill is not None and decode is not None:
+            self.stats["pairs"] += 1
+            self.stats["pairs in one rack"] += rack_of(prefill.name) == rack_of(decode.name)
 
     def to_client(self, router: RouterNode, identity: bytes, message: Message) -> bool:
         """Deliver to a client's connection. Return False if the client's buffers are full."""

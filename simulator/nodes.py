@@ -8,12 +8,14 @@ Actions are performed as in the real shells: in order, with messages over the ne
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.proto.wire.messages import Message
 from baton.router import events as routing
 from baton.router.core import RouterCore
+from baton.router.own_errors import INTERNAL
 
 from .invariants import Violation
 from .keys import key_of
@@ -142,6 +144,11 @@ class Node:
             raise Violation(f"{self.name}: internal error: {error!r}") from error
         self.cluster.stats["faults"] += 1
 
+    def extension_failed(self, event: str, error: Exception, fields: dict[str, object]) -> None:
+        """Count a failure of a user's own class, and keep the first traceback of each kind."""
+        self.cluster.stats[event] += 1
+        self.cluster.failures.setdefault(event, "".join(traceback.format_exception(error)))
+
     def record(self, event: object, actions: Sequence[object]) -> None:
         """Add one call of the core to the cluster's recording, if there is one."""
         if self.cluster.recording is not None:
@@ -187,7 +194,10 @@ class RouterNode(Node):
             elif isinstance(action, routing.ToWorker):
                 self.cluster.to_worker(self, action.identity, action.message)
             elif isinstance(action, routing.Fault):
-                self.fault(action.error)
+                if action.event == INTERNAL:
+                    self.fault(action.error)
+                else:
+                    self.extension_failed(action.event, action.error, action.fields)
             elif isinstance(action, routing.Log):
                 self.cluster.stats[action.event] += 1
 

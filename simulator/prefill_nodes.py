@@ -21,6 +21,7 @@ from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.sender_handoff import SenderConfig
 from baton.prefill_worker import events as prefill
 from baton.prefill_worker.core import PrefillCore, PrefillLimits
+from baton.prefill_worker.custom_order import CustomOrder
 from baton.prefill_worker.embed_core import BatchDone, EmbedCore, EmbedLimits, RunBatch
 from baton.proto.layout import ModelCard
 from baton.proto.wire.messages import DecodeToPrefill, DeviceTicket, KVFrame, Message, PeerDead
@@ -71,8 +72,11 @@ class PrefillNode(EngineNode[PrefillCore]):
             slo_ttft=sizes.slo_ttft,
         )
         ticket = DeviceTicket("here", b"", 0, 0) if sizes.in_place else None
+        shape, order = self.cluster.shape, None
+        if shape.order:
+            order = CustomOrder(shape.order, shape.extensions, self.extension_failed)
         self.core = PrefillCore(
-            self.member, self.scheduler, self.sender, limits, warm_times(), ticket
+            self.member, self.scheduler, self.sender, limits, warm_times(), ticket, order=order
         )
         self.packer = FramePacker(NumpyBackend(), self.executor.pool)
         self.moves = MoveDelays(self, sizes.move_s)

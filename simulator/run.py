@@ -32,7 +32,7 @@ class Run:
 
     ``aim``: additional faults for single messages. ``at_event``: calls made after event numbers.
     ``recording``: gets what every core is given and returns. ``check_every``: as in
-    :class:`.invariants.Watcher`.
+    :class:`.invariants.Watcher`. ``failures``: as in :func:`run`.
     """
 
     seed: int
@@ -41,6 +41,7 @@ class Run:
     at_event: dict[int, Callable[[Cluster], None]] = field(default_factory=dict)
     recording: Recording | None = None
     check_every: int = 1
+    failures: dict[str, str] = field(default_factory=dict)
     cluster: Cluster = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +56,7 @@ class Run:
             scenario.certificate_faults,
             self.check_every,
         )
+        self.cluster.failures = self.failures
 
     def play(self) -> Counter[str]:
         """Run to the end and return the results. Raises Violation with the seed."""
@@ -119,10 +121,20 @@ class Run:
 
 
 def run(
-    seed: int, scenario: Scenario, recording: Recording | None = None, check_every: int = 1
+    seed: int,
+    scenario: Scenario,
+    recording: Recording | None = None,
+    check_every: int = 1,
+    failures: dict[str, str] | None = None,
 ) -> Counter[str]:
-    """Run a scenario and return its results. Raises Violation with the seed."""
-    return Run(seed, scenario, recording=recording, check_every=check_every).play()
+    """Run a scenario and return its results. Raises Violation with the seed.
+
+    ``failures``: gets the first traceback of each kind of failure of users' own classes.
+    """
+    failures = {} if failures is None else failures
+    return Run(
+        seed, scenario, recording=recording, check_every=check_every, failures=failures
+    ).play()
 
 
 def _plan_load(cluster: Cluster, scenario: Scenario, random: Random) -> None:

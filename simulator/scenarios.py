@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from .cluster import Shape
 from .network import Faults
@@ -502,3 +503,25 @@ SCENARIOS: dict[str, Scenario] = {
     "rogue-all": replace(_ALL, shape=replace(ROGUES, routers=2, greedy=True)),
     "all": _ALL,
 }
+
+
+OWN_SLO_S = 0.5
+"""TTFT target in a scenario that has none, which a user's own order needs."""
+
+
+def with_extensions(scenario: Scenario, policy: str, decider: str, order: str) -> Scenario:
+    """Return the scenario with classes of the user's own, as ``module:Class``; empty: as it is.
+
+    Modules are looked for in the working directory last. A decider sets mode adaptive.
+    """
+    if not (policy or decider or order):
+        return scenario
+    shape = replace(scenario.shape, extensions=str(Path.cwd()))
+    if policy:
+        shape = replace(shape, policy=policy)
+    if decider:
+        shape = replace(shape, mode="adaptive", local=True, decider=decider)
+    if order:
+        sizes = replace(shape.sizes, slo_ttft=shape.sizes.slo_ttft or OWN_SLO_S)
+        shape = replace(shape, sizes=sizes, order=order)
+    return replace(scenario, shape=shape)

@@ -56,6 +56,13 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 MAX_BATCH = 8
 HANG_S = 1e6
+RACKS = 2
+
+
+def rack_of(name: str) -> str:
+    """Return the rack of a worker: ``prefill-3`` is in rack ``r1``."""
+    number = name.rpartition("-")[2]
+    return f"r{int(number) % RACKS}" if number.isdecimal() else "r0"
 
 
 @dataclass(slots=True, frozen=True)
@@ -188,6 +195,7 @@ class WorkerNode(Node, Generic[C]):
             max_batch=MAX_BATCH,
             seal=self.seal,
             nonce=self.nonce,
+            labels={"rack": rack_of(self.name)},
         )
         return Membership(me, tuple(router.name for router in self.cluster.routers))
 

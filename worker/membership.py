@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from baton.proto.contexts.outputs import TokenLogProbs
@@ -77,6 +77,7 @@ class WorkerIdentity:
     seal: bytes = b""
     shared_weights: int = 0
     nonce: bytes = b""
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
@@ -210,6 +211,7 @@ class Membership:
             device=me.device,
             seal=me.seal,
             shared_weights=me.shared_weights,
+            labels=me.labels,
         )
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
 

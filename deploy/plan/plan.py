@@ -18,6 +18,7 @@ from baton.decode_worker.config import DecodeWorkerConfig
 from baton.engine.loading.embedding_config import DRAW
 from baton.engine.loading.gguf_folder import is_gguf, local_folder
 from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
+from baton.extend import DECIDER, METRIC, ORDER, POLICY, Point, is_extension
 from baton.gateway.config import GatewayConfig
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.router.config import PolicyConfig, RouterConfig
@@ -31,6 +32,7 @@ from ..config import (
     demo_model_folder,
     given_threads,
     kv_size,
+    labels_of,
     parse_size,
     shares_memory,
 )
@@ -278,6 +280,9 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         cluster_key=cluster_key,
         model_folder=model_folder(settings),
         policy=PolicyConfig(name=settings.policy),
+        decider=settings.decider,
+        metrics=_listed(settings.metric),
+        extensions=extension_folder(settings),
         mode=settings.mode,
         enforce_disaggregation=settings.enforce_disaggregation == "on",
         step_time_s=settings.step_time,
@@ -328,6 +333,21 @@ def _gateway(settings: ServeSettings, book: AddressBook, name: str) -> ProcessSp
     return ProcessSpec(name=name, role=GATEWAY, module="baton.gateway", config=config)
 
 
+def extensions_of(settings: ServeSettings) -> list[tuple[Point, str]]:
+    """Return the extensions that the settings name, each with its point."""
+    chosen = ((POLICY, settings.policy), (ORDER, settings.prefill_order))
+    return [
+        *((point, name) for point, name in chosen if is_extension(name)),
+        *([(DECIDER, settings.decider)] if settings.decider else []),
+        *((METRIC, name) for name in _listed(settings.metric)),
+    ]
+
+
+def extension_folder(settings: ServeSettings) -> str:
+    """Return the absolute folder of extensions; empty if the settings name none."""
+    return str(Path(settings.extensions).absolute()) if extensions_of(settings) else ""
+
+
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
@@ -370,6 +390,9 @@ def _prefill(
         token_budget=settings.max_num_batched_tokens,
         step_seconds=settings.step_time,
         slo_ttft=first_token_limit(settings),
+        order=settings.prefill_order if is_extension(settings.prefill_order) else "",
+        extensions=extension_folder(settings),
+        labels=labels_of(settings, name),
         max_active=settings.prefill_max_num_seqs,
         share_pool=shares_memory(settings),
         handoff_timeout_s=settings.handoff_timeout,
@@ -391,6 +414,7 @@ def _decode(
         routers=dict(book.workers),
         runner=runner,
         max_batch=settings.max_num_seqs,
+        labels=labels_of(settings, name),
         token_budget=_decode_budget(settings),
         step_seconds=settings.step_time,
         handoff_timeout_s=settings.handoff_timeout,
@@ -412,7 +436,8 @@ def _decode_budget(settings: ServeSettings) -> int:
 def first_token_limit(settings: ServeSettings) -> float:
     """Target TTFT in seconds by which prefill workers order prompts; 0: order of arrival."""
     order = settings.prefill_order
-    by_deadline = order == "edf" or (order == "auto" and settings.autoscale == "on")
+    automatic = order == "auto" and settings.autoscale == "on"
+    by_deadline = order == "edf" or automatic or is_extension(order)
     return settings.slo_ttft if by_deadline else 0.0
 
 

@@ -53,6 +53,8 @@ from .memory import (
 from .plan import (
     ClusterPlan,
     GpuBook,
+    extension_folder,
+    extensions_of,
     http_port_of,
     ipc_addresses,
     key_folder,
@@ -73,6 +75,7 @@ def check_start(settings: ServeSettings) -> None:
     Raises ConfigError for a wrong setting, CheckpointError for the folder's files.
     """
     check_model(settings)
+    check_extensions(settings)
     check_kernels(settings)
     if settings.otlp_endpoint:
         check_installed("otlp_endpoint")
@@ -124,6 +127,34 @@ def check_tokenizer(settings: ServeSettings) -> None:
         output = ended.stdout.decode("utf-8", "replace").strip().replace("\n", " ")
         how = f"{folder}: tokenizer.json cannot be loaded ({describe_exit(ended.returncode)})"
         raise CheckpointError(output or how)
+
+
+_EXTENSIONS_S = 60.0
+
+
+def check_extensions(settings: ServeSettings) -> None:
+    """Load the user's own classes once, in another process. Raises ConfigError."""
+    named = extensions_of(settings)
+    if not named:
+        return
+    command = [sys.executable, "-P", "-m", "baton.extend.check", extension_folder(settings)]
+    try:
+        ended = subprocess.run(  # noqa: S603 -- our own interpreter and module
+            [*command, *(f"{point.name}={name}" for point, name in named)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_EXTENSIONS_S,
+            env=child_environment(os.environ),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        names = ", ".join(name for _, name in named)
+        raise ConfigError(f"{names} could not be loaded within {_EXTENSIONS_S:g} s") from None
+    if ended.returncode:
+        text = ended.stdout.decode("utf-8", "replace").strip()
+        names = ", ".join(name for _, name in named)
+        how = describe_exit(ended.returncode)
+        raise ConfigError(text or f"loading {names} ended the process ({how})")
 
 
 _GPUS_S = 60.0

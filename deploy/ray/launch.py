@@ -14,7 +14,8 @@ from baton.proto.errors import BatonError, ConfigError, ConnectionLost, RequestF
 
 from ..config import ServeSettings
 from ..controller.admin_client import AdminClient
-from ..plan.prepare import check_model
+from ..plan.plan import extension_folder
+from ..plan.prepare import check_extensions, check_model
 from .actors import CONTROLLER, Controller
 from .api import LAST_WORDS, existing, get_value, put_value
 from .connect import NAMESPACE, connect, is_own_address
@@ -41,6 +42,9 @@ def launch(
     BatonError if the cluster cannot start; the controller's actor is removed then.
     """
     check_model(settings)
+    check_extensions(settings)
+    # The actors have other working directories.
+    settings = msgspec.structs.replace(settings, extensions=extension_folder(settings))
     ray = connect(ray_address)
     head = _head(ray)
     _check_keys(ray, settings, head)

@@ -12,6 +12,7 @@ from ..limits import (
     MAX_BUCKETS,
     MAX_DROP_REASONS,
     MAX_HISTOGRAMS,
+    MAX_LABELS,
     MAX_LIST_ITEMS,
     MAX_ROUTERS,
 )
@@ -105,6 +106,7 @@ class Hello(Message, frozen=True, kw_only=True):
     device: Name = ""  # "cuda:1 GPU-...", as this process numbers it, or "cpu, 2 threads (REASON)"
     shared_weights: Count = 0  # bytes of weights in memory that workers of the host share
     seal: Binary = b""  # SHA-256 of the secret in a DeathCertificate of this process
+    labels: Annotated[dict[Name, Name], Meta(max_length=MAX_LABELS)] = {}  # such as its rack
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

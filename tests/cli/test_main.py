@@ -10,7 +10,7 @@ import pytest
 from baton.cli import demo, demo_steps, doctor, status
 from baton.cli.command import VERBS, asked_verbs, build_parser, main
 from baton.cli.settings import GROUPS
-from baton.deploy.config import CHOICES, ServeSettings, demo_model_folder
+from baton.deploy.config import CHOICES, OPEN_CHOICES, OWN, ServeSettings, demo_model_folder
 from baton.deploy.report import (
     ClusterReport,
     FailedPairRecord,
@@ -74,8 +74,9 @@ def test_serve_help_names_every_setting_and_the_precedence(capsys):
         assert field == "model" or f"--{field.replace('_', '-')}" in text
     for heading in GROUPS:
         assert f"\n{heading}:\n" in text
-    for choices in CHOICES.values():
-        assert f"{{{','.join(choices)}}}" in text
+    for field, choices in CHOICES.items():
+        own = [OWN] if field in OPEN_CHOICES else []
+        assert f"{{{','.join([*choices, *own])}}}" in text
     assert "TEXT" not in text
     assert "Precedence" in text
     assert "BATON_" in text
@@ -104,7 +105,7 @@ def test_serve_help_names_every_setting_and_the_precedence(capsys):
         (
             " serve",
             "--prefill-order sjf",
-            "--prefill-order: must be one of auto, fcfs, edf, not 'sjf'",
+            "--prefill-order: must be one of auto, fcfs, edf, module:Class, not 'sjf'",
         ),
         (" serve", "--transport udp", "--transport: must be one of ipc, tcp, not 'udp'"),
         (" launch", "--backend numpy", "--backend: must be one of local, ray, not 'numpy'"),

@@ -127,7 +127,9 @@ def generated(commit):
 class Bench:
     """A core on a clock that tests move; its actions, sorted."""
 
-    def __init__(self, ticket: PoolTicket | DeviceTicket | None = None, **limits) -> None:
+    def __init__(
+        self, ticket: PoolTicket | DeviceTicket | None = None, order=None, **limits
+    ) -> None:
         me = WorkerIdentity("prefill-0", "prefill", 5, 1, "ipc:///p", "default", CARD, 8)
         self.member = Membership(me, (ROUTER, "router-2"))
         self.cache = PagedCache(64, LAYOUT.block_size)
@@ -137,8 +139,9 @@ class Bench:
         times = StepTime()
         times.learn(16, 0.01)
         self.core = PrefillCore(
-            self.member, self.scheduler, self.sender, PrefillLimits(**limits), times, ticket
-        )
+            self.member, self.scheduler, self.sender, PrefillLimits(**limits), times, ticket,
+            order=order,
+        )  # fmt: skip
         self.now = 100.0
         self.said: list[Message] = []
         self.routers: list[tuple[str, Message]] = []

@@ -1,0 +1,45 @@
+"""Extension points: what a module of your own may implement, and what it is given.
+
+docs/extend.md describes each point. A class needs the methods of its protocol and no base class.
+Stable: facts get further fields, but none is renamed or removed.
+"""
+
+from baton.runtime.metrics.families import Family, Histogram, counter, gauge, histogram
+
+from .points import (
+    Decider,
+    Ended,
+    Metric,
+    Order,
+    Placing,
+    Policy,
+    Prompt,
+    Ways,
+    WorkerFacts,
+)
+from .resolve import DECIDER, METRIC, ORDER, POLICY, ExtensionError, Point, is_extension, resolve
+
+__all__ = [
+    "DECIDER",
+    "METRIC",
+    "ORDER",
+    "POLICY",
+    "Decider",
+    "Ended",
+    "ExtensionError",
+    "Family",
+    "Histogram",
+    "Metric",
+    "Order",
+    "Placing",
+    "Point",
+    "Policy",
+    "Prompt",
+    "Ways",
+    "WorkerFacts",
+    "counter",
+    "gauge",
+    "histogram",
+    "is_extension",
+    "resolve",
+]

@@ -1,0 +1,30 @@
+"""Load extensions as their processes will: ``python -m baton.extend.check FOLDER POINT=NAME ...``.
+
+A separate process, because a module runs its own code when it is imported, and may hang or end the
+process. Exit code 0, or 1 with the error on one line of standard output.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .resolve import POINTS, ExtensionError, resolve
+
+
+def main() -> int:
+    """Entry point."""
+    folder, *named = sys.argv[1:]
+    shown = sys.stdout
+    sys.stdout = sys.stderr  # what the modules print is no error
+    try:
+        for one in named:
+            point, _, name = one.partition("=")
+            resolve(POINTS[point], name, folder)
+    except ExtensionError as error:
+        shown.write(" ".join(str(error).split()) + "\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

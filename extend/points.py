@@ -1,0 +1,171 @@
+"""The protocols of the extension points, and the facts that their methods are given.
+
+Facts are copies: an extension cannot change the state of a router or worker. Times are in seconds,
+lengths in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from baton.runtime.metrics.families import Family
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A worker that may serve a request.
+
+    ``name``: such as ``decode-0``. ``role``: ``prefill`` or ``decode``. ``host``: host of its
+    address; empty on one machine without tcp. ``labels``: as the setting ``labels`` gives them.
+    ``outstanding_tokens``: unfinished tokens that all routers have assigned to it.
+    ``requests``: unfinished requests, the same. ``max_requests``: requests per step.
+    ``cached_tokens``: leading tokens of this prompt that it has probably cached. ``kv_blocks``,
+    ``kv_blocks_used``: blocks of its KV memory. ``step_s``: predicted seconds of its step.
+    """
+
+    name: str
+    role: str
+    host: str = ""
+    pool: str = "default"
+    labels: Mapping[str, str] = {}
+    outstanding_tokens: int = 0
+    requests: int = 0
+    max_requests: int = 0
+    cached_tokens: int = 0
+    kv_blocks: int = 0
+    kv_blocks_used: int = 0
+    step_s: float = 0.0
+
+
+class Placing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request for which a worker is chosen: first its decode worker, then its prefill worker.
+
+    ``role``: of the workers to choose from. ``decode``: the decode worker chosen before, while a
+    prefill worker is chosen; else None. ``prompt_tokens``: tokens to compute, with those that a
+    replayed request has generated. ``max_new_tokens``: most tokens that it still generates.
+    ``router``: name of this router.
+    """
+
+    request_id: str
+    role: str
+    prompt_tokens: int
+    max_new_tokens: int
+    decode: WorkerFacts | None = None
+    pool: str | None = None
+    router: str = ""
+
+
+class Policy(Protocol):
+    """Chooses the workers of requests, in a router."""
+
+    def choose(self, request: Placing, workers: Sequence[WorkerFacts]) -> WorkerFacts:
+        """Return one of ``workers``, at least two, all of one role and ready for this request."""
+        ...
+
+
+class Ways(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The two ways of a request in mode adaptive, as the router predicts them.
+
+    ``uncached_tokens``, ``waiting_tokens``: tokens of this prompt that the prefill worker has to
+    compute, and tokens of the prompts before it. ``local_uncached_tokens``,
+    ``local_waiting_tokens``: the same of the decode worker. ``seconds_per_token``: of a prompt, 0
+    before the prefill worker has measured it. ``handoff_s``: from the first token to the end of the
+    handoff. ``streams``: requests that generate at the decode worker; ``step_s``: seconds of its
+    steps; ``itl_s``: the limit of a step. ``over_prefill_s``, ``local_s``: until the second and the
+    first token. ``delays_streams``: a step with this prompt would exceed the limit.
+    ``local``: the decision of Baton's own decider.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    uncached_tokens: int
+    waiting_tokens: int
+    local_uncached_tokens: int
+    local_waiting_tokens: int
+    seconds_per_token: float
+    handoff_s: float
+    streams: int
+    step_s: float
+    itl_s: float
+    over_prefill_s: float
+    local_s: float
+    delays_streams: bool
+    local: bool
+
+
+class Decider(Protocol):
+    """Decides which worker computes a prompt, in a router of mode adaptive."""
+
+    def local(self, ways: Ways) -> bool:
+        """Return True if the decode worker computes the prompt, False for the prefill worker."""
+        ...
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A prompt that waits at a prefill worker.
+
+    ``prompt_tokens``: tokens to compute; ``cached_tokens``: leading ones that are cached now.
+    ``generated_tokens``: tokens that the client has already, of a replayed request.
+    ``asked_s``: when the client asked, by a clock of this worker; ``waited_s``: the seconds since.
+    ``deadline_s``: until the request's deadline.
+    ``slo_ttft_s``: the setting ``slo_ttft``. ``seconds_per_token``: as measured here, 0 before the
+    first step.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    asked_s: float
+    waited_s: float
+    deadline_s: float
+    slo_ttft_s: float
+    seconds_per_token: float
+
+
+class Order(Protocol):
+    """Orders the waiting prompts of a prefill worker."""
+
+    def rank(self, prompt: Prompt) -> float:
+        """Return a number: prompts with smaller numbers start earlier, equal ones by arrival."""
+        ...
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request that ended; None and empty texts are unknown.
+
+    ``outcome``: finished, failed, cancelled, or moved to another router. ``finish_reason``: of a
+    result; ``code``: of an error. ``seconds``: from its arrival to its end. ``queue_s``: until a
+    worker began; ``ttft_s``: until the first token; ``itl_s``: mean time between tokens.
+    ``transport``: of its handoff. ``attempts``: placements on workers.
+    """
+
+    request_id: str
+    outcome: str
+    finish_reason: str | None
+    code: str | None
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    new_tokens: int | None
+    seconds: float | None
+    queue_s: float | None
+    ttft_s: float | None
+    itl_s: float | None
+    prefill: str
+    decode: str
+    transport: str
+    attempts: int
+
+
+class Metric(Protocol):
+    """Counts requests for the metrics of a router."""
+
+    def ended(self, request: Ended) -> None:
+        """Count a request that ended."""
+        ...
+
+    def families(self) -> Sequence[Family]:
+        """Return the metrics for a scrape: :func:`counter`, :func:`gauge`, :func:`histogram`."""
+        ...

@@ -1,0 +1,112 @@
+"""Find the class that a setting names as ``package.module:Class``.
+
+One resolver for all extension points. Every problem is an :class:`ExtensionError` that says what is
+missing. Modules come from PYTHONPATH and installed packages, then from the folder of extensions,
+which is last, so that a file there never hides another module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from baton.proto.errors import ConfigError
+
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+class ExtensionError(ConfigError):
+    """A class of an extension point cannot be used, or has failed."""
+
+
+@dataclass(slots=True, frozen=True)
+class Point:
+    """An extension point. ``methods``: names of its methods, and the numbers of their arguments."""
+
+    name: str
+    methods: dict[str, int]
+
+
+POLICY = Point("policy", {"choose": 2})
+DECIDER = Point("decider", {"local": 1})
+ORDER = Point("prefill_order", {"rank": 1})
+METRIC = Point("metric", {"ended": 1, "families": 0})
+POINTS = {point.name: point for point in (POLICY, DECIDER, ORDER, METRIC)}
+
+
+def is_extension(value: str) -> bool:
+    """Whether a setting's value names a class instead of one of Baton's own choices."""
+    return ":" in value
+
+
+def resolve(point: Point, name: str, folder: str = "") -> Any:
+    """Return a new object of the class ``name``. Raises ExtensionError.
+
+    ``folder``: where modules are looked for last.
+    """
+    said = f"{point.name} {name[:200]}"
+    if not _NAME.fullmatch(name):
+        raise ExtensionError(f"{said}: not of the form package.module:Class")
+    module_name, _, class_name = name.partition(":")
+    module = _module(module_name, folder, said)
+    found = getattr(module, class_name, None)
+    if found is None:
+        raise ExtensionError(f"{said}: {_file_of(module)} has no {class_name}")
+    if not isinstance(found, type):
+        raise ExtensionError(f"{said}: {class_name} is no class, but {type(found).__name__}")
+    try:
+        made = found()
+    except BaseException as error:
+        raise ExtensionError(f"{said}: {class_name}() raised {_told(error)}") from error
+    for method, arguments in point.methods.items():
+        _check_method(made, method, arguments, said)
+    return made
+
+
+def _module(name: str, folder: str, said: str) -> ModuleType:
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+        importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if missing == name or name.startswith(f"{missing}."):
+            where = f"{folder} or PYTHONPATH" if folder else "PYTHONPATH"
+            raise ExtensionError(f"{said}: no module {missing} in {where}") from error
+        raise ExtensionError(f"{said}: importing {name} raised {_told(error)}") from error
+    except BaseException as error:
+        raise ExtensionError(f"{said}: importing {name} raised {_told(error)}") from error
+
+
+def _check_method(made: object, method: str, arguments: int, said: str) -> None:
+    call = getattr(made, method, None)
+    if not callable(call):
+        raise ExtensionError(f"{said}: {type(made).__name__} has no method {method}")
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        return  # of a class in C: found at the first call
+    try:
+        signature.bind(*range(arguments))
+    except TypeError as error:
+        text = f"{said}: {method}{signature} does not take {arguments} arguments ({error})"
+        raise ExtensionError(text) from error
+
+
+def _told(error: BaseException) -> str:
+    """Return an exception as text, with the last place in the extension's own file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((f for f in reversed(frames) if "importlib" not in f.filename), None)
+    place = f" ({last.filename}, line {last.lineno})" if last is not None else ""
+    return f"{type(error).__name__}: {str(error)[:500]}{place}"
+
+
+def _file_of(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or module.__name__

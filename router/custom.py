@@ -1,0 +1,314 @@
+"""Extensions of a router: policy, mode decider and metrics of the user's own.
+
+The router's parts call the adapters of this module as if they were Baton's own. An adapter makes
+the facts, calls the extension under a :class:`.Guard`, and checks the result. If the extension
+fails or rests, the request gets the default's choice. See docs/extend.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+
+from baton.extend import (
+    DECIDER,
+    METRIC,
+    POLICY,
+    Decider,
+    Ended,
+    ExtensionError,
+    Family,
+    Metric,
+    Placing,
+    Point,
+    Policy,
+    Ways,
+    WorkerFacts,
+    counter,
+    is_extension,
+    resolve,
+)
+from baton.extend.guard import Guard, Report
+from baton.runtime.metrics.families import Row, Values
+
+from .config import PolicyConfig, RouterConfig
+from .decider import Costs
+from .policy import Margin, PrefixAware
+from .requests import Request
+from .workers import Worker
+
+if TYPE_CHECKING:
+    from .story_report import RequestLine
+
+MAX_FAMILIES = 64
+"""Metrics of one extension."""
+MAX_ROWS = 1024
+"""Series of one such metric."""
+_OWN = "baton_"
+
+
+class Extensions:
+    """The extensions that a router's settings name, as new objects. Raises ExtensionError.
+
+    ``clock``: see :class:`.Guard`.
+    """
+
+    def __init__(self, config: RouterConfig, clock: Callable[[], float] | None = None) -> None:
+        folder, policy = config.extensions, config.policy.name
+        self._config = config
+        self._clock = clock
+        self._policy: Policy | None = None
+        if is_extension(policy):
+            self._policy = resolve(POLICY, policy, folder)
+        self._decider: Decider | None = None
+        if config.decider:
+            self._decider = resolve(DECIDER, config.decider, folder)
+        self._metrics: list[tuple[str, Metric]] = [
+            (name, resolve(METRIC, name, folder)) for name in config.metrics
+        ]
+        self._guards: list[tuple[str, str, Guard]] = []
+
+    def policy(self, report: Report) -> CustomPolicy | None:
+        """Return the policy, or None for one of Baton's own."""
+        if self._policy is None:
+            return None
+        config = self._config
+        guard = self._guard(POLICY, config.policy.name, report)
+        return CustomPolicy(self._policy, guard, config.policy, config.name)
+
+    def decider(self, report: Report) -> CustomDecider | None:
+        """Return the mode decider, or None for Baton's own."""
+        if self._decider is None:
+            return None
+        return CustomDecider(self._decider, self._guard(DECIDER, self._config.decider, report))
+
+    def metrics(self, report: Report) -> list[CustomMetric]:
+        """Return the metrics."""
+        return [
+            CustomMetric(made, self._guard(METRIC, name, report)) for name, made in self._metrics
+        ]
+
+    def families(self) -> list[Family]:
+        """Return the counts of failed and skipped calls; empty without extensions."""
+        if not self._guards:
+            return []
+        labels = ("extension", "name")
+        failed: Values = {(point, name): guard.failures for point, name, guard in self._guards}
+        skipped: Values = {(point, name): guard.skipped for point, name, guard in self._guards}
+        return [
+            counter(
+                "baton_extension_failures_total",
+                "Calls of an extension that raised or returned nonsense.",
+                failed,
+                labels,
+            ),
+            counter(
+                "baton_extension_skipped_calls_total",
+                "Calls of an extension that were not made, because it had taken too long.",
+                skipped,
+                labels,
+            ),
+        ]
+
+    def _guard(self, point: Point, name: str, report: Report) -> Guard:
+        guard = Guard(point, name, report, self._clock)
+        self._guards.append((point.name, name, guard))
+        return guard
+
+
+class CustomPolicy:
+    """A :class:`.policy.Policy` that asks an extension; ``prefix_aware`` is its default.
+
+    Call :meth:`begin` with each request before its workers are chosen.
+    """
+
+    wants_hashes = True
+
+    def __init__(self, policy: Policy, guard: Guard, config: PolicyConfig, router: str) -> None:
+        self.margin: Margin | None = None
+        self._policy = policy
+        self._guard = guard
+        self._default = PrefixAware(msgspec.structs.replace(config, name="prefix_aware"))
+        self._block_tokens = config.block_tokens
+        self._router = router
+        self._request: Request | None = None
+        self._decode: Worker | None = None
+
+    def begin(self, request: Request) -> None:
+        """Set the request for which :meth:`choose` is called next."""
+        self._request, self._decode = request, None
+
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
+        """Return the extension's choice, or the default's."""
+        found = None
+        if len(workers) > 1 and self._request is not None:
+            request = self._request
+            found = self._guard.call(lambda: self._asked(request, workers, hashes))
+        if found is None:
+            found = self._default.choose(workers, hashes)
+            self.margin = self._default.margin
+        else:
+            self.margin = None
+        if found.role == "decode":
+            self._decode = found
+        return found
+
+    def _asked(
+        self, request: Request, workers: Sequence[Worker], hashes: Sequence[bytes]
+    ) -> Worker:
+        """Ask the extension. Raises ExtensionError for a result that is none of ``workers``."""
+        facts = [self._facts(worker, hashes) for worker in workers]
+        decode = self._decode
+        placing = Placing(
+            request_id=request.request_id,
+            role=workers[0].role,
+            prompt_tokens=request.next,
+            max_new_tokens=request.remaining,
+            decode=None if decode is None else self._facts(decode, hashes),
+            pool=request.pool,
+            router=self._router,
+        )
+        chosen = self._policy.choose(placing, tuple(facts))
+        for one, worker in zip(facts, workers, strict=True):
+            if chosen is one:
+                return worker
+        if isinstance(chosen, WorkerFacts):  # of an earlier call
+            for worker in workers:
+                if worker.id == chosen.name:
+                    return worker
+        names = ", ".join(worker.id for worker in workers[:8])
+        shown = chosen.name if isinstance(chosen, WorkerFacts) else repr(chosen)[:80]
+        raise ExtensionError(f"choose() returned {shown}, which is none of the workers {names}")
+
+    def _facts(self, worker: Worker, hashes: Sequence[bytes]) -> WorkerFacts:
+        load = worker.load
+        return WorkerFacts(
+            name=worker.id,
+            role=worker.role,
+            host=host_of(worker.endpoint),
+            pool=worker.pool,
+            labels=dict(worker.labels),
+            outstanding_tokens=worker.burden,
+            requests=len(worker.requests) + worker.others_requests,
+            max_requests=worker.max_batch,
+            cached_tokens=self._default.cached(worker, hashes) * self._block_tokens,
+            kv_blocks=load.kv_blocks_total,
+            kv_blocks_used=load.kv_blocks_used,
+            step_s=worker.step_s,
+        )
+
+    def cached(self, worker: Worker, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks the worker has probably cached."""
+        return self._default.cached(worker, hashes)
+
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
+        """Note a placement for the default, whose index gives the facts."""
+        return self._default.placed(worker, hashes, tokens)
+
+    def forget(self, worker: Worker) -> None:
+        """Drop the state of a dead worker."""
+        self._default.forget(worker)
+
+
+class CustomDecider:
+    """Asks an extension which way a request takes."""
+
+    def __init__(self, decider: Decider, guard: Guard) -> None:
+        self._decider = decider
+        self._guard = guard
+
+    def prefers_local(self, request: Request, costs: Costs) -> bool:
+        """Return the extension's decision, or the default's."""
+        decision = self._guard.call(lambda: self._asked(request, costs))
+        return costs.prefers_local if decision is None else decision
+
+    def _asked(self, request: Request, costs: Costs) -> bool:
+        decision = self._decider.local(
+            Ways(
+                request_id=request.request_id,
+                prompt_tokens=request.next,
+                uncached_tokens=costs.uncached,
+                waiting_tokens=costs.ahead,
+                local_uncached_tokens=costs.local_uncached,
+                local_waiting_tokens=costs.local_ahead,
+                seconds_per_token=costs.per_token,
+                handoff_s=costs.handoff,
+                streams=costs.streams,
+                step_s=costs.step,
+                itl_s=costs.itl,
+                over_prefill_s=costs.over_prefill,
+                local_s=costs.alone,
+                delays_streams=costs.harms,
+                local=costs.prefers_local,
+            )
+        )
+        if not isinstance(decision, bool):
+            raise ExtensionError(f"local() returned {decision!r:.80}, which is no bool")
+        return decision
+
+
+class CustomMetric:
+    """A metric of an extension."""
+
+    def __init__(self, metric: Metric, guard: Guard) -> None:
+        self._metric = metric
+        self._guard = guard
+
+    def ended(self, line: RequestLine) -> None:
+        """Pass a request that ended to the extension."""
+        ended = Ended(
+            request_id=line.request_id, outcome=line.outcome, finish_reason=line.finish_reason,
+            code=line.code, prompt_tokens=line.prompt_tokens, cached_tokens=line.cached_tokens,
+            new_tokens=line.new_tokens, seconds=line.seconds, queue_s=line.queue_s,
+            ttft_s=line.ttft_s, itl_s=line.itl_s, prefill=line.prefill, decode=line.decode,
+            transport=line.transport, attempts=line.attempts or 1,
+        )  # fmt: skip
+        self._guard.call(lambda: self._metric.ended(ended))
+
+    def families(self) -> list[Family]:
+        """Return the extension's metrics; none if one of them is wrong."""
+        return self._guard.call(self._checked) or []
+
+    def _checked(self) -> list[Family]:
+        found = list(self._metric.families())
+        if len(found) > MAX_FAMILIES:
+            raise ExtensionError(f"families() returned {len(found)} metrics, limit {MAX_FAMILIES}")
+        for family in found:
+            check_family(family)
+        names = [family.name for family in found]
+        if len(names) != len(set(names)):
+            raise ExtensionError("families() returned two metrics with one name")
+        return found
+
+
+def check_family(family: object) -> None:
+    """Raise ExtensionError if a scrape could not contain this metric."""
+    if not isinstance(family, Family):
+        raise ExtensionError(f"families() returned {family!r:.80}, which is no Family")
+    name = family.name
+    if not (name.isascii() and name.replace(":", "_").isidentifier()) or name.startswith(_OWN):
+        text = f"{name!r:.80} is no name of a metric, or begins with {_OWN}"
+        raise ExtensionError(text)
+    if len(family.rows) > MAX_ROWS:
+        raise ExtensionError(f"{name} has {len(family.rows)} series, limit {MAX_ROWS}")
+    for row in family.rows:
+        _check_row(family, row)
+
+
+def _check_row(family: Family, row: Row) -> None:
+    texts = all(isinstance(label, str) for label in row.labels)
+    if not texts or len(row.labels) != len(family.labels):
+        raise ExtensionError(f"{family.name}: labels {row.labels!r:.80} do not fit")
+    if not isinstance(row.value, int | float) or math.isnan(row.value):
+        raise ExtensionError(f"{family.name}: {row.value!r:.80} is no number")
+    if family.kind == "histogram" and len(row.counts) != len(family.bounds) + 1:
+        raise ExtensionError(f"{family.name}: {len(row.counts)} counts do not fit its bounds")
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of a worker's address; empty for a socket file."""
+    return urlsplit(endpoint).hostname or "" if endpoint.startswith("tcp://") else ""

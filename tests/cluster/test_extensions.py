@@ -1,0 +1,116 @@
+"""Users' own classes in processes: the examples, classes that fail, and names that are wrong."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.deploy.plan.addresses import free_ports
+from baton.proto.sampling import SamplingParams
+
+from ..processes import wait_until
+from .conftest import command_environment
+from .streams import jobs, run, tokens
+from .test_metrics import scrape
+
+pytestmark = pytest.mark.cluster
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "extend"
+FAULTY = ROOT / "tests" / "extend"
+WORK = jobs(16, prompt=40, new=20)
+RACKS = "prefill-0:rack=a,decode-0:rack=a,prefill-1:rack=b,decode-1:rack=b"
+
+
+@pytest.fixture(scope="module")
+def port():
+    return free_ports(1)[0]
+
+
+@pytest.fixture(scope="module")
+def own(shared_cluster, port):
+    """A cluster with every example, and the fields of its requests' stories."""
+    return shared_cluster(
+        prefill=2, decode=2, mode="adaptive", labels=RACKS, metrics_port=port,
+        extensions=EXAMPLES, policy="rack_policy:RackPolicy",
+        decider="length_decider:LengthDecider", prefill_order="short_first:ShortFirst",
+        metric="slo_metric:SloMetric",
+    )  # fmt: skip
+
+
+def test_the_examples_serve(own, port):
+    assert own.workers()["decode-1"]["labels"] == {"rack": "b"}
+    done = run(own.address, [*jobs(6, prompt=600, new=20), *WORK])
+    assert [one for one in done if one.error] == []
+    with own.client() as client:
+        for number in range(4):
+            prompt = [number, *range(3, 903)]
+            (output,) = client.complete(prompt, SamplingParams(max_new_tokens=4)).outputs
+            assert output.prefill.removeprefix("prefill-") == output.decode.removeprefix("decode-")
+
+    def counted():
+        kept = re.findall(r"kept_limits_requests_total\{.*\} (\d+)", scrape(port))
+        return sum(map(int, kept)) == 26
+
+    wait_until(counted, what="the metric to count all requests")
+    found = re.findall(
+        r'baton_extension_failures_total\{extension="(\w+)",.*\} (\d+)', scrape(port)
+    )
+    assert {(point, int(count)) for point, count in found} == {
+        ("policy", 0), ("decider", 0), ("metric", 0),
+    }  # fmt: skip
+
+
+def test_classes_that_fail_cost_no_request(cluster, lasting_cluster):
+    wanted = tokens(run(lasting_cluster(prefill=1, decode=2).address, WORK))
+    failing = cluster(
+        prefill=2, decode=2, extensions=FAULTY, policy="faulty_classes:ByTurns",
+        prefill_order="faulty_classes:Raises", metric="faulty_classes:Raises",
+    )  # fmt: skip
+    router = failing.pids()["router"]
+    assert tokens(run(failing.address, WORK)) == wanted
+    for event, error in (
+        ("policy.failed", "KeyError: 'a rack that is not here'"),
+        ("policy.slow", "takes more than 25% of the time"),
+        ("prefill_order.failed", "ZeroDivisionError: no rank"),
+        ("metric.failed", "LookupError: no count"),
+    ):
+        failing.wait_said(event)
+        failing.wait_said(error)
+    assert "Traceback" in failing.text()
+    assert failing.pids()["router"] == router
+
+
+def serve(folder: Path, where: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "baton.cli", "serve", "--dry-run", *words],
+        capture_output=True, text=True, timeout=100, cwd=where, check=False,
+        env=command_environment(folder),
+    )  # fmt: skip
+
+
+def test_modules_of_the_working_directory(tmp_path):
+    shown = serve(tmp_path, EXAMPLES, "--policy=rack_policy:RackPolicy")
+    assert shown.returncode == 0, shown.stderr
+    assert f'"extensions": "{EXAMPLES}"' in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--policy=gone:Gone"], "policy gone:Gone: no module gone in"),
+        (["--prefill-order=rack_policy:RackPolicy"], "RackPolicy has no method rank"),
+        (["--metric=slo_metric:Gone"], "slo_metric.py has no Gone"),
+        (["--decider=length_decider:LengthDecider"], "--decider needs mode adaptive"),
+        (["--policy=fastest"], "must be one of round_robin, least_loaded, prefix_aware, module"),
+        (["--labels=rack"], "labels has 'rack', not of the form rack=r1"),
+    ],
+)
+def test_what_is_wrong_is_named_before_a_process_starts(words, error, tmp_path):
+    said = serve(tmp_path, EXAMPLES, *words)
+    assert said.returncode != 0
+    assert error in said.stderr
+    assert "Traceback" not in said.stderr

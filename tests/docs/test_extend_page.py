@@ -1,0 +1,42 @@
+"""docs/extend.md has the fields and types of the facts, and examples that a newcomer can read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import baton.extend
+from baton.extend import Ended, Placing, Prompt, Ways, WorkerFacts
+from baton.extend.resolve import POINTS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+MOST_LINES = 60
+
+
+@pytest.mark.parametrize("facts", [Placing, WorkerFacts, Ways, Prompt, Ended])
+def test_a_table_has_the_fields_and_their_types(facts):
+    table = PAGE[PAGE.index(f"| `{facts.__name__}` | type |") :].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| \S", table, re.MULTILINE)
+    types = {name: text.replace("\\|", "|") for name, text in rows}
+    assert types == {name: facts.__annotations__[name] for name in facts.__struct_fields__}
+
+
+def test_the_page_names_every_point_and_method():
+    first = PAGE.partition("\n## ")[0]
+    for point in POINTS.values():
+        assert f"--{point.name.replace('_', '-')} module:Class" in first
+        for method in point.methods:
+            assert f"`{method}(" in first
+
+
+def test_every_example_is_short_and_on_the_page():
+    files = sorted((ROOT / "examples" / "extend").glob("*.py"))
+    assert len(files) >= 4
+    for file in files:
+        assert len(file.read_text().splitlines()) <= MOST_LINES
+        assert f"examples/extend/{file.name})" in PAGE
+
+
+def test_what_is_exported_exists():
+    assert all(hasattr(baton.extend, name) for name in baton.extend.__all__)

@@ -1,0 +1,270 @@
+"""A policy, decider and metric of the user's own; each failure costs at most a default choice."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.extend import Ended, ExtensionError, WorkerFacts
+from baton.proto.errors import ConfigError
+from baton.proto.wire.messages import Assign
+from baton.router.config import PolicyConfig
+from baton.router.custom import Extensions
+from baton.router.story_report import RequestLine
+from baton.runtime.metrics.families import Family, Histogram, Row, counter, gauge, histogram
+
+from .conftest import Bench
+from .test_local import ALONE
+
+ROOT = Path(__file__).parents[2]
+FAULTY = str(ROOT / "tests" / "extend")
+EXAMPLES = str(ROOT / "examples" / "extend")
+
+
+@pytest.fixture
+def own(make_bench):
+    """Make a bench of two racks with a policy of the user's own."""
+
+    def make(name, folder=FAULTY, **settings):
+        bench = make_bench(policy=PolicyConfig(name=name), extensions=folder, **settings)
+        bench.faulty = True
+        for number in range(2):
+            bench.join("prefill", number, labels={"rack": f"r{number}"})
+            bench.join("decode", number, labels={"rack": f"r{number}"})
+        return bench
+
+    return make
+
+
+def served(bench, count=8, name="r"):
+    """Serve requests, and return the pairs of workers."""
+    pairs = []
+    for number in range(count):
+        key = bench.submit(f"{name}{number}")
+        prefill, assign = bench.find(Assign)
+        prefill.accept(assign)
+        pairs.append((prefill.id, bench.decode_of(assign).id))
+        prefill.tokens(key, 10, 5)
+        prefill.end(key, 11)
+    return pairs
+
+
+def test_the_example_keeps_requests_in_one_rack(own):
+    bench = own("rack_policy:RackPolicy", EXAMPLES)
+    pairs = []
+    for number in range(8):
+        _, assign = bench.run(f"r{number}")
+        pairs.append(bench.decode_of(assign).id[-1])
+        loads = {worker.id: worker.outstanding for worker in bench.core.registry.live()}
+        assert [loads[f"prefill-{rack}"] for rack in range(2)] == [
+            10 * pairs.count(str(rack)) for rack in range(2)
+        ]
+    assert set(pairs) == {"0", "1"}
+
+
+@pytest.mark.parametrize("name", ["Raises", "Exits", "Nonsense"])
+def test_a_request_of_a_policy_that_fails_gets_the_defaults_choice(name, own):
+    bench = own(f"faulty_classes:{name}")
+    assert len(served(bench)) == 8
+    assert bench.core.errors.unowned == 0
+    assert not bench.core.broken
+    counts = {family.name: family.rows for family in bench.core.extensions.families()}
+    assert counts["baton_extension_failures_total"] == [
+        Row(("policy", f"faulty_classes:{name}"), 16.0)
+    ]
+
+
+def test_its_failure_is_logged_with_the_traceback(own):
+    bench = own("faulty_classes:Raises")
+    seen = []
+    bench._perform = seen.extend
+    bench.submit()
+    fault = next(action for action in seen if type(action).__name__ == "Fault")
+    assert fault.event == "policy.failed"
+    assert fault.fields == {"extension": "faulty_classes:Raises"}
+    assert fault.error.__traceback__ is not None
+    assert any(type(getattr(action, "message", None)) is Assign for action in seen)
+
+
+def test_a_worker_of_the_past_is_not_chosen(own):
+    bench = own("faulty_classes:Remembers")
+    served(bench, 2)
+    lost, bench.workers = bench.workers[:2], bench.workers[2:]
+    for worker in lost:
+        worker.gone()
+    bench.advance(20.0)
+    bench.join("prefill", 2)
+    bench.join("decode", 2)
+    pairs = served(bench, 4, "later")
+    assert not {worker.id for worker in lost} & {name for pair in pairs for name in pair}
+    failed, _ = bench.core.extensions.families()
+    assert failed.rows[0].value == 8.0
+
+
+def test_a_slow_policy_rests_and_the_router_goes_on(config):
+    settings = config(policy=PolicyConfig(name="faulty_classes:Slow"), extensions=FAULTY)
+    clock = iter(range(1_000_000)).__next__  # each call takes a second
+    bench = Bench(settings, extensions=Extensions(settings, clock))
+    bench.faulty = True
+    for number in range(2):
+        bench.join("prefill", number)
+        bench.join("decode", number)
+    served(bench)
+    failed, skipped = bench.core.extensions.families()
+    assert (failed.rows[0].value, skipped.rows[0].value) == (0.0, 12.0)
+    assert not bench.core.broken
+
+
+def test_one_candidate_needs_no_choice(make_bench):
+    bench = make_bench(policy=PolicyConfig(name="faulty_classes:Raises"), extensions=FAULTY)
+    bench.pair()
+    assert len(served(bench, 2)) == 2
+
+
+def test_the_facts(own, monkeypatch):
+    bench = (
+        own("faulty_classes:Remembers", pool_names=None)
+        if False
+        else own("faulty_classes:Remembers")
+    )
+    seen = []
+    policy = bench.core.placement._own_policy._policy
+
+    def choose(request, workers):
+        seen.append((request, workers))
+        return workers[0]
+
+    monkeypatch.setattr(policy, "choose", choose)
+    bench.submit(prompt=100, new=7)
+    (decode, decodes), (prefill, prefills) = seen
+    assert (decode.role, decode.decode, decode.prompt_tokens, decode.max_new_tokens) == (
+        "decode", None, 100, 7,
+    )  # fmt: skip
+    assert prefill.decode.name == decodes[0].name
+    assert prefill.request_id == "r"
+    assert [worker.name for worker in prefills] == ["prefill-0", "prefill-1"]
+    assert prefills[0].labels == {"rack": "r0"}
+    assert isinstance(prefills, tuple)
+    with pytest.raises(AttributeError):
+        prefills[0].name = "another"
+    bench.submit("again", prompt=100)
+    (_, decodes), _ = seen[2:]
+    cached = {worker.name: worker.cached_tokens for worker in decodes}
+    assert cached == {"decode-0": 64, "decode-1": 0}
+    assert decodes[0].outstanding_tokens == 107
+    assert decodes[0].requests == 1
+
+
+# ------------------------------------------------------------------ decider
+
+
+@pytest.fixture
+def adaptive(make_bench):
+    """Make a bench of mode adaptive with a decider of the user's own."""
+
+    def make(name, folder=FAULTY):
+        bench = make_bench(mode="adaptive", decider=name, extensions=folder)
+        bench.faulty = True
+        bench.join("prefill", model=ALONE)
+        bench.join("decode", model=ALONE)
+        return bench
+
+    return make
+
+
+@pytest.mark.parametrize(("prompt", "role"), [(100, "decode"), (600, "prefill")])
+def test_the_example_decides_by_length(prompt, role, adaptive):
+    bench = adaptive("length_decider:LengthDecider", EXAMPLES)
+    bench.submit(prompt=prompt)
+    worker, _ = bench.find(Assign)
+    assert worker.hello.role == role
+
+
+@pytest.mark.parametrize("name", ["Raises", "Nonsense"])
+def test_a_decider_that_fails_costs_a_default_decision(name, adaptive):
+    bench = adaptive(f"faulty_classes:{name}")
+    bench.submit(prompt=100)
+    worker, _ = bench.find(Assign)
+    assert worker.hello.role == "prefill"  # as long as no speed is measured
+    assert not bench.core.broken
+    failed, _ = bench.core.extensions.families()
+    assert failed.rows == [Row(("decider", f"faulty_classes:{name}"), 1.0)]
+
+
+# ------------------------------------------------------------------ metric
+
+LINE = RequestLine("finished", "r", new_tokens=3, ttft_s=0.2, itl_s=0.01, prefill="p", decode="d")
+
+
+def metrics(config, name, folder=FAULTY, report=None):
+    settings = config(metrics=(name,), extensions=folder)
+    reports = []
+    extensions = Extensions(settings)
+    made = extensions.metrics(lambda *given: reports.append(given))
+    return made[0], reports
+
+
+def test_the_example_counts_requests_within_limits(config):
+    metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
+    metric.ended(LINE)
+    metric.ended(RequestLine("failed", "s", code="internal"))
+    (family,) = metric.families()
+    assert family.rows == [Row(("d", "yes"), 1.0)]
+    assert reports == []
+
+
+@pytest.mark.parametrize("name", ["Raises", "Nonsense"])
+def test_a_metric_that_fails_is_left_out(name, config):
+    metric, reports = metrics(config, f"faulty_classes:{name}")
+    metric.ended(LINE)
+    assert metric.families() == []
+    assert {event for event, *_ in reports} == {"metric.failed"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        3,
+        gauge("two words", "", 1.0),
+        gauge("baton_own", "", 1.0),
+        gauge("own", "", {("a",): 1.0}),
+        gauge("own", "", {(3,): 1.0}, ("label",)),
+        gauge("own", "", float("nan")),
+        gauge("own", "", "3"),
+        gauge("own", "", {(str(n),): 1.0 for n in range(1025)}, ("n",)),
+        Family("own", "histogram", "", (), [Row((), 1.0, [1])], (1.0, 2.0)),
+    ],
+)
+def test_a_metric_that_no_scrape_could_contain(family, config, monkeypatch):
+    metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
+    monkeypatch.setattr(metric._metric, "families", lambda: [family])
+    assert metric.families() == []
+    ((_, error, _),) = reports
+    assert isinstance(error, ExtensionError)
+
+
+def test_counters_and_histograms_pass(config, monkeypatch):
+    metric, _ = metrics(config, "slo_metric:SloMetric", EXAMPLES)
+    times = Histogram((1.0, 2.0))
+    times.observe(1.5)
+    found = [counter("own_total", "", 1.0), histogram("own_seconds", "", times)]
+    monkeypatch.setattr(metric._metric, "families", lambda: found)
+    assert metric.families() == found
+
+
+def test_ended_has_every_field_of_the_log_line():
+    kept = set(RequestLine.__struct_fields__) - {"request", "client", "gateway", "message"}
+    assert set(Ended.__struct_fields__) == kept
+    assert WorkerFacts(name="w", role="prefill").labels == {}
+
+
+# ------------------------------------------------------------------ settings
+
+
+def test_a_class_that_is_missing_is_an_error_at_the_start(make_bench):
+    with pytest.raises(ExtensionError, match="has no Gone"):
+        make_bench(policy=PolicyConfig(name="faulty_classes:Gone"), extensions=FAULTY)
+
+
+def test_a_decider_needs_mode_adaptive(config):
+    with pytest.raises(ConfigError, match="decider needs mode adaptive"):
+        config(decider="length_decider:LengthDecider")
