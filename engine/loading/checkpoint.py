@@ -14,6 +14,7 @@ import msgspec
 
 from baton.proto.errors import CheckpointError
 
+from .fp8 import read_fp8
 from .gguf import gguf_file, open_parts
 from .gguf_folder import local_folder
 from .gguf_tensors import GgufTensors
@@ -23,7 +24,7 @@ from .model_config import (
     load_generation_config,
     load_model_config,
 )
-from .safetensors import SINGLE_NAME, TensorStore, Weights
+from .safetensors import SINGLE_NAME, TensorStore, Weights, read_json
 
 _SAMPLE_BYTES = 4096
 _SAMPLES = 16
@@ -83,7 +84,8 @@ def _open_tensors(folder: Path) -> TensorStore:
     """Open the safetensors files, or the GGUF file of a folder without them."""
     file = gguf_file(folder)
     if file is None or (folder / SINGLE_NAME).is_file():
-        return TensorStore.open(folder)
+        quantization = read_json(folder / "config.json").get("quantization_config")
+        return TensorStore.open(folder, fp8=read_fp8(quantization) if quantization else None)
     parts = open_parts(file)
     metadata = parts[0].metadata
     stores = [GgufTensors(part, metadata) for part in parts]

@@ -24,6 +24,7 @@ from baton.proto.sampling import (
 
 from ..models.rope import RopeConfig, parse_rope
 from .family_defaults import FAMILY_DEFAULTS
+from .fp8 import read_fp8
 from .gemma_config import GEMMA3, own_settings, plain_settings
 from .safetensors import read_json
 from .tiled_config import (
@@ -521,9 +522,7 @@ def _refuse(raw: dict[str, Any], fields: _Raw) -> None:
 
 def _refuse_sizes(fields: _Raw | _RawBert, raw: dict[str, Any]) -> None:
     if raw.get("quantization_config"):
-        raise CheckpointError(
-            "config.json: quantization_config: quantized weights are not supported"
-        )
+        read_fp8(raw["quantization_config"])
     sizes = (
         "vocab_size",
         "hidden_size",

@@ -21,6 +21,9 @@ import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
 
+from .fp8 import DTYPE as FP8
+from .fp8 import INPUT_SCALE, SCALE_SUFFIXES, Fp8, dequantized, row_scales
+
 Weights = npt.NDArray[np.generic]
 
 MAX_HEADER_BYTES = 100_000_000
@@ -105,23 +108,25 @@ class TensorStore:
     """The tensors of a model by name, in one file or in several.
 
     Mapping-like: ``name in store``, iteration over names, :meth:`tensor`, :meth:`entry`.
+    ``fp8``: how the scales of 8-bit floats lie; None: such tensors are refused.
     """
 
-    def __init__(self, files: Mapping[str, TensorFile]) -> None:
+    def __init__(self, files: Mapping[str, TensorFile], fp8: Fp8 | None = None) -> None:
         self._files = files
+        self._fp8 = fp8
 
     @classmethod
-    def open(cls, folder: Path, stem: str = "model") -> TensorStore:
+    def open(cls, folder: Path, stem: str = "model", fp8: Fp8 | None = None) -> TensorStore:
         """Open ``STEM.safetensors`` or all shards of ``STEM.safetensors.index.json``."""
         single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
         if index.is_file():
-            return cls(_open_shards(folder, index))
+            return cls(_open_shards(folder, index), fp8)
         if not single.is_file():
             raise CheckpointError(
                 f"{folder}: no weights; expected {single.name} or {index.name} in this folder"
             )
         file = SafetensorsFile(single)
-        return cls(dict.fromkeys(file.entries, file))
+        return cls(dict.fromkeys(file.entries, file), fp8)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -138,7 +143,31 @@ class TensorStore:
 
     def tensor(self, name: str) -> Weights:
         """Return a tensor; see :meth:`SafetensorsFile.tensor`. Quantized ones become float32."""
+        if self._fp8 is not None and self.entry(name).dtype == FP8:
+            return dequantized(name, *self.codes(name))
         return self._file(name).tensor(name)
+
+    def codes(self, name: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32], int]:
+        """Return a matrix of 8-bit floats: codes, their scales ``[rows, groups]``, group's columns.
+
+        Raises CheckpointError if its scales are missing or do not fit.
+        """
+        shape, block = self.entry(name).shape, self._fp8.block if self._fp8 else None
+        if len(shape) != 2:
+            raise CheckpointError(f"{self.path(name)}: tensor '{name}' is {FP8}, but no matrix")
+        scale = next((s for s in self.partners(name) if not s.endswith(INPUT_SCALE)), None)
+        if scale is None:
+            raise CheckpointError(f"{self.path(name)}: tensor '{name}' has no scales")
+        codes = np.frombuffer(self.raw(name), np.uint8).reshape(shape)
+        return codes, *row_scales(name, widened(self.tensor(scale)), shape, block)
+
+    def partners(self, name: str) -> list[str]:
+        """Return the names of the scales of a tensor of 8-bit floats; none for others."""
+        if self._fp8 is None or self.entry(name).dtype != FP8:
+            return []
+        names = [name + suffix for suffix in SCALE_SUFFIXES]
+        names.append(name.removesuffix("weight") + INPUT_SCALE)
+        return [each for each in names if each in self._files]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weights:
         """Return a tensor as float32 or as uint16 bfloat16 bits; float16 is widened to float32.

@@ -91,6 +91,8 @@ class WeightLoader:
             entry = self._checkpoint.tensors.entry(name)
             self._taken.add(name)
             self._done += entry.end - entry.begin
+            for partner in self._checkpoint.tensors.partners(name):
+                self._note(partner)
 
     def embedding(self, name: str, shape: tuple[int, int]) -> Weights | QuantizedWeights:
         """Return the table of an embedding in the backend's form."""

@@ -134,7 +134,7 @@ def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path):
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 do not fit"),
         ({"head_dim": 7}, "head_dim 7"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"quantization_config": {"bits": 4}}, "unsupported quant_method"),
         ({"rope_scaling": {"type": "spiral"}}, "rope type 'spiral'"),
         ({"rope_theta": "x"}, "rope_theta"),
         ({"model_type": "qwen2"}, "model_type qwen2 does not fit LlamaForCausalLM"),

@@ -14,12 +14,11 @@ Infinity becomes A (65504 in fp16). NaN stays NaN, except in int8, where it beco
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from ..bfloat16 import bfloat16_bits
+from ..fp8 import FP8_VALUES, NAN_FP8
 from .payload import F32, U8, PayloadLayout
 
 U16 = npt.NDArray[np.uint16]
@@ -27,7 +26,7 @@ I32 = npt.NDArray[np.int32]
 F64 = npt.NDArray[np.float64]
 
 SMALLEST = 2.0**-100
-NAN_16, NAN_FP8 = 0x7FFF, 0x7F
+NAN_16 = 0x7FFF
 
 
 def gather_blocks(
@@ -166,14 +165,3 @@ def _fp8_codes(values: F32, factor: F32) -> U8:
     steps = np.rint(np.ldexp(size, 3 - exponent)).astype(np.int64)  # 8..16 unless subnormal
     code = np.minimum((exponent + 6) * 8 + steps, 0x7E) | np.where(np.signbit(product), 0x80, 0)
     return np.where(np.isnan(product), NAN_FP8, code).astype(np.uint8)
-
-
-def _fp8_value(code: int) -> float:
-    exponent, steps = code >> 3 & 15, code & 7
-    if code & 0x7F == NAN_FP8:
-        return float("nan")
-    size = (steps + 8 if exponent else steps) * 2.0 ** (max(exponent, 1) - 10)
-    return -size if code & 0x80 else size
-
-
-FP8_VALUES: npt.NDArray[Any] = np.array([_fp8_value(code) for code in range(256)], np.float32)

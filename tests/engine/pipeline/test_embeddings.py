@@ -247,7 +247,7 @@ def test_stages_that_cannot_be_run_are_refused(tmp_path, modules, message):
         ({"num_attention_heads": 5}, "heads"),
         ({"type_vocab_size": 0}, "type_vocab_size"),
         ({"vocab_size": 0}, "vocab_size"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"quantization_config": {"bits": 4}}, "unsupported quant_method"),
         ({"intermediate_size": 61}, "shape"),
         ({"num_hidden_layers": 1}, "is not used"),
     ],
