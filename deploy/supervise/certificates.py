@@ -1,4 +1,4 @@
-"""Certificates of death: after a worker's process has ended, the routers get it in writing.
+"""Certificates of death: a supervisor proves to the routers that a worker's process has ended.
 
 A closed connection only suggests that a process has ended, and the connection of a stopped process
 closes late or not at all. The supervisor has the exit status at once. So that nobody else can

@@ -1,4 +1,4 @@
-"""Makes of a schema one that llguidance enforces as a whole. Pure.
+"""Turns a schema into one that llguidance enforces completely. Pure.
 
 Invariant: an instance of the new schema is an instance of the old one. What cannot be enforced is
 refused by name: see :mod:`.numbers`, :mod:`.patterns` and :mod:`.finite`.

@@ -1,7 +1,7 @@
 """The decoder of Gemma 3: four norms per layer, a gated MLP with gelu, two ropes.
 
-Each norm's weights are stored minus 1. A layer normalises what attention and MLP add to the
-residual, besides what they get. Layers with a sliding window rotate with a base of their own.
+Each norm's weights are stored minus 1. A layer normalises the inputs and the outputs of
+attention and MLP. Layers with a sliding window have a separate base for the rope.
 Embeddings are multiplied by the root of the hidden size.
 """
 
