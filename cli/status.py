@@ -24,6 +24,7 @@ from baton.deploy.messages import counted, duration, mebibytes
 from baton.deploy.report import DRAINED, ClusterReport, HandoffRecord, RouterReport, WorkerReport
 from baton.deploy.supervise.core import Phase
 from baton.proto.errors import BatonError, ConnectionLost, VersionMismatch
+from baton.runtime.process.memory import command_of, family_of, parent_of, share_of
 
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count, seconds
@@ -114,7 +115,9 @@ def _show(arguments: argparse.Namespace) -> None:
         if len(answers) > 1:
             print("" if number == 0 else "\n", _heading(address, answer), sep="")
         if isinstance(answer, dict):
-            print("\n".join(describe(parsed(answer), verbose=arguments.verbose)))
+            report = parsed(answer)
+            memory = memory_on_this_host(report)
+            print("\n".join(describe(report, verbose=arguments.verbose, memory=memory)))
 
 
 def describe_controller(found: Overview, reports: Sequence[ClusterReport] = ()) -> list[str]:
@@ -184,10 +187,30 @@ def _heading(address: str, answer: dict[str, Any] | BatonError) -> str:
     )
 
 
-def describe(report: ClusterReport, *, verbose: bool = False) -> list[str]:
+def memory_on_this_host(report: ClusterReport) -> str:
+    """Return the memory of the cluster's processes that run here; empty if none of them does.
+
+    Pages that several processes map, such as shared weights, are divided among them.
+    """
+    here = [
+        worker
+        for worker in report.workers
+        if any(word.endswith(f"/{worker.id}.json") for word in command_of(worker.pid))
+    ]
+    supervisors = {parent_of(worker.pid) for worker in here} - {0}
+    shares = {worker.id: share_of(worker.pid) for worker in here}
+    total = sum(share_of(pid) for top in supervisors for pid in family_of(top))
+    if not total:
+        return ""
+    parts = [f"{name} {mebibytes(share)}" for name, share in shares.items()]
+    others = mebibytes(max(0, total - sum(shares.values())))
+    return f"{mebibytes(total)} on this host: {', '.join(parts)}, others {others}"
+
+
+def describe(report: ClusterReport, *, verbose: bool = False, memory: str = "") -> list[str]:
     """Lines of the report: requests, latencies, workers; ``verbose``: also dropped messages.
 
-    Handoffs are listed if the report has any.
+    ``memory``: of :func:`memory_on_this_host`. Handoffs are listed if the report has any.
     """
     head = f"{'worker':<12} {'state':<9} {'pid':>7} {'running':>7} {'waiting':>7} {'KV blocks':>12}"
     totals = report.handoffs
@@ -195,6 +218,7 @@ def describe(report: ClusterReport, *, verbose: bool = False) -> list[str]:
         *_requests(report.router),
         *([f"threads      {report.threads}"] if report.threads else []),
         *([f"weights      {report.shared_weights}"] if report.shared_weights else []),
+        *([f"memory       {memory}"] if memory else []),
         *_latency(report),
         "",
         f"{head} {'restarts':>8}  {'device':<19}  endpoint",

@@ -16,7 +16,6 @@ from baton.engine.loading.loader import (
     load_runner,
     with_folder,
 )
-from baton.engine.pictures.loading import load_denoiser
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.vision import TextAndVisionContext
 from baton.proto.ids import new_nonce, worker_incarnation
@@ -74,11 +73,7 @@ def serve(config: DecodeWorkerConfig) -> int:
     config = msgspec.structs.replace(config, runner=with_folder(config.runner))
     keys = load_keys(config.keys, DECODE, config.worker_id)
     draws = folder_task(config.runner.model, config.runner.task) == DRAW
-    runner: StepRunner = (
-        load_denoiser(config.runner, LoadProgress())
-        if draws
-        else load_runner(config.runner, LoadProgress(), weights=weights_memory())
-    )
+    runner = _load_denoiser(config) if draws else _load_text(config)
     audio = None
     if runner.card.audio is not None:
         audio = load_audio(config.runner.model, codec_kernels(runner.backend))[1]
@@ -87,6 +82,16 @@ def serve(config: DecodeWorkerConfig) -> int:
         return _shell(config, runner, audio, loop, context, doors)
 
     return run_incarnations(keys, make)
+
+
+def _load_text(config: DecodeWorkerConfig) -> StepRunner:
+    return load_runner(config.runner, LoadProgress(), weights=weights_memory())
+
+
+def _load_denoiser(config: DecodeWorkerConfig) -> StepRunner:
+    from baton.engine.pictures.loading import load_denoiser  # a tenth of a second
+
+    return load_denoiser(config.runner, LoadProgress())
 
 
 def _shell(

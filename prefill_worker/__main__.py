@@ -20,7 +20,6 @@ from baton.engine.loading.loader import (
     load_runner,
     with_folder,
 )
-from baton.engine.pictures.loading import load_encoder
 from baton.kv_transfer.shared_pool import PoolOwner, can_share
 from baton.proto.ids import new_nonce, worker_incarnation
 from baton.proto.wire.messages import DeviceTicket
@@ -63,11 +62,13 @@ def _load_steps(config: PrefillWorkerConfig, task: str) -> MakeShell:
     owner = PoolOwner()
     shared = config.share_pool and can_share()
     allocate = partial(_shared_or_own, owner) if shared else aligned_zeros
-    runner: StepRunner = (
-        load_encoder(config.runner, LoadProgress(), allocate)
-        if task == DRAW
-        else load_runner(config.runner, LoadProgress(), allocate, weights=weights_memory())
-    )
+    runner: StepRunner
+    if task == DRAW:
+        from baton.engine.pictures.loading import load_encoder  # a tenth of a second
+
+        runner = load_encoder(config.runner, LoadProgress(), allocate)
+    else:
+        runner = load_runner(config.runner, LoadProgress(), allocate, weights=weights_memory())
     ticket = owner.ticket if runner.backend.on_host else _device_ticket(config, runner)
 
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:

@@ -55,15 +55,23 @@ def _with_texts_as_tokens(content: bytes) -> bytes:
     llguidance takes every added token with a name in angle brackets for a special one, also the
     ``<tool_call>`` of Qwen, which is text. It then proposes the token and refuses it.
     """
-    file = msgspec.json.decode(content)
-    added = (file.get("added_tokens") if isinstance(file, dict) else None) or []
+    file = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    added = msgspec.json.decode(file.get("added_tokens", b"null")) or []
     texts = [token for token in added if not token.get("special", True)]
-    vocabulary = file["model"].get("vocab") if texts else None
-    if not isinstance(vocabulary, dict):
+    model = (
+        msgspec.json.decode(file.get("model", b"{}"), type=dict[str, msgspec.Raw]) if texts else {}
+    )
+    vocabulary = bytes(model.get("vocab", b"")).strip()
+    if not vocabulary.startswith(b"{"):
         return content
     plain = [token for token in texts if _spelled_alike(token["content"])]
-    vocabulary |= {token["content"]: token["id"] for token in plain}
-    file["added_tokens"] = [token for token in added if token not in plain]
+    more = msgspec.json.encode({token["content"]: token["id"] for token in plain})
+    # A large vocabulary is not decoded. Of two entries with one name, the last one counts.
+    both = b",".join(part for part in (vocabulary[1:-1].strip(), more[1:-1]) if part)
+    model["vocab"] = msgspec.Raw(b"{" + both + b"}")
+    file["model"] = msgspec.Raw(msgspec.json.encode(model))
+    kept = [token for token in added if token not in plain]
+    file["added_tokens"] = msgspec.Raw(msgspec.json.encode(kept))
     return msgspec.json.encode(file)
 
 

@@ -7,11 +7,16 @@ Invariant: only sealed memory is read, and sealed memory cannot change. A worker
 packs leaves memory without seals, which the next one overwrites.
 
 The head of the memory names what it holds; a worker that wants anything else keeps a private copy.
+
+Weights are read from beginning to end for every token, so the memory has huge pages if the kernel
+gives them. Most systems forbid huge pages of shared memory to page faults (``shmem_enabled``), but
+Linux 6.1 and newer make them on demand (``MADV_COLLAPSE``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -19,6 +24,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,7 +35,16 @@ from .memory import CACHE_LINE, Arena, Holder
 HEAD_BYTES = mmap.PAGESIZE
 """Bytes before the first weights."""
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page on x86, and of its usual size on ARM."""
+_STRETCH = 8 * HUGE_PAGE  # each call of MADV_COLLAPSE costs a message to all processors
+_MADV_COLLAPSE = 25
 _F_SEAL_FUTURE_WRITE = 0x10
+_MAP_FIXED = 0x10
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *3 * (ctypes.c_int,), ctypes.c_long)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -44,13 +59,33 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
-def has_huge_pages(path: Path = HUGE_PAGES) -> bool:
+def has_huge_pages() -> bool:
     """Return whether shared memory can have huge pages, without which reading it is slower."""
+    return faults_give_huge_pages() or _collapses()
+
+
+def faults_give_huge_pages(path: Path = HUGE_PAGES) -> bool:
+    """Return whether the system gives shared memory huge pages when it is touched."""
     try:
         text = path.read_text()
     except OSError:
         return False
     return not any(f"[{word}]" in text for word in ("never", "deny"))
+
+
+def _collapses() -> bool:
+    """Return whether a huge page of shared memory can be made on demand."""
+    try:
+        memory = new_memory()
+    except (OSError, AttributeError):  # a sandbox, or a system without memfd
+        return False
+    try:
+        os.ftruncate(memory, HUGE_PAGE)
+        return _Mapping(memory, HUGE_PAGE, write=True).collapse(0, HUGE_PAGE)
+    except OSError:
+        return False
+    finally:
+        os.close(memory)
 
 
 def new_memory() -> int:
@@ -72,9 +107,11 @@ class SharedArena(Arena):
         self.used = 0
         self._holders: list[tuple[Holder, int]] = []
         self._memory, self._limit = memory, filled or limit
+        self._huge = not filled  # until the kernel refuses one
+        self._collapsed = 0
         if not filled:
             os.ftruncate(memory, HEAD_BYTES + limit)
-        self._bytes = _map(memory, self._limit, write=not filled)
+        self._bytes = self._map(write=not filled)
 
     def zeros(self, nbytes: int) -> U8:
         """Return the next bytes, which start on a cache line.
@@ -85,6 +122,7 @@ class SharedArena(Arena):
         self.used += -(-nbytes // CACHE_LINE) * CACHE_LINE
         if self.used > self._limit:
             raise OtherWeights
+        self._make_huge()
         return self._bytes[start : start + nbytes]
 
     def keep(self, holder: Holder) -> None:
@@ -105,13 +143,30 @@ class SharedArena(Arena):
             raise OtherWeights
         os.pwrite(self._memory, head.ljust(HEAD_BYTES), 0)
         os.ftruncate(self._memory, HEAD_BYTES + self.used)
-        weights = _map(self._memory, self.used, write=False)
+        self._limit = self.used
+        weights = self._map(write=False)
         start = 0
         for holder, end in self._holders:
             holder.panels = weights[start : start + holder.panels.nbytes]
             start = end
         self._bytes = weights
         _fix(self._memory)
+
+    def _map(self, *, write: bool) -> U8:
+        """Map the weights."""
+        self._mapping = _Mapping(self._memory, HEAD_BYTES + self._limit, write=write)
+        return np.asarray(self._mapping)[HEAD_BYTES:]
+
+    def _make_huge(self) -> None:
+        """Make huge pages of all memory that is used, before weights are written there.
+
+        Small pages that were written would be copied into a huge one.
+        """
+        size = HEAD_BYTES + self._limit
+        while self._huge and self._collapsed < HEAD_BYTES + self.used:
+            end = min(self._collapsed + _STRETCH, size // HUGE_PAGE * HUGE_PAGE)
+            self._huge = end > self._collapsed and self._mapping.collapse(self._collapsed, end)
+            self._collapsed = end
 
 
 def _fix(memory: int) -> None:
@@ -158,17 +213,45 @@ def _checked(memory: int, seals: int, key: str) -> int:
     return head.nbytes
 
 
-def _map(memory: int, nbytes: int, *, write: bool) -> U8:
-    """Map the weights. A descriptor that can only read keeps the mapping read-only for good."""
-    if not nbytes:
-        return np.empty(0, np.uint8)
-    fd = memory if write else os.open(f"/proc/self/fd/{memory}", os.O_RDONLY)
-    try:
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-        mapped = mmap.mmap(fd, HEAD_BYTES + nbytes, prot=access)
-    finally:
-        if not write:
-            os.close(fd)
-    with contextlib.suppress(OSError):  # only a hint; the system may not allow huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapped, np.uint8, nbytes, HEAD_BYTES)
+class _Mapping:
+    """A mapping of memory that begins at a multiple of a huge page; NumPy takes it as bytes.
+
+    One that is not to be written uses a descriptor that can only read, so it stays read-only.
+    """
+
+    def __init__(self, memory: int, nbytes: int, *, write: bool) -> None:
+        # Python cannot map at a place of its choice: the memory replaces a part of this room.
+        room_bytes = nbytes + HUGE_PAGE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._room = mmap.mmap(-1, room_bytes, flags=flags, prot=mmap.PROT_READ)
+        start = np.frombuffer(self._room, np.uint8).ctypes.data
+        self._skip = -start % HUGE_PAGE
+        fd = memory if write else os.open(f"/proc/self/fd/{memory}", os.O_RDONLY)
+        try:
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+            fixed = mmap.MAP_SHARED | _MAP_FIXED
+            if _mmap(start + self._skip, nbytes, access, fixed, fd, 0) == _MAP_FAILED:
+                raise OSError(ctypes.get_errno(), "mmap")
+        finally:
+            if not write:
+                os.close(fd)
+        with contextlib.suppress(OSError):  # only a hint; the system may not allow huge pages
+            self._room.madvise(mmap.MADV_HUGEPAGE, self._skip, nbytes)
+        self.__array_interface__: dict[str, Any] = {
+            "data": (start + self._skip, not write),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def collapse(self, start: int, end: int) -> bool:
+        """Make huge pages of a range that is not used yet; return whether the kernel did.
+
+        A huge page needs one page that is there.
+        """
+        np.asarray(self)[start:end:HUGE_PAGE] = 0
+        try:
+            self._room.madvise(_MADV_COLLAPSE, self._skip + start, end - start)
+        except OSError:
+            return False
+        return True

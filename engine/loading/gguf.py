@@ -8,11 +8,13 @@ no view uses an unchecked offset. Views share the file's memory map.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 import struct
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,7 +26,16 @@ from .gguf_blocks import BLOCKS
 from .safetensors import TensorEntry, map_file
 
 Numbers = npt.NDArray[np.generic]
-Value = int | float | bool | str | list[str] | Numbers
+
+
+class Texts(NamedTuple):
+    """An array of texts, each with its length before it, not decoded: vocabularies are large."""
+
+    data: memoryview
+    number: int
+
+
+Value = int | float | bool | str | Texts | Numbers
 
 SUFFIX = ".gguf"
 MAX_KEYS = 1 << 14
@@ -79,7 +90,7 @@ READABLE_TYPES = ("F32", "F16", "BF16", *BLOCKS)
 class Metadata:
     """The keys of a file's header; the getters raise CheckpointError for a value of another type.
 
-    Arrays of numbers are NumPy arrays, arrays of texts are lists.
+    Arrays of numbers are NumPy arrays. Texts in arrays are decoded when they are asked for.
     """
 
     def __init__(self, path: Path, values: dict[str, Value]) -> None:
@@ -119,7 +130,17 @@ class Metadata:
     def texts(self, key: str) -> list[str]:
         """Return an array of texts."""
         value = self._get(key, None)
-        return value if isinstance(value, list) else self._refuse(key, "an array of texts")
+        if not isinstance(value, Texts):
+            return self._refuse(key, "an array of texts")
+        found, at, length_at = [], 0, struct.Struct("<Q").unpack_from
+        for _ in range(value.number):
+            begin = at + 8
+            at = begin + length_at(value.data, at)[0]
+            try:
+                found.append(str(value.data[begin:at], "utf-8"))
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{self.path}: '{key}' is not UTF-8: {error}") from None
+        return found
 
     def numbers(self, key: str) -> Numbers:
         """Return an array of numbers."""
@@ -158,6 +179,10 @@ class GgufFile:
         """Return the bytes of a tensor. Raises KeyError for an unknown name."""
         entry = self.entries[name]
         return memoryview(self._map)[self._data + entry.begin : self._data + entry.end]
+
+    def release_pages(self) -> None:
+        """Take the file's pages out of this process's memory; a view maps them again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def open_parts(path: Path) -> list[GgufFile]:
@@ -317,23 +342,16 @@ class _Cursor:
             raise self._truncated(f"value of '{key}'")
         return self._texts(f"value of '{key}'", count)
 
-    def _texts(self, what: str, count: int) -> list[str]:
-        """Read many texts as :meth:`_text` does, in half the time: vocabularies are large."""
-        data, at, end, found = self._data, self._at, len(self._data), []
-        length_at = struct.Struct("<Q").unpack_from
+    def _texts(self, what: str, count: int) -> Texts:
+        """Skip many texts, because vocabularies are large."""
+        data, begin, end = self._data, self._at, len(self._data)
+        at, length_at = begin, struct.Struct("<Q").unpack_from
         for _ in range(count):
-            begin = at + 8
-            stop = begin + length_at(data, at)[0] if begin <= end else end + 1
-            if stop > end:
-                self._at = at
+            at = at + 8 + length_at(data, at)[0] if at + 8 <= end else end + 1
+            if at > end:
                 raise self._truncated(what)
-            try:
-                found.append(str(data[begin:stop], "utf-8"))
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"{self._path}: {what} is not UTF-8: {error}") from None
-            at = stop
         self._at = at
-        return found
+        return Texts(data[begin:at], count)
 
     def _numbers(self, kind: int, count: int, key: str) -> Numbers:
         if kind not in _SCALARS:

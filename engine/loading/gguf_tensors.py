@@ -99,6 +99,10 @@ class GgufTensors:
             return memoryview(self.tensor(name).tobytes())
         return raw
 
+    def release_pages(self) -> None:
+        """Take the file's pages out of this process's memory; a view maps them again."""
+        self._file.release_pages()
+
     def _order(self, name: str) -> Order | None:
         """Return the order in which the rows of a tensor are read, None for the file's order."""
         heads = next((n for part, n in self._heads.items() if f".{part}." in name), 0)

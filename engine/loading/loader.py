@@ -48,7 +48,7 @@ from .embedding_config import (
     load_embedding_settings,
 )  # fmt: skip
 from .gguf_folder import local_folder
-from .model_config import CrossConfig, ModelConfig, stated_sizes
+from .model_config import CrossConfig, ModelConfig, load_model_config, stated_sizes
 
 F32 = npt.NDArray[np.float32]
 _log = get_logger()
@@ -215,27 +215,31 @@ def folder_task(folder: str | Path, asked: str = "") -> str:
     """
     folder = local_folder(folder)
     if not (Path(folder) / PICTURE_INDEX).is_file():
-        return model_task(load_checkpoint(folder), asked)
+        return model_task(load_model_config(Path(folder)), Path(folder), asked)
     if asked not in ("", DRAW):
         raise ConfigError(f"{folder} is a picture model; its task is {DRAW}, not {asked!r}")
     return DRAW
 
 
-def model_task(checkpoint: Checkpoint, asked: str = "") -> str:
-    """Return the task of a checkpoint: ``asked``, else the task of its folder and architecture.
+def model_task(config: ModelConfig, folder: Path, asked: str = "") -> str:
+    """Return the task of a model: ``asked``, else the task of its folder and architecture.
 
     Raises ConfigError if the task is unknown or the model does not support it.
     """
-    entry = architecture_of(checkpoint.config, checkpoint.folder)
+    entry = architecture_of(config, folder)
     if asked not in ("", *TASKS):
         raise ConfigError(f"task must be one of {', '.join(TASKS)}, not '{asked}'")
     task = asked or entry.task
-    if not asked and entry.embedder and load_embedding_settings(checkpoint.folder):
+    if not asked and entry.embedder and load_embedding_settings(folder):
         task = EMBED
     makers = {GENERATE: entry.generator, EMBED: entry.embedder}
     if makers.get(task) is None:
-        raise ConfigError(f"{checkpoint.folder}: a {checkpoint.config.architecture} cannot {task}")
+        raise ConfigError(f"{folder}: a {config.architecture} cannot {task}")
     return task
+
+
+def _task(checkpoint: Checkpoint, config: RunnerConfig) -> str:
+    return model_task(checkpoint.config, checkpoint.folder, config.task)
 
 
 def load_runner(
@@ -255,7 +259,7 @@ def load_runner(
     config = with_folder(config)
     checkpoint = load_checkpoint(config.model)
     make = architecture_of(checkpoint.config, checkpoint.folder).generator
-    if make is None or model_task(checkpoint, config.task) != GENERATE:
+    if make is None or _task(checkpoint, config) != GENERATE:
         raise ConfigError(f"{checkpoint.folder} is an embedding model; it cannot generate text")
     length = _served_length(config, checkpoint)
     backend = backend or _load_backend(config)
@@ -293,6 +297,7 @@ def load_runner(
     numerics = _numerics(checkpoint, backend, length)
     served = _fit_pool(length, blocks, layout)
     card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes)
+    checkpoint.tensors.release_pages()
     computer = _device_steps(model, backend, served, kv)
     pipeline = TextGenerationPipeline(model, kv, config.layer_group, computer)
     return Runner(card, pipeline, backend, checkpoint.generation.defaults)
@@ -404,7 +409,7 @@ def load_embedder(
     config = with_folder(config)
     checkpoint = load_checkpoint(config.model)
     entry = architecture_of(checkpoint.config, checkpoint.folder)
-    if entry.embedder is None or model_task(checkpoint, config.task) != EMBED:
+    if entry.embedder is None or _task(checkpoint, config) != EMBED:
         raise ConfigError(f"{checkpoint.folder} is a text model; to embed with it set task=embed")
     if config.backend == "cuda":
         raise ConfigError("embedding models run on the CPU: leave --device cuda out")
@@ -422,6 +427,7 @@ def load_embedder(
         task=EMBED,
         embedding_size=checkpoint.config.hidden_size,
     )
+    checkpoint.tensors.release_pages()
     return EmbeddingRunner(card, EmbeddingsPipeline(model, layout, settings), backend)
 
 

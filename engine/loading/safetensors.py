@@ -88,6 +88,10 @@ class SafetensorsFile:
         entry = self.entries[name]
         return memoryview(self._map)[self._data + entry.begin : self._data + entry.end]
 
+    def release_pages(self) -> None:
+        """Take the file's pages out of this process's memory; a view maps them again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
 
 class TensorFile(Protocol):
     """A file of tensors: of safetensors, or of another format under the same names."""
@@ -101,6 +105,10 @@ class TensorFile(Protocol):
 
     def raw(self, name: str) -> memoryview:
         """Return a tensor's bytes."""
+        ...
+
+    def release_pages(self) -> None:
+        """Take the file's pages out of this process's memory."""
         ...
 
 
@@ -190,6 +198,14 @@ class TensorStore:
     def raw(self, name: str) -> memoryview:
         """Return the bytes of a tensor of any dtype."""
         return self._file(name).raw(name)
+
+    def release_pages(self) -> None:
+        """Take the files' pages out of this process's memory, after the weights were packed.
+
+        What packed models still read there, such as a table of embeddings, is mapped again.
+        """
+        for file in {id(file): file for file in self._files.values()}.values():
+            file.release_pages()
 
     def path(self, name: str) -> Path:
         """Return the path of the file that contains a tensor."""

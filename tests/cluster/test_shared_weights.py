@@ -1,12 +1,15 @@
 """Workers of one cluster map one copy of the weights, also after a kill."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from baton.benchmarks.checkpoints import write_checkpoint
+from baton.benchmarks.checkpoints import Shape, write_checkpoint
+from baton.engine.kernels.shared_weights import has_huge_pages
+from baton.runtime.process.memory import family_of, share_of
 
 from ..processes import alive, wait_until
 from .driver import ask
@@ -54,3 +57,32 @@ def test_workers_map_one_copy_of_the_weights(cluster, tmp_path):
         assert mapped(pid) in places
         assert same([ask(client, job(70, 1))], [alone])
     assert "MiB in memory that 3 of 3 workers share" in running.text()
+
+
+LARGE = Shape("large", 4000, 1024, 2816, 4, 8, 4, 1024)
+"""220 MB in float32: more than a process needs besides."""
+
+
+def test_three_workers_need_little_more_than_one_copy_of_the_file(cluster, tmp_path):
+    """The bar of published models: 1.25 times the file, and 150 MB for each process."""
+    if not has_huge_pages():
+        pytest.skip("no huge pages of shared memory, so weights are not shared by default")
+    model = write_checkpoint(tmp_path / "model", LARGE, "F32")
+    file = (model / "model.safetensors").stat().st_size
+    running = cluster(model=model, prefill=1, decode=2)
+    with running.client() as client:
+        assert ask(client, job(70, 1)).tokens
+    family = {pid: share_of(pid) for pid in family_of(running.process.pid)}
+    assert len(family) == 5
+    assert all(family.values())
+    assert file < sum(family.values()) < 1.25 * file + 150e6 * len(family)
+    workers = {worker["pid"] for worker in running.workers().values()}
+    for pid in workers:
+        assert family[pid] < 0.45 * file + 150e6, "a worker maps more than its share of a copy"
+    line = re.search(r"^memory +([\d.]+) MiB on this host: ", status_of(running), re.M)
+    assert line is not None
+    assert float(line[1]) * (1 << 20) == pytest.approx(sum(family.values()), rel=0.2)
+
+
+def status_of(running) -> str:
+    return running.command("status").stdout

@@ -6,13 +6,16 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from baton.deploy.supervise.restart import RestartLimits
 from baton.engine.loading.gguf_folder import local_folder
 from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.runtime.process.memory import family_of, share_of
 from baton.text.tokenizer import Tokenizer
 
 from ..cluster import conftest as clusters
@@ -80,6 +83,34 @@ def prompt_of(cluster: Cluster, text: str) -> list[int]:
 def decoding(cluster: Cluster) -> str | None:
     workers = cluster.workers().items()
     return next((n for n, w in workers if n[0] == "d" and w["requests_running"]), None)
+
+
+def processor_time(pid: int) -> float:
+    """Seconds of processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_three_workers_need_little_more_than_one_copy_of_the_file(cluster, file):
+    """At most 1.25 times the file and 150 MB for each process, KV blocks not counted."""
+    shares = {pid: share_of(pid) for pid in family_of(cluster.process.pid)}
+    total, size = sum(shares.values()), file.stat().st_size
+    print(f"{file.name}: {total / 1e6:.0f} MB in {len(shares)} processes, file {size / 1e6:.0f} MB")
+    assert all(shares.values())
+    assert total < 1.25 * size + 150e6 * len(shares)
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_a_killed_worker_serves_again_within_three_seconds(cluster, name):
+    """On an idle machine: a busy one adds waits, which the processor time does not have."""
+    pid = cluster.pids()[name]
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    cluster.wait_replaced(name, pid)
+    seconds = time.monotonic() - began
+    used = processor_time(cluster.pids()[name])
+    print(f"{name}: serves again after {seconds:.2f} s, {used:.2f} s of processor time")
+    assert used + RestartLimits().first_delay < 3.0
 
 
 def test_a_killed_decode_worker_changes_no_token(cluster):

@@ -6,12 +6,20 @@ import fcntl
 import mmap
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from baton.engine.kernels import load_backend
-from baton.engine.kernels.shared_weights import HEAD_BYTES, OtherWeights, has_huge_pages, new_memory
+from baton.engine.kernels.shared_weights import (
+    HEAD_BYTES,
+    HUGE_PAGE,
+    OtherWeights,
+    faults_give_huge_pages,
+    has_huge_pages,
+    new_memory,
+)
 
 pytest.importorskip("baton.engine.kernels._cpu")
 LIMIT = 1 << 22
@@ -124,6 +132,31 @@ def test_a_named_file_is_refused(tmp_path):
 )
 def test_huge_pages_of_shared_memory(tmp_path, text, huge):
     path = tmp_path / "shmem_enabled"
-    assert not has_huge_pages(path)
+    assert not faults_give_huge_pages(path)
     path.write_text(text)
-    assert has_huge_pages(path) == huge
+    assert faults_give_huge_pages(path) == huge
+
+
+def test_all_workers_map_huge_pages_if_the_kernel_makes_them(memory):
+    if not has_huge_pages():
+        pytest.skip("this kernel makes no huge pages of shared memory")
+    weights = np.ones((512, 4096), np.float32)  # 8 MiB: at least three whole huge pages
+    for _ in range(2):
+        kernels = load_backend("cpu")
+        with kernels.sharing(memory, "model", 4 * weights.nbytes):
+            packed = kernels.pack_linear([weights])
+        products(kernels, [packed])
+        mapped = in_huge_pages()
+        assert weights.nbytes - 2 * HUGE_PAGE <= mapped <= weights.nbytes
+        del kernels, packed
+
+
+def in_huge_pages() -> int:
+    """Bytes of the shared weights that this process maps in huge pages."""
+    found, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            ours = "memfd:baton-weights" in line
+        elif ours and line.startswith("ShmemPmdMapped:"):
+            found += int(line.split()[1]) << 10
+    return found
