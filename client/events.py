@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import BatonError
-from baton.proto.wire.messages import Message
+from baton.proto.wire.messages import Begun, Message, ServedTimes
 from baton.proto.wire.wire_context import WireContext
 
 
@@ -116,7 +116,7 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """The next tokens of a request, each once and in order.
 
     ``position``: of the first token. ``media``: result that is complete with the last one, such as
-    samples of speech, or the preview of a picture.
+    samples of speech, or the preview of a picture. ``begun``: of a gateway's first tokens.
     """
 
     request_id: str
@@ -124,6 +124,7 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
     tokens: list[int]
     logprobs: list[TokenLogProbs] | None = None
     media: bytes | None = None
+    begun: Begun | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +132,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     ``embedding``: float32 ``[dim]``, only for an embedding request. ``media``: the PNG, only for a
     picture request. ``tokens_s``: seconds from the first tokens to the end, of a whole answer.
+    ``served``: times of a gateway's request.
     """
 
     request_id: str
@@ -143,6 +145,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     embedding: npt.NDArray[np.float32] | None = None
     media: bytes | None = None
     tokens_s: float = 0.0
+    served: ServedTimes | None = None
 
 
 class Answered(msgspec.Struct, frozen=True):

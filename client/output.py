@@ -19,6 +19,7 @@ from baton.proto.contexts.status import GenerationStatus
 from baton.proto.errors import InternalError
 from baton.proto.limits import MAX_LOG_PROBABILITIES
 from baton.proto.prompt_log_probs import PromptLogProb, read_prompt_log_probs
+from baton.proto.wire.messages import ServedTimes
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.tokenizer import Tokenizer
 
@@ -46,7 +47,8 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     ``final_status``: None except in the last output, which may have no tokens. Only in the last
     output: ``prefill`` and ``decode`` are the workers' ids, and ``cached_tokens`` is the number of
     prompt tokens taken from the prefix cache; ``tokens_s`` is the time from the first tokens to the
-    end, of a whole answer.
+    end, of a whole answer. ``served``: where the time before the first token went; a gateway's
+    first output has it too, and the workers.
     """
 
     request_id: str
@@ -62,6 +64,7 @@ class Output(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
     media: bytes | None = None
     tokenizer: Tokenizer | None = None
     tokens_s: float = 0.0
+    served: ServedTimes | None = None
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
@@ -150,7 +153,7 @@ class Assembler:
         push_all = self._push_all
         if push_all is not None:
             text = push_all(tokens)
-            if logprobs is None and news.media is None:  # nearly all
+            if logprobs is None and news.media is None and news.begun is None:  # nearly all
                 return Output(
                     request_id=news.request_id, tokens=tokens, text=text, position=position
                 )
@@ -173,6 +176,9 @@ class Assembler:
             prompt_log_probabilities=prompt,
             media=media,
             tokenizer=self._tokenizer,
+            prefill="" if news.begun is None else news.begun.prefill,
+            decode="" if news.begun is None else news.begun.decode,
+            served=None if news.begun is None else news.begun.times,
         )
 
     def whole(self, news: NewTokens, ended: Ended) -> Output:
@@ -204,6 +210,7 @@ class Assembler:
             decode=ended.decode,
             cached_tokens=ended.cached_tokens,
             tokens_s=ended.tokens_s,
+            served=ended.served,
         )
 
     def _status(self, ended: Ended) -> GenerationStatus:

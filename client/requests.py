@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from enum import Enum
 
+from msgspec.structs import replace
+
 from baton.proto.errors import (
     BatonError,
     CapacityError,
@@ -387,6 +389,7 @@ class Requests:
         """Return the new tokens, and resume requests whose tokens have a gap."""
         actions: list[Action] = []
         find = self._by_key.get
+        begun = {one.request: one for one in message.begun} if message.begun else None
         for run in message.runs:
             request = find(run.request)
             if request is None or request.state is _STOPPING:
@@ -394,6 +397,8 @@ class Requests:
             try:
                 fresh = request.take(run, now)
                 if fresh is not None:
+                    if begun is not None:
+                        fresh = replace(fresh, begun=begun.get(run.request))
                     actions.append(fresh)
                     if request.terminal is not None:
                         actions += self._end_if_complete(request)
@@ -509,6 +514,7 @@ class Requests:
             embedding=terminal.embedding,
             media=terminal.media,
             tokens_s=terminal.tokens_s,
+            served=terminal.served,
         )
         return [*self._remove(request), ended]
 

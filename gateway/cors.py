@@ -14,6 +14,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from .served_by import HEADERS
+
 Lines = list[tuple[bytes, bytes]]
 
 
@@ -26,7 +28,7 @@ class Cors:
             allow_origins=tuple(origins),
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Retry-After", *HEADERS),
             allow_private_network=True,  # asked for by a browser whose page comes from the internet
         )
 

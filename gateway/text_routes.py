@@ -55,6 +55,7 @@ from .messages import ImageUrl, Unknown, messages_of
 from .metrics import OutputTimes, current_clock
 from .parameters import content_of, named, prompts_of, whitespace_of
 from .served import Served, name_of, origin_of, read_body, target_of
+from .served_by import served_by
 from .tools import tools_of
 
 _TURN = 32
@@ -301,6 +302,11 @@ class Delivery:
         """Return the function that takes the outputs of a choice."""
         raise NotImplementedError
 
+    @staticmethod
+    def _served_by(choice: Choice, output: Output) -> bytes:
+        """Return the header lines of the first choice: several would contradict each other."""
+        return b"" if choice.index else served_by(output)
+
     def _times(self, choice: Choice, *, streams: bool) -> OutputTimes | None:
         clock = current_clock.get()
         if clock is None:
@@ -347,6 +353,7 @@ class WholeDelivery(Delivery):
         choice.take(output, log_probs=log_probs)
         if output.is_done:
             self._running -= 1
+            self._exchange.headers += self._served_by(choice, output)
             if not self._running and not self._ended:
                 self._exchange.respond(self._answer.whole(self._choices, self._prompts))
                 self._end()
@@ -431,6 +438,8 @@ class StreamDelivery(Delivery):
     def _events(self, choice: Choice, output: Output) -> bytes:
         """Return the events of any output, which may be none."""
         is_first = not choice.prompt_tokens
+        if is_first and not self._exchange.status:
+            self._exchange.headers += self._served_by(choice, output)
         choice.count(output)
         more = {}
         if self._usage_in_each:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.proto.wire.messages import TokenRun
+from baton.proto.wire.messages import Begun, TokenRun
 
 from .requests import Request
 
@@ -16,12 +16,13 @@ from .requests import Request
 class Client:
     """One connection of a client and its requests."""
 
-    __slots__ = ("behind", "identity", "requests", "runs")
+    __slots__ = ("begun", "behind", "identity", "requests", "runs")
 
     def __init__(self, identity: bytes) -> None:
         self.identity = identity
         self.requests: dict[bytes, Request] = {}
         self.runs: list[TokenRun] = []  # for the Tokens message that is being built
+        self.begun: list[Begun] = []  # for the same message
         self.behind = False
 
 

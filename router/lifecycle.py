@@ -56,6 +56,7 @@ from baton.proto.wire.token_runs import messages_of
 
 from .events import Log, NotSent, ToClient, ToWorker
 from .requests import BEFORE_DECODE, ENDED_KEEP_S, NEVER, Request, State, Step
+from .served import served_times
 from .state import RouterState
 from .stories import MAX_CAUSE_CHARS, MAX_PAST
 from .workers import Worker
@@ -360,6 +361,7 @@ class Lifecycle:
             decode=terminal.decode or (decode.id if decode and state is _DECODING else ""),
             embedding=terminal.embedding if request.embeds else None,
             media=terminal.media if request.work.file else None,
+            served=served_times(request, terminal) if request.gateway else None,
             tokens_s=now - request.first_at if request.whole and request.started else 0.0,
         )
         attempt.leave(request.key)

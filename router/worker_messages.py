@@ -40,6 +40,7 @@ from .latency import bucket
 from .lifecycle import Lifecycle
 from .recovery import Recovery
 from .requests import NEVER, PLACED, Request, State, Step
+from .served import begun
 from .state import RouterState
 from .takeover import Takeover
 from .worker_registration import WorkerRegistration
@@ -222,8 +223,12 @@ class WorkerMessages:
     def _flush(self, touched: list[Client]) -> None:
         for client in touched:
             if client.runs:
-                self._out.append(ToClient(client.identity, Tokens(runs=client.runs)))
+                self._out.append(
+                    ToClient(client.identity, Tokens(runs=client.runs, begun=client.begun))
+                )
                 client.runs = []
+                if client.begun:
+                    client.begun = []
 
     def _first_heard(
         self, worker: Worker, request: Request, touched: list[Client], now: float
@@ -244,6 +249,8 @@ class WorkerMessages:
         request.started = True
         request.first_at = now
         self._admission.started(request, self._registry.prefills, now)
+        if request.gateway and not request.whole and request.client is not None:
+            request.client.begun.append(begun(request))
         if request.submitted_at != NEVER:
             seconds, metrics = now - request.submitted_at, self._metrics
             index = bucket(seconds)

@@ -26,6 +26,7 @@ from .message_types import (
     Names,
     Result,
     Seconds,
+    ServedTimes,
     Text,
     TokenIds,
     Word,
@@ -48,10 +49,20 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     media: Chunk | None = None  # result that is complete with the run's last token: see protocol.md
 
 
+class Begun(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The workers of a request of a gateway whose first token arrived, as they are then."""
+
+    request: Binary
+    prefill: WorkerName
+    decode: WorkerName
+    times: ServedTimes
+
+
 class Tokens(Message, frozen=True, kw_only=True):
     """Worker to router and router to client: the tokens of one step, all requests of the peer."""
 
     runs: Annotated[list[TokenRun], Meta(max_length=MAX_LIST_ITEMS)]
+    begun: Annotated[list[Begun], Meta(max_length=MAX_LIST_ITEMS)] = []  # to a gateway alone
 
 
 class Terminal(Message, frozen=True, kw_only=True, eq=False):
@@ -75,6 +86,7 @@ class Terminal(Message, frozen=True, kw_only=True, eq=False):
     embedding: CarriedArray = None  # float32 [dim], of a request for embeddings
     times: WorkerTimes | None = None  # from a worker to the router alone
     tokens_s: Seconds = 0.0  # of a whole answer: from its first tokens to its end
+    served: ServedTimes | None = None  # to a gateway alone
     media: Result | None = None  # a binary result that is not streamed, such as a picture
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 

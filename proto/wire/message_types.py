@@ -78,6 +78,15 @@ class WorkerTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     preemptions: Count = 0
 
 
+class ServedTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where the time before the first token went, in seconds; None for what is not known."""
+
+    queue: Seconds | None = None  # until a worker began to compute
+    prefill: Seconds | None = None  # from then until the first token was computed
+    handoff: Seconds | None = None  # from then until the decode worker had the request
+    first_token: Seconds | None = None  # from the request's arrival to that of its first token
+
+
 class GrantRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Reference to one grant of a decode worker's incarnation; never valid for another grant."""
 

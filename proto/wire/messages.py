@@ -23,6 +23,7 @@ The structs are defined by conversation (:mod:`.client_messages`, :mod:`.worker_
 from __future__ import annotations
 
 from .client_messages import (
+    Begun,
     Cancel,
     Describe,
     Described,
@@ -81,6 +82,7 @@ from .message_types import (
     Names,
     Remaining,
     Seconds,
+    ServedTimes,
     Text,
     TokenIds,
     Total,
@@ -122,6 +124,7 @@ __all__ = [
     "Adopt",
     "Assign",
     "Attempt",
+    "Begun",
     "Binaries",
     "Binary",
     "Buckets",
@@ -179,6 +182,7 @@ __all__ = [
     "RouterToSupervisor",
     "RouterToWorker",
     "Seconds",
+    "ServedTimes",
     "Share",
     "Stale",
     "Status",

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -79,6 +80,25 @@ def test_chat_gives_what_the_native_client_gives(gateway, native, sampling):
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert len({event["id"] for event in events}) == 1
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
+
+
+def test_headers_name_the_workers_and_the_times(gateway, pools):
+    names = set(pools.workers())
+    whole = {"messages": MESSAGES, "max_completion_tokens": 30, "ignore_eos": True}
+    status, _, headers = gateway.ask("POST", CHAT, whole)
+    assert status == 200
+    assert {headers["x-baton-prefill"], headers["x-baton-decode"]} < names
+    times = dict(part.split(";dur=") for part in headers["server-timing"].split(", "))
+    assert list(times) == ["queue", "prefill", "handoff", "first-token"]
+    assert all(float(value) >= 0.0 for value in times.values())
+    assert float(times["first-token"]) > float(times["prefill"])
+
+    with closing(gateway.connection()) as connection:
+        body = json.dumps({**whole, "stream": True}).encode()
+        connection.request("POST", CHAT, body, gateway.headers)
+        headers = connection.getresponse().headers
+    assert {headers["x-baton-prefill"], headers["x-baton-decode"]} < names
+    assert headers["server-timing"].startswith("first-token;dur=")
 
 
 def test_responses_give_what_the_native_client_gives(gateway, native):
