@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +24,8 @@ BLOCK_TOKENS = 512
 """Tokens a hash id of the Mooncake traces stands for."""
 MAX_TOKENS = 1 << 20
 """Longest prompt or answer a trace may hold; its readers compute with squares."""
+MAX_REQUESTS = 1_000_000
+_MAX_LINE = 1 << 20
 _LONGEST_TICK_S = 3.0
 _PROMPT = ("input_length", "ContextTokens", "Request tokens")
 _OUTPUT = ("output_length", "GeneratedTokens", "Response tokens")
@@ -53,16 +56,18 @@ def read_trace(path: Path, most: int = 0) -> list[Arrival]:
     """
     rows: list[Arrival] = []
     try:
-        with _opened(path) as lines:
-            for number, row in enumerate(_rows(path, lines), 2):
+        with _opened(path) as stream:
+            for number, row in enumerate(_rows(path, stream), 2):
                 arrival = _arrival(row, number)
                 if arrival is not None:
                     rows.append(arrival)
                 if most and len(rows) >= most:
                     break
+                if len(rows) > MAX_REQUESTS:
+                    raise InputError(f"{path} has more than {MAX_REQUESTS} requests")
     except OSError as problem:
         raise ConfigError(f"cannot read the trace {path}: {problem.strerror or problem}") from None
-    except (UnicodeDecodeError, EOFError) as problem:
+    except (UnicodeDecodeError, EOFError, zlib.error, csv.Error) as problem:
         raise InputError(f"{path} is not a trace: {problem}") from None
     if not rows:
         raise InputError(f"{path} has no requests")
@@ -78,7 +83,16 @@ def _opened(path: Path) -> io.TextIOBase:
     return path.open(encoding="utf-8", newline="")
 
 
-def _rows(path: Path, lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+def _lines(stream: io.TextIOBase) -> Iterator[str]:
+    """Yield the lines of a file; a line without an end must not fill the memory."""
+    while line := stream.readline(_MAX_LINE + 1):
+        if len(line) > _MAX_LINE:
+            raise InputError(f"a line of the trace has more than {_MAX_LINE} characters")
+        yield line
+
+
+def _rows(path: Path, stream: io.TextIOBase) -> Iterator[Mapping[str, Any]]:
+    lines = _lines(stream)
     if ".jsonl" in path.suffixes:
         yield from (_record(line, number) for number, line in enumerate(lines, 1) if line.strip())
     else:

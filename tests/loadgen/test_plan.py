@@ -122,6 +122,45 @@ def test_the_shipped_traces_and_wrong_files(tmp_path):
         read_trace(tmp_path / "d.csv.gz")
 
 
+LONG = b"timestamp_ms,input_length,output_length\n0,5,5\n" + b"9" * (1 << 21)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.csv.gz", gzip.compress(LONG)[:-9]),
+        ("damaged.csv.gz", gzip.compress(LONG)[:20] + b"\xff" * 40),
+        ("long.csv", LONG),  # a line without an end
+        ("bomb.csv.gz", gzip.compress(LONG)),
+        ("nul.csv", b"timestamp_ms,input_length,output_length\n0,5,5\n0,\x005,5\n"),
+        ("quoted.csv", b'timestamp_ms,input_length,output_length\n"' + b"1\n" * 200_000),
+        ("latin.csv", b"timestamp_ms,input_length,output_length\n0,\xe9,5\n"),
+        ("deep.jsonl", b"[" * 100_000 + b"\n"),
+        ("digits.jsonl", b'{"timestamp": ' + b"1" * 10_000 + b"}\n"),
+        ("infinite.jsonl", b'{"timestamp": Infinity, "input_length": 5, "output_length": 5}\n'),
+        ("list.jsonl", b'{"timestamp": 0, "input_length": [5], "output_length": 5}\n'),
+        ("ids.jsonl", b'{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": 3}\n'),
+        ("back.csv", b"timestamp_ms,input_length,output_length\n9,5,5\n0,5,5\n"),
+    ],
+)
+def test_hostile_traces_are_one_typed_error(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises((InputError, ConfigError)) as caught:
+        read_trace(path)
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+
+
+def test_the_number_of_requests_is_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr("baton.loadgen.traces.MAX_REQUESTS", 10)
+    path = tmp_path / "many.csv"
+    path.write_text("timestamp_ms,input_length,output_length\n" + "0,5,5\n" * 12)
+    with pytest.raises(InputError, match="more than 10 requests"):
+        read_trace(path)
+    assert len(read_trace(path, most=5)) == 5
+
+
 def test_ticks_are_round_and_reach_the_largest_value():
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(0, 7.3) == [0, 2, 4, 6, 8]
