@@ -76,7 +76,8 @@ HELP = {
     "decode_max": "maximum number of decode workers (0: no maximum); KV memory is divided among "
     "this many",
     "autoscale": "on: scale each pool with its load, between its minimum and maximum",
-    "slo_ttft": "target time to first token (TTFT) in seconds, for autoscale and prefill_order",
+    "slo_ttft": "target time to first token (TTFT) in seconds, for autoscale, "
+    "prefill_order and mode adaptive",
     "slo_itl": "target inter-token latency (ITL) in seconds, for autoscale and mode adaptive",
     "stabilization_window": "scale-down stabilization window in seconds: a pool shrinks after "
     "fewer workers were enough for this long",
@@ -89,8 +90,8 @@ HELP = {
     "decider": "your own class that decides in mode adaptive which worker computes a prompt "
     "(default: the way with the earlier predicted first token)",
     "prefill_order": "order of waiting prompts; fcfs: by arrival; edf: prompts that can still meet "
-    "slo_ttft run before late prompts; auto: edf with autoscale, else fcfs; module:Class: "
-    "as your own class ranks them",
+    "slo_ttft run before late prompts; auto: edf with autoscale and in mode adaptive, else "
+    "fcfs; module:Class: as your own class ranks them",
     "metric": "your own classes for /metrics of the routers, separated by commas (default: none)",
     "labels": "labels of workers for your own policy, such as rack=r1,zone=a; with a worker's name "
     "before it, decode-1:rack=r2, of that worker alone (default: BATON_LABELS on each host)",
@@ -99,9 +100,11 @@ HELP = {
     "block_size": "tokens per KV block",
     "kv_blocks": "KV blocks per worker (0: from kv_memory)",
     "kv_memory": "memory for KV blocks per worker, such as 512MiB (default: from free memory)",
-    "max_num_batched_tokens": "maximum prompt tokens per step of a prefill worker (0: no maximum)",
+    "max_num_batched_tokens": "maximum prompt tokens per step of a prefill worker, outside mode "
+    "disaggregated also of a decode worker (0: no maximum)",
     "step_time": "target duration in seconds of a step with prompt tokens; prompts are split into "
-    "chunks of at least 32 tokens (0: no target)",
+    "chunks of at least 32 tokens (0: no target); decode workers outside mode disaggregated: "
+    "within slo_itl",
     "max_num_seqs": "maximum requests per step of a decode worker",
     "prefill_kv_blocks": "KV blocks per prefill worker (0: kv_blocks)",
     "prefill_kv_memory": "memory for KV blocks per prefill worker (default: kv_memory)",
@@ -110,8 +113,8 @@ HELP = {
     "decode_kv_memory": "memory for KV blocks per decode worker (default: kv_memory)",
     "picture_memory": "memory of a decode worker for the arrays of a picture, which limits its "
     "size (default: from free memory)",
-    "decode_max_num_batched_tokens": "maximum prompt tokens per step of a decode worker, which "
-    "computes prompts after a preemption and of local requests (0: no maximum)",
+    "decode_max_num_batched_tokens": "maximum prompt tokens per step of a decode worker in mode "
+    "disaggregated, which computes prompts after a preemption (0: no maximum)",
     "max_model_len": "maximum context length in tokens (0: the model's maximum)",
     "device": "where models run; cuda: NVIDIA GPUs, one per worker as far as there are enough",
     "device_ids": "numbers of the GPUs to use, such as 0,2, among those that CUDA_VISIBLE_DEVICES "

@@ -41,8 +41,8 @@ SHARE_WEIGHTS = ("auto", "on", "off")
 PREFILL_ORDERS = ("auto", "fcfs", "edf")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-COLOCATED = "colocated"
-"""The mode in which decode workers alone serve."""
+DISAGGREGATED, COLOCATED, ADAPTIVE = MODES
+"""In the second mode decode workers alone serve."""
 CHOICES = {
     "task": TASKS,
     "autoscale": AUTOSCALE,
@@ -197,7 +197,8 @@ def check(settings: ServeSettings) -> ServeSettings:
 
     Raises ConfigError, whose text begins with the name of the first wrong setting.
     """
-    positive = ("prefill", "decode", "routers", "block_size")
+    positive = ("prefill",) if settings.mode != ADAPTIVE or settings.task == "embed" else ()
+    positive = (*positive, "decode", "routers", "block_size")
     for name in (*positive, "max_num_seqs", "prefill_max_num_seqs"):
         _require(getattr(settings, name) >= 1, name, "must be at least 1")
     for name in _MAY_BE_ZERO:

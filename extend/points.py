@@ -73,8 +73,9 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``local_waiting_tokens``: the same of the decode worker. ``seconds_per_token``: of a prompt, 0
     before the prefill worker has measured it. ``handoff_s``: from the first token to the end of the
     handoff. ``streams``: requests that generate at the decode worker; ``step_s``: seconds of its
-    steps; ``itl_s``: the limit of a step. ``over_prefill_s``, ``local_s``: until the second and the
-    first token. ``delays_streams``: a step with this prompt would exceed the limit.
+    steps without prompt tokens; ``target_s``: of steps with a chunk. ``over_prefill_s``, ``local_s``: until the second and the
+    first token. ``delays_streams``: no decode worker has time for a chunk
+    within the target; ``local_s`` is infinite then.
     ``local``: the decision of Baton's own decider.
     """
 
@@ -88,7 +89,7 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     handoff_s: float
     streams: int
     step_s: float
-    itl_s: float
+    target_s: float
     over_prefill_s: float
     local_s: float
     delays_streams: bool

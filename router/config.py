@@ -27,6 +27,10 @@ MODES = ("disaggregated", "colocated", "adaptive")
 """How requests are distributed over the two kinds of workers (:mod:`.decider`)."""
 MAX_EXTENSIONS = 16
 """Metrics of users' own in one router."""
+STEP_SHARE = 0.8
+"""Part of the ITL limit that a step with prompt tokens may take.
+
+The rest is for the wait of a new stream: for its handoff and the end of a step."""
 POLICIES = ("round_robin", "least_loaded", "prefix_aware")
 
 
@@ -77,7 +81,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``mode``: one of :data:`MODES`. ``enforce_disaggregation``: requests wait for a prefill worker,
     even if no prefill worker is ready. Of mode adaptive, ``step_time_s``: target seconds of decode
-    workers' steps with prompt tokens, ``slo_itl_s``: longest such step that streams may wait for.
+    workers' steps with prompt tokens (0: none), ``slo_ttft_s``: TTFT limit of requests (0: none).
 
     ``start_grace_s``: longest wait of a request before the first worker is ready;
     ``worker_grace_s``: longest wait after the last ready worker was lost.
@@ -109,7 +113,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mode: str = "disaggregated"
     enforce_disaggregation: bool = False
     step_time_s: float = 0.05
-    slo_itl_s: float = 0.1
+    slo_ttft_s: float = 0.0
     admission: AdmissionConfig = AdmissionConfig()
 
     default_deadline_s: float = DEFAULT_DEADLINE_S
@@ -201,6 +205,7 @@ _MAY_BE_ZERO = {
     "requests_per_slot", "resume_window_s", "recovery_s", "orphan_grace_s",
     "start_grace_s", "worker_grace_s",
     "prefill_load", "decode_load", "trace_requests", "step_time_s",
+    "slo_ttft_s",
 }  # fmt: skip
 
 

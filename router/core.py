@@ -190,14 +190,20 @@ class RouterCore:
             if (request.key in self.table.queued) != (request.state is State.QUEUED):
                 raise InternalError(f"{request.request_id} is queued, or should be")
         charged: defaultdict[Worker | None, int] = defaultdict(int)
+        prompts: defaultdict[Worker | None, int] = defaultdict(int)
         for request in requests:
             attempt = request.attempt
             charged[attempt.prefill] += attempt.prefill_cost
             charged[attempt.decode] += attempt.decode_cost
+            prompts[attempt.assignee] += max(0, attempt.uncached)
         for worker in self.registry.live():
             if worker.outstanding != charged[worker]:
                 counted = f"{worker.outstanding} tokens outstanding"
                 text = f"{counted}, the requests have {charged[worker]}"
+                raise InternalError(f"{worker.id}: {text}")
+            uncached = worker.uncached + worker.late
+            if uncached != prompts[worker]:
+                text = f"{uncached} uncached tokens, the requests have {prompts[worker]}"
                 raise InternalError(f"{worker.id}: {text}")
             for key, request in worker.requests.items():
                 if self.table.requests.get(key) is not request or not request.attempt.runs_on(

@@ -36,7 +36,7 @@ from baton.extend.guard import Guard, Report
 from baton.runtime.metrics.families import Row, Values
 
 from .config import PolicyConfig, RouterConfig
-from .decider import Costs
+from .decider import Costs, streams_of
 from .policy import Margin, PrefixAware
 from .requests import Request
 from .workers import Worker
@@ -221,28 +221,35 @@ class CustomDecider:
         self._decider = decider
         self._guard = guard
 
-    def prefers_local(self, request: Request, costs: Costs) -> bool:
+    def prefers_local(
+        self, request: Request, costs: Costs, uncached: Callable[[Worker], int]
+    ) -> bool:
         """Return the extension's decision, or the default's."""
-        decision = self._guard.call(lambda: self._asked(request, costs))
+        decode = costs.decode
+        if decode is None:
+            return False
+        decision = self._guard.call(lambda: self._asked(request, costs, decode, uncached))
         return costs.prefers_local if decision is None else decision
 
-    def _asked(self, request: Request, costs: Costs) -> bool:
+    def _asked(
+        self, request: Request, costs: Costs, decode: Worker, uncached: Callable[[Worker], int]
+    ) -> bool:
         decision = self._decider.local(
             Ways(
                 request_id=request.request_id,
                 prompt_tokens=request.next,
-                uncached_tokens=costs.uncached,
-                waiting_tokens=costs.ahead,
-                local_uncached_tokens=costs.local_uncached,
-                local_waiting_tokens=costs.local_ahead,
+                uncached_tokens=uncached(costs.prefill),
+                waiting_tokens=costs.prefill.uncached + costs.prefill.others,
+                local_uncached_tokens=uncached(decode),
+                local_waiting_tokens=decode.uncached,
                 seconds_per_token=costs.per_token,
                 handoff_s=costs.handoff,
-                streams=costs.streams,
-                step_s=costs.step,
-                itl_s=costs.itl,
-                over_prefill_s=costs.over_prefill,
+                streams=streams_of(decode),
+                step_s=decode.stream_step_s,
+                target_s=costs.target,
+                over_prefill_s=costs.over_prefill + costs.handoff,
                 local_s=costs.alone,
-                delays_streams=costs.harms,
+                delays_streams=costs.per_token > 0 and math.isinf(costs.alone),
                 local=costs.prefers_local,
             )
         )

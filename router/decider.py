@@ -1,20 +1,29 @@
 """Decide whether a request takes the way over a prefill worker or is local to a decode worker.
 
 *Disaggregated* uses a prefill worker, and a decode worker alone only while no prefill worker is
-ready. *Colocated* uses decode workers alone. *Adaptive* compares both ways for each request:
+ready. *Colocated* uses decode workers alone. *Adaptive* predicts the first token of a request at
+every prefill worker and, alone, at every decode worker, and takes the earliest one, within limits:
 
-* Over prefill worker P, the first token comes after the prompts that P has still to compute and
-  the uncached tokens of this one, at the speed that P has measured. The second token also waits for
-  the end of the handoff, as in the last handoffs of this pair. The time grows with the bytes only
-  by those of the last chunk, since the other blocks travel while the prompt is computed.
-* Alone, decode worker D computes the prompt in chunks, one per step. So the first token comes after
-  the local prompts that wait at D and this one, at P's speed, because both have the same model;
-  and each step also generates a token for each stream of D, which takes as long as D's last steps.
-* The streams of D wait for each step with a chunk. If such a step takes longer than the ITL limit,
-  the request is not local, however early its first token came.
+* A prefill worker computes the prompts that it has and the uncached tokens of this one. The
+  router counts these tokens itself, from the placement to the first token, so that a burst does
+  not go to one worker between two heartbeats. What the worker has computed of its present prompt
+  is the time since its last first token.
+* A decode worker computes the prompt in chunks, one per step, and each step also generates a token
+  for each of its streams. So only the rest of a step's target time is left for the chunk, and the
+  prompt takes as many such steps as it has chunks. The speed is that of the prefill workers,
+  because all have the same model. A step without prompt tokens takes as long as the last such
+  step that the worker reported.
+* The streams of a decode worker wait for each step with a chunk. The target of such steps must
+  be within the ITL limit (``step_time_s``). If not even the least chunk fits, the worker takes no
+  local request, however early its first token came.
+* A request that no way serves within the TTFT limit goes to a prefill worker, which begins late
+  prompts last (``prefill_worker/start_order.py``). So it delays no streams, and other prompts only
+  if the worker has nothing else to do and has begun it.
 
 The request is local if that is earlier by :data:`MARGIN`, since a prefill worker is there for it.
-Before a prefill worker has measured its speed, requests go to prefill workers.
+The second token of the other way also waits for the handoff, which costs as the last handoffs of
+the pair took after the first token. Before a prefill worker has measured its speed, requests go to
+the pair that the policy chose. The decode worker of a handoff is always the policy's.
 
 A local request has no handoff, and the router treats it as a request after its handoff
 (docs/decisions/0047-a-decode-worker-computes-prompts.md). Pure.
@@ -24,13 +33,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.proto.requests import local_feature
 from baton.proto.wire.messages import HandoffReport
 
 from .config import RouterConfig
-from .registry import Registry
 from .requests import Request
 from .workers import Worker
 
@@ -48,60 +57,69 @@ LEAST_CHUNK = 32
 
 @dataclass(slots=True, frozen=True)
 class Costs:
-    """What the decision depends on, in tokens and seconds.
+    """The best way over a prefill worker and the best one alone, in predicted seconds.
 
-    ``ahead``: prompt tokens that wait at the prefill worker; ``uncached``: tokens of this prompt
-    that are not cached there. ``local_ahead``, ``local_uncached``: the same at the decode worker.
-    ``per_token``: seconds of a prompt token; 0: not measured. ``handoff``: seconds of the handoff.
-    ``streams``: requests that generate at the decode worker; ``step``: seconds of its steps.
-    ``chunk``: target seconds of a step with prompt tokens; ``itl``: the limit of a step.
+    ``over_prefill``: until the first token at ``prefill``. ``handoff``: of the pair. ``alone``:
+    until the first token at ``decode``; infinite if the prompt would delay the streams of each
+    decode worker. ``limit``: the TTFT limit. ``decode`` is None if it may not serve it alone.
+    ``per_token``: seconds of a prompt token; 0: not measured yet, so nothing is predicted and the
+    workers are those of the policy. ``target``: seconds of a step with a chunk.
     """
 
-    ahead: int
-    uncached: int
-    local_ahead: int
-    local_uncached: int
-    per_token: float
+    over_prefill: float
     handoff: float
-    streams: int
-    step: float
-    chunk: float
-    itl: float
-
-    @property
-    def over_prefill(self) -> float:
-        """Seconds until the first token over the prefill worker, and for the handoff."""
-        return (self.ahead + self.uncached) * self.per_token + self.handoff
-
-    @property
-    def alone(self) -> float:
-        """Seconds until the first token at the decode worker alone."""
-        work = (self.local_ahead + self.local_uncached) * self.per_token
-        steps = max(1, math.ceil(work / self._chunk_s)) if self.streams else 0
-        return work + steps * self.step
-
-    @property
-    def _chunk_s(self) -> float:
-        """Seconds of the prompt tokens of one step; without a target it takes all of them."""
-        return max(self.chunk or math.inf, LEAST_CHUNK * self.per_token)
-
-    @property
-    def harms(self) -> bool:
-        """Whether the streams of the decode worker would exceed the ITL limit."""
-        chunk = min(self._chunk_s, self.local_uncached * self.per_token)
-        return self.streams > 0 and self.step + chunk > self.itl
+    alone: float
+    limit: float
+    prefill: Worker
+    decode: Worker | None
+    per_token: float
+    target: float
 
     @property
     def prefers_local(self) -> bool:
         """The decision."""
-        return self.per_token > 0 and not self.harms and self.alone < MARGIN * self.over_prefill
+        return self.alone < min(MARGIN * (self.over_prefill + self.handoff), self.limit)
 
     def explain(self) -> str:
         """Return the predictions as text, for the story of the request."""
         if not self.per_token:
             return f"{ADAPTIVE}: no prefill worker has measured its speed yet"
-        harm = ", which delays its streams too long" if self.harms else ""
-        return f"{ADAPTIVE}: {self.over_prefill:.3f} s with handoff, {self.alone:.3f} s alone{harm}"
+        over = self.over_prefill + self.handoff
+        if math.isinf(self.alone):
+            return f"{ADAPTIVE}: {over:.3f} s with handoff, alone it delays streams too long"
+        return f"{ADAPTIVE}: {over:.3f} s with handoff, {self.alone:.3f} s alone"
+
+
+def at_prefill(worker: Worker, uncached: int, per_token: float, now: float) -> float:
+    """Return the seconds until a prefill worker has computed its prompts and this one."""
+    waiting = float(worker.uncached)
+    if not waiting and worker.late:  # it computes one of them
+        waiting = worker.late / worker.prompts
+    mine = waiting * per_token
+    if mine:
+        mine = max(0.0, mine - (now - worker.turned))
+    return mine + (worker.others + uncached) * per_token
+
+
+def alone_at(worker: Worker, uncached: int, per_token: float, target: float) -> float:
+    """Return the seconds until a decode worker has computed its local prompts and this one.
+
+    ``target``: seconds of a step with prompt tokens, 0: it takes all of them. Infinite if the step
+    of its streams leaves no time for a chunk.
+    """
+    waiting = worker.uncached if not worker.others_requests else worker.load.tokens_waiting
+    work = (max(waiting, worker.uncached) + uncached) * per_token
+    step = worker.stream_step_s
+    chunk = target - step if target else math.inf
+    if chunk < LEAST_CHUNK * per_token:
+        return math.inf  # also without a stream at present: the next one would wait as long
+    streams = streams_of(worker)
+    return work + max(1, math.ceil(work / chunk)) * step if streams > 0 else work
+
+
+def streams_of(worker: Worker) -> int:
+    """Return the number of requests that generate at a decode worker."""
+    return len(worker.requests) - worker.prompts + worker.others_requests
 
 
 class HandoffTails:
@@ -118,7 +136,11 @@ class HandoffTails:
         times = report.times
         if times is None or times.computed is None or times.ended is None:
             return
-        pair, seconds = (report.prefill, report.decode), max(0.0, times.ended - times.computed)
+        self.learn(report.prefill, report.decode, max(0.0, times.ended - times.computed))
+
+    def learn(self, prefill: str, decode: str, seconds: float) -> None:
+        """Learn that a handoff of this pair ended so many seconds after the first token."""
+        pair = prefill, decode
         known = self._seconds.pop(pair, seconds)
         self._seconds[pair] = known + NEW * (seconds - known)
         if len(self._seconds) > MAX_TAILS:
@@ -132,58 +154,85 @@ class HandoffTails:
 class Decider:
     """Applies the configured mode."""
 
-    def __init__(self, registry: Registry, config: RouterConfig, tails: HandoffTails) -> None:
-        self._registry = registry
+    def __init__(self, config: RouterConfig, tails: HandoffTails) -> None:
         self._tails = tails
-        self._config = config
+        self._target = config.step_time_s
+        self._limit = config.slo_ttft_s or math.inf
         self.always = config.mode == "colocated"
         """Whether every request is local, so that no prefill worker is looked for."""
         self.compares = config.mode == "adaptive"
         """Whether both ways of a request are compared (:meth:`costs`)."""
         self._falls_back = not config.enforce_disaggregation
 
-    def local(self, request: Request, decodes: list[Worker]) -> tuple[list[Worker], str]:
+    def alone(
+        self, request: Request, decodes: list[Worker], *, prefill: bool
+    ) -> tuple[list[Worker], str]:
         """Return the decode workers that may serve the request alone, and why, or none.
 
-        Call it without a candidate for a prefill worker, or if :attr:`always`. A request that is
-        pinned to a prefill worker is never local. Workers that are only avoided for the moment,
-        such as full ones, are worth waiting for.
+        ``prefill``: whether a prefill worker of its pool is ready. Call it without a candidate for
+        one, or if :attr:`always`. A request that is pinned to a prefill worker is never local.
+        Workers that are only avoided for the moment, such as full ones, are worth waiting for.
         """
-        if request.pin is not None and request.pin[0] == "prefill":
+        if _pinned_to_prefill(request):
             return [], ""
-        if not self.always and (
-            not self._falls_back or self._registry.ready("prefill", request.pool)
-        ):
+        if not self.always and (not self._falls_back or prefill):
             return [], ""
-        able = [worker for worker in decodes if self._can(request, worker)]
-        return able, COLOCATED if self.always else NO_PREFILL
-
-    @staticmethod
-    def _can(request: Request, worker: Worker) -> bool:
-        return local_feature(request.context) in worker.card.features
+        return able(request, decodes), COLOCATED if self.always else NO_PREFILL
 
     def costs(
-        self, request: Request, prefill: Worker, decode: Worker, cached: int, local_cached: int
-    ) -> Costs | None:
-        """Return the costs of both ways, or None if the request cannot be local.
+        self,
+        prefills: Sequence[Worker],
+        decodes: Sequence[Worker],
+        pair: tuple[Worker, Worker],
+        uncached: Callable[[Worker], int],
+        now: float,
+    ) -> Costs:
+        """Return the best way of each kind.
 
-        ``cached``, ``local_cached``: tokens of the prompt that the workers have probably cached.
+        ``decodes``: workers that may serve it alone. ``pair``: the workers that the policy chose.
+        ``uncached``: tokens of the prompt that a worker has to compute.
         """
-        pinned = request.pin is not None and request.pin[0] == "prefill"
-        if pinned or not self._can(request, decode):
-            return None
-        load, tokens, config = prefill.load, request.next, self._config
-        waiting = [one for one in decode.requests.values() if one.attempt.local and not one.started]
-        lacking = max(1, tokens - local_cached)
+        prefill, over = pair[0], 0.0
+        local, alone = pair[1] if pair[1] in decodes else None, math.inf
+        per_token = _seconds_per_token(prefills)
+        if per_token:
+            over = math.inf
+            for worker in prefills:
+                at = at_prefill(worker, uncached(worker), per_token, now)
+                if at < over:
+                    prefill, over = worker, at
+            for worker in decodes:
+                at = alone_at(worker, uncached(worker), per_token, self._target)
+                if at < alone:
+                    local, alone = worker, at
         return Costs(
-            ahead=prefill.burden,
-            uncached=max(1, tokens - cached),
-            local_ahead=max(decode.load.tokens_waiting, sum(one.next for one in waiting)),
-            local_uncached=lacking,
-            per_token=load.compute_seconds / load.prompt_tokens if load.prompt_tokens else 0.0,
-            handoff=self._tails.of(prefill, decode),
-            streams=len(decode.requests) - len(waiting) + decode.others_requests,
-            step=decode.step_s,
-            chunk=config.step_time_s,
-            itl=config.slo_itl_s,
+            over_prefill=over,
+            handoff=self._tails.of(prefill, pair[1]),
+            alone=alone,
+            limit=self._limit,
+            prefill=prefill,
+            decode=local,
+            per_token=per_token,
+            target=self._target,
         )
+
+
+def _seconds_per_token(prefills: Sequence[Worker]) -> float:
+    """Return the seconds of a prompt token that prefill workers have measured; 0: none has."""
+    tokens = seconds = 0.0
+    for worker in prefills:
+        tokens += worker.load.prompt_tokens
+        seconds += worker.load.compute_seconds
+    return seconds / tokens if tokens else 0.0
+
+
+def able(request: Request, decodes: Sequence[Worker]) -> list[Worker]:
+    """Return the decode workers that may compute this request's prompt."""
+    if _pinned_to_prefill(request):
+        return []
+    feature = local_feature(request.context)
+    return [worker for worker in decodes if feature in worker.card.features]
+
+
+def _pinned_to_prefill(request: Request) -> bool:
+    return request.pin is not None and request.pin[0] == "prefill"

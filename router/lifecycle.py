@@ -123,7 +123,7 @@ class Lifecycle:
             prefill.requests[request.key] = request
         if decode is not None:
             decode.requests[request.key] = request
-        attempt.route = self._placement.placed(request)
+        attempt.route = self._placement.placed(request, now)
         if prefill is None:
             self._metrics.local[attempt.route[-1].partition(":")[0]] += 1
         attempt.assigned_at = now

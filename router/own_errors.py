@@ -209,6 +209,13 @@ class OwnErrors:
             if one.state in PLACED and one.attempt.runs_on(worker)
         }  # fmt: skip
         worker.outstanding = sum(one.attempt.cost_on(worker) for one in requests.values())
+        counted = [
+            one.attempt for one in requests.values()
+            if one.attempt.uncached >= 0 and one.attempt.assignee is worker
+        ]  # fmt: skip
+        worker.uncached = sum(one.uncached for one in counted if not one.late)
+        worker.late = sum(one.uncached for one in counted if one.late)
+        worker.prompts = len(counted)
 
     def _send_rest(self) -> None:
         """Send the token runs of a Tokens message that an error has left unfinished."""
@@ -245,4 +252,5 @@ def _release(request: Request) -> None:
     request.next = request.base + len(request.emitted)
     attempt = request.attempt
     attempt.prefill_cost = attempt.decode_cost = 0
+    attempt.uncached = -1
     attempt.server = attempt.search = None

@@ -22,7 +22,7 @@ from baton.runtime.liveness import HEARTBEAT_S
 
 from .config import RouterConfig
 from .custom import CustomDecider, CustomPolicy
-from .decider import Decider, HandoffTails
+from .decider import Decider, HandoffTails, able
 from .pairs import FailedPairs
 from .policy import NO_HASHES, Margin, Policy, make_policy
 from .registry import Registry
@@ -59,9 +59,10 @@ class Placement:
         self._own_decider = own_decider
         self._policy: Policy = own_policy or make_policy(config.policy, config.name)
         self.failed_pairs = FailedPairs()
-        self._decider = Decider(registry, config, tails or HandoffTails())
+        self._decider = Decider(config, tails or HandoffTails())
         self._margins: tuple[Margin | None, Margin | None] = (None, None)  # of the last pair
         self._why = ""  # the last pair takes its way
+        self._late = False  # the last pair is expected to serve the request late
 
     def pin(self, request: Request, endpoint: str | None, *, fallback: bool) -> None:
         """Resolve ``target_endpoint`` at admission.
@@ -110,7 +111,7 @@ class Placement:
             if not decodes or (prefills and not always):
                 return None
             return self._alone(request, decodes)
-        self._why = ""
+        self._why, self._late = "", False
         policy = self._policy
         short = request.base < self._config.block_tokens
         hashes = NO_HASHES if short else self._hashes(request)
@@ -123,45 +124,61 @@ class Placement:
             margin = policy.margin
             prefill = policy.choose(prefills, hashes)
             self._margins = policy.margin, margin
-            return self._compared(request, prefill, decode, hashes) or (prefill, decode)
+            if self._decider.compares:
+                return self._compared(request, prefills, decodes, (prefill, decode), hashes, now)
+            return prefill, decode
         reached = self._reached(request, prefills, now)
         decode = policy.choose(_narrowed(request, decodes, reached), hashes)
         margin = policy.margin
         reaching = self._reaching(request, decode, now)
-        prefill = policy.choose(_narrowed(request, prefills, reaching), hashes)
+        near = _narrowed(request, prefills, reaching)
+        prefill = policy.choose(near, hashes)
         self._margins = policy.margin, margin
-        if local := self._compared(request, prefill, decode, hashes):
-            return local
-        self.failed_pairs.placed(prefill, decode, now)
-        return prefill, decode
+        pair: Pair = prefill, decode
+        if self._decider.compares:
+            pair = self._compared(request, near, decodes, (prefill, decode), hashes, now)
+        if pair[0] is not None:
+            self.failed_pairs.placed(pair[0], decode, now)
+        return pair
 
     def _compared(
-        self, request: Request, prefill: Worker, decode: Worker, hashes: Sequence[bytes]
-    ) -> Pair | None:
-        """Return the decode worker alone if mode adaptive prefers it, else None."""
-        if not self._decider.compares:
-            return None
-        size, cached = self._config.block_tokens, self._policy.cached
-        ways = self._decider.costs(
-            request, prefill, decode, size * cached(prefill, hashes), size * cached(decode, hashes)
-        )
-        if ways is None:
-            return None
-        self._why = ways.explain()
-        own = self._own_decider
-        if not (ways.prefers_local if own is None else own.prefers_local(request, ways)):
-            return None
-        self._margins = None, self._margins[1]
-        return None, decode
+        self,
+        request: Request,
+        prefills: Sequence[Worker],
+        decodes: Sequence[Worker],
+        pair: tuple[Worker, Worker],
+        hashes: Sequence[bytes],
+        now: float,
+    ) -> Pair:
+        """Return the way that mode adaptive prefers; ``pair``: the choice of the policy."""
+        size, cached, tokens = self._config.block_tokens, self._policy.cached, request.next
+
+        def uncached(worker: Worker) -> int:
+            return max(1, tokens - size * cached(worker, hashes))
+
+        if request.pin is not None:
+            prefills = pair[:1] if request.pin[0] == "prefill" else prefills
+        costs = self._decider.costs(prefills, able(request, decodes), pair, uncached, now)
+        self._why, own = costs.explain(), self._own_decider
+        local = costs.prefers_local if own is None else own.prefers_local(request, costs, uncached)
+        if local and costs.decode is not None:
+            self._margins = None, None
+            return None, costs.decode
+        self._late = costs.over_prefill > costs.limit
+        if costs.prefill is not pair[0]:
+            self._margins = None, self._margins[1]
+        return costs.prefill, pair[1]
 
     def _alone(self, request: Request, decodes: list[Worker]) -> Pair | None:
         """Return a decode worker that computes the prompt too, or None to wait."""
-        able, self._why = self._decider.local(request, decodes)
-        if not able:
+        ready = bool(self._registry.ready("prefill", request.pool))
+        alone, self._why = self._decider.alone(request, decodes, prefill=ready)
+        if not alone:
             return None
+        self._late = False
         short = request.base < self._config.block_tokens
         hashes = NO_HASHES if short else self._hashes(request)
-        decode = self._policy.choose(able, hashes)
+        decode = self._policy.choose(alone, hashes)
         self._margins = None, self._policy.margin
         return None, decode
 
@@ -191,7 +208,7 @@ class Placement:
         reached = self._reached(request, prefills, now)
         return bool(prefills and decodes) and not any(map(reached, decodes))
 
-    def placed(self, request: Request) -> Route:
+    def placed(self, request: Request, now: float) -> Route:
         """Add the request's tokens to the load of the workers chosen last; return why."""
         attempt, hashes, tokens = request.attempt, request.hashes, request.next
         prefill, decode = attempt.prefill, attempt.decode
@@ -208,6 +225,9 @@ class Placement:
             decode.outstanding += cost
             if hashes:
                 decode_cached = self._policy.placed(decode, hashes, tokens)
+        if self._decider.compares and not request.started:
+            found = cached if prefill is not None else decode_cached
+            attempt.count_prompt(max(0, tokens - found), now, late=self._late)
         request.hashes = None  # kilobytes of memory, cheap to compute again
         pinned = "" if request.pin is None else request.pin[0]
         margin, decode_margin = self._margins

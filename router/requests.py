@@ -179,6 +179,8 @@ class Attempt:
     attempts, or did. ``search``: the running search for its worker. ``grace_until``: end of the
     wait for a ready worker, in seconds. ``prefill``, ``decode``: its workers, ``server``: the one
     that runs it, as far as known. ``prefill_cost``, ``decode_cost``: its tokens in their load.
+    ``uncached``: tokens of its prompt in the work of its assignee, in mode adaptive before its
+    first token; -1: not counted. ``late``: they are computed after those of other prompts.
     ``answered``: the server has answered the last Adopt; ``adopts``: how many it has not.
     ``pending``: a terminal that waits for missing tokens.
 
@@ -195,6 +197,8 @@ class Attempt:
     server: Worker | None = None
     prefill_cost: int = 0
     decode_cost: int = 0
+    uncached: int = -1
+    late: bool = False
     answered: bool = True
     adopts: int = 0
     pending: Terminal | None = None
@@ -234,8 +238,34 @@ class Attempt:
         """True if the server has still to answer an Adopt, or to send missing tokens."""
         return not self.answered or self.pending is not None
 
+    def count_prompt(self, uncached: int, now: float, *, late: bool = False) -> None:
+        """Add the prompt to the work of its assignee until its first token."""
+        worker = self.assignee
+        if worker is None or self.uncached >= 0:
+            return
+        if not worker.prompts:
+            worker.turned = now
+        self.uncached, self.late = uncached, late
+        if late:
+            worker.late += uncached
+        else:
+            worker.uncached += uncached
+        worker.prompts += 1
+
+    def leave_prompt(self) -> None:
+        """Remove the prompt from the work of its assignee."""
+        worker = self.assignee
+        if worker is not None and self.uncached >= 0:
+            if self.late:
+                worker.late -= self.uncached
+            else:
+                worker.uncached -= self.uncached
+            worker.prompts -= 1
+        self.uncached = -1
+
     def leave(self, key: bytes) -> None:
         """Remove the attempt from the load of its workers, none of which runs it any more."""
+        self.leave_prompt()
         prefill, decode = self.prefill, self.decode
         if prefill is not None:
             prefill.requests.pop(key, None)
@@ -249,6 +279,7 @@ class Attempt:
     def leave_prefill(self, key: bytes) -> None:
         """Remove the attempt from the load of its prefill worker."""
         if self.prefill is not None:
+            self.leave_prompt()
             self.prefill.requests.pop(key, None)
             self.prefill.outstanding -= self.prefill_cost
             self.prefill_cost = 0
@@ -256,6 +287,8 @@ class Attempt:
     def leave_decode(self, key: bytes) -> None:
         """Remove the attempt from the load of its decode worker."""
         if self.decode is not None:
+            if self.prefill is None:
+                self.leave_prompt()
             self.decode.requests.pop(key, None)
             self.decode.outstanding -= self.decode_cost
             self.decode_cost = 0

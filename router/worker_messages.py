@@ -248,6 +248,12 @@ class WorkerMessages:
         """Note that the prompt is computed: the first token or the embedding has arrived."""
         request.started = True
         request.first_at = now
+        attempt = request.attempt
+        if attempt.uncached >= 0:
+            worker = attempt.assignee
+            if worker is not None:
+                worker.turned = now
+            attempt.leave_prompt()
         self._admission.started(request, self._registry.prefills, now)
         if request.gateway and not request.whole and request.client is not None:
             request.client.begun.append(begun(request))
@@ -256,7 +262,7 @@ class WorkerMessages:
             index = bucket(seconds)
             metrics.first_tokens.add_to_bucket(index, now)
             metrics.first_tokens_s += seconds
-            prefill = request.attempt.prefill
+            prefill = attempt.prefill
             if prefill is not None:
                 prefill.latency.add_to_bucket(index, now)
 

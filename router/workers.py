@@ -90,8 +90,11 @@ NO_KEY = WorkerCaller()
 class Worker:
     """One incarnation of a worker.
 
-    ``outstanding``: unfinished tokens assigned by this router. ``others``, ``others_requests``:
-    tokens and requests of other routers, from the last heartbeat. ``recent``: recently assigned
+    ``outstanding``: unfinished tokens assigned by this router. ``uncached``, ``late``, ``prompts``:
+    uncached tokens of the prompts that it has still to compute, those of late prompts, and their
+    number, of this router in mode adaptive; ``turned``: when the last of them left. ``others``,
+    ``others_requests``: tokens and requests of other routers, from the last heartbeat.
+    ``stream_step_s``: its last reported step without prompt tokens. ``recent``: recently assigned
     tokens, as of the policy's placement number ``recent_at``. ``requests``: requests whose current
     attempt needs this worker. ``reported``: requests listed in its last Hello. ``aborts``:
     unconfirmed Aborts by request: ``(attempt, time to repeat, time to give up)``. ``connected``:
@@ -122,6 +125,7 @@ class Worker:
         "identity",
         "incarnation",
         "labels",
+        "late",
         "latency",
         "load",
         "max_batch",
@@ -132,6 +136,7 @@ class Worker:
         "pool",
         "progress",
         "progress_at",
+        "prompts",
         "reason",
         "recent",
         "recent_at",
@@ -143,6 +148,9 @@ class Worker:
         "shared_weights",
         "state",
         "step_s",
+        "stream_step_s",
+        "turned",
+        "uncached",
         "vouched",
     )  # fmt: skip
 
@@ -173,8 +181,9 @@ class Worker:
         self.seen_at = self.progress_at = now
         self.progress = -1
         self.busy = False
-        self.step_s = 0.0
-        self.outstanding = 0
+        self.step_s = self.stream_step_s = 0.0
+        self.outstanding = self.uncached = self.late = self.prompts = 0
+        self.turned = now
         self.others = self.others_requests = 0
         self.recent = 0.0
         self.recent_at = 0

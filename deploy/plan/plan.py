@@ -21,12 +21,13 @@ from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
 from baton.extend import DECIDER, METRIC, ORDER, POLICY, Point, is_extension
 from baton.gateway.config import GatewayConfig
 from baton.prefill_worker.config import PrefillWorkerConfig
-from baton.router.config import PolicyConfig, RouterConfig
+from baton.router.config import STEP_SHARE, PolicyConfig, RouterConfig
 from baton.runtime.keys.api_keys import KEY_VARIABLE, api_key_digests, check_http_access
 
 from ..config import (
+    ADAPTIVE,
     ANY_HTTP_PORT,
-    COLOCATED,
+    DISAGGREGATED,
     HTTP_PORT,
     ServeSettings,
     demo_model_folder,
@@ -285,8 +286,8 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         extensions=extension_folder(settings),
         mode=settings.mode,
         enforce_disaggregation=settings.enforce_disaggregation == "on",
-        step_time_s=settings.step_time,
-        slo_itl_s=settings.slo_itl,
+        step_time_s=_decode_step(settings),
+        slo_ttft_s=settings.slo_ttft if settings.mode == ADAPTIVE else 0.0,
         trace_requests=settings.trace_requests,
         otlp_endpoint=settings.otlp_endpoint,
         worker_timeout_s=settings.worker_timeout,
@@ -416,7 +417,7 @@ def _decode(
         max_batch=settings.max_num_seqs,
         labels=labels_of(settings, name),
         token_budget=_decode_budget(settings),
-        step_seconds=settings.step_time,
+        step_seconds=_decode_step(settings),
         handoff_timeout_s=settings.handoff_timeout,
         keys=key_folder(settings),
         drain_grace_s=settings.grace,
@@ -427,16 +428,29 @@ def _decode(
 
 
 def _decode_budget(settings: ServeSettings) -> int:
-    """Return the prompt tokens per step of a decode worker; colocated ones compute all prompts."""
-    if settings.mode == COLOCATED:
-        return settings.max_num_batched_tokens
-    return settings.decode_max_num_batched_tokens
+    """Return the prompt tokens per step of a decode worker, which may compute whole prompts."""
+    if settings.mode == DISAGGREGATED:
+        return settings.decode_max_num_batched_tokens
+    return settings.max_num_batched_tokens
+
+
+def _decode_step(settings: ServeSettings) -> float:
+    """Return the target seconds of a decode worker's step with prompt tokens; 0: none.
+
+    Where decode workers compute prompts, streams keep the ITL limit beside them.
+    """
+    if settings.mode == DISAGGREGATED:
+        return settings.step_time
+    if 0 < settings.step_time < settings.slo_itl:
+        return settings.step_time
+    return STEP_SHARE * settings.slo_itl
 
 
 def first_token_limit(settings: ServeSettings) -> float:
     """Target TTFT in seconds by which prefill workers order prompts; 0: order of arrival."""
     order = settings.prefill_order
-    automatic = order == "auto" and settings.autoscale == "on"
+    limited = settings.autoscale == "on" or settings.mode == ADAPTIVE
+    automatic = order == "auto" and limited
     by_deadline = order == "edf" or automatic or is_extension(order)
     return settings.slo_ttft if by_deadline else 0.0
 

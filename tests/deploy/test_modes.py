@@ -53,11 +53,45 @@ def test_every_gpu_gets_a_colocated_worker():
 
 
 def test_an_adaptive_cluster_has_both_pools_and_its_router_the_limits():
-    plan = plan_of(QWEN, mode="adaptive", slo_itl=0.2, step_time=0.03)
+    plan = plan_of(QWEN, mode="adaptive", slo_ttft=3.0, slo_itl=0.2, step_time=0.03)
     assert plan.worker_names == ("prefill-0", "decode-0")
     (router,) = configs(plan, "router")
-    assert (router["mode"], router["slo_itl_s"], router["step_time_s"]) == ("adaptive", 0.2, 0.03)
+    assert (router["mode"], router["slo_ttft_s"], router["step_time_s"]) == ("adaptive", 3.0, 0.03)
     assert configs(plan, "decode")[0]["runner"]["vision"]
+    assert configs(plan, "prefill")[0]["slo_ttft"] == 3.0  # late prompts are begun last
+
+
+def test_an_adaptive_cluster_may_begin_without_prefill_workers():
+    plan = plan_of(QWEN, mode="adaptive", prefill=0, decode=2)
+    assert plan.worker_names == ("decode-0", "decode-1")
+    for settings in ({"mode": "adaptive", "task": "embed"}, {}):
+        with pytest.raises(ConfigError, match="prefill must be at least 1"):
+            check(ServeSettings(prefill=0, **settings))
+
+
+@pytest.mark.parametrize(
+    ("mode", "step_time", "target"),
+    [
+        ("adaptive", 0.05, 0.05),
+        ("adaptive", 0.3, 0.16),  # streams must keep 0.2 s beside such a step
+        ("adaptive", 0.0, 0.16),
+        ("colocated", 0.3, 0.16),
+        ("disaggregated", 0.3, 0.3),
+    ],
+)
+def test_steps_with_prompts_keep_the_itl_limit_where_decode_workers_compute_prompts(
+    mode, step_time, target
+):
+    plan = plan_of(QWEN, mode=mode, slo_itl=0.2, step_time=step_time)
+    steps = [configs(plan, role)[0] for role in ("router", "decode")]
+    assert steps[0]["step_time_s"] == pytest.approx(target)
+    assert steps[1]["step_seconds"] == pytest.approx(target)
+
+
+@pytest.mark.parametrize(("mode", "most"), [("disaggregated", 20), ("adaptive", 100)])
+def test_a_decode_worker_that_computes_whole_prompts_has_the_budget_for_it(mode, most):
+    plan = plan_of(QWEN, mode=mode, max_num_batched_tokens=100, decode_max_num_batched_tokens=20)
+    assert configs(plan, "decode")[0]["token_budget"] == most
 
 
 def test_disaggregation_can_be_enforced():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +23,16 @@ from baton.proto.wire.messages import (
     WorkerTimes,
 )
 from baton.proto.wire.proofs import Holder, assignment_proof
-from baton.router.decider import ADAPTIVE, COLOCATED, NO_PREFILL, Costs, HandoffTails
+from baton.router.config import RouterConfig
+from baton.router.decider import (
+    ADAPTIVE,
+    COLOCATED,
+    NO_PREFILL,
+    Decider,
+    HandoffTails,
+    alone_at,
+    at_prefill,
+)
 from baton.router.requests import State
 from baton.router.story_slices import slices_of
 
@@ -288,54 +296,152 @@ def test_the_context_of_the_bench_is_text():
 
 # --------------------------------------------------------------------------- adaptive
 
-FREE = Costs(
-    ahead=0, uncached=1000, local_ahead=0, local_uncached=1000, per_token=0.001, handoff=0.2,
-    streams=0, step=0.0, chunk=0.05, itl=0.1,
-)  # fmt: skip
+
+def worker(name="w", **fields):
+    """What the predictions read of a router's record: an idle worker, but for these fields."""
+    idle = {
+        "id": name, "uncached": 0, "late": 0, "prompts": 0, "turned": 0.0,
+        "others": 0, "others_requests": 0,
+        "stream_step_s": 0.0, "requests": {}, "load": WorkerLoad(),
+    }  # fmt: skip
+    return SimpleNamespace(**{**idle, **fields})
 
 
-def but(**fields: float) -> Costs:
-    return dataclasses.replace(FREE, **fields)
+def streams(count, **fields):
+    return worker(requests=dict.fromkeys(range(count)), **fields)
+
+
+MEASURED = WorkerLoad(prompt_tokens=1000, compute_seconds=1.0)
+"""A token takes a millisecond."""
 
 
 @pytest.mark.parametrize(
-    ("costs", "local"),
+    ("prefill", "seconds"),
     [
-        (FREE, True),  # 1.0 s alone, 1.2 s with the handoff
-        (but(handoff=0.05), False),  # too little for a prompt that a prefill worker could take
-        (but(ahead=2000, handoff=0.0), True),  # the prefill worker is busy
-        (but(local_ahead=3000), False),  # other local prompts wait
-        (but(local_uncached=10), True),  # the decode worker has cached it
-        (but(uncached=10), False),  # the prefill worker has
-        (but(streams=4, step=0.02), False),  # 20 steps of 20 ms between its chunks
-        (but(streams=4, step=0.02, ahead=2000), True),
-        (but(streams=4, step=0.06, ahead=2000), False),  # its streams would wait too long
-        (but(streams=4, step=0.06, local_uncached=30), True),  # not for so short a prompt
-        (but(per_token=0.0), False),  # nothing is measured yet
-        (but(chunk=0.0, streams=1, step=0.01, ahead=2000), False),  # one step of the whole prompt
+        (worker(), 0.1),
+        (worker(uncached=400, turned=10.0), 0.5),
+        (worker(uncached=400, turned=9.8), 0.3),  # 200 ms of its present prompt are over
+        (worker(uncached=400, turned=0.0), 0.1),  # it is slower than predicted, not faster
+        (worker(others=300), 0.4),  # prompts of other routers
+        (worker(uncached=400, turned=10.0, late=9000, prompts=4), 0.5),  # begun last
+        (worker(late=900, prompts=3, turned=10.0), 0.4),  # it has begun one of them
     ],
 )
-def test_the_way_with_the_earlier_tokens_is_chosen_unless_it_delays_streams(costs, local):
-    assert costs.prefers_local is local
-    assert costs.explain().startswith("adaptive: ")
+def test_a_prefill_worker_computes_its_prompts_first(prefill, seconds):
+    assert at_prefill(prefill, 100, 0.001, now=10.0) == pytest.approx(seconds)
 
 
-def test_an_adaptive_router_sends_a_prompt_around_a_busy_prefill_worker(make_bench):
-    bench = make_bench(mode="adaptive")
-    prefill = bench.join("prefill")
-    decode = bench.join("decode", model=ALONE)
-    load = WorkerLoad(prompt_tokens=1000, compute_seconds=1.0)
-    bench.submit("unmeasured", prompt=500)
-    assert bench.take(prefill, Assign)  # whose speed is unknown
-    prefill.beat(load=load)
-    bench.submit("behind it", prompt=500)
-    assert bench.one(decode, Assign).ticket == b""
-    assert bench.core.metrics.local == {ADAPTIVE: 1}
-    (story,) = told(bench, "behind it")
+@pytest.mark.parametrize(
+    ("decode", "target", "seconds"),
+    [
+        (worker(), 0.05, 0.1),
+        (worker(uncached=200, prompts=1), 0.05, 0.3),  # another local prompt is before it
+        (streams(4, stream_step_s=0.01), 0.05, 0.1 + 3 * 0.01),  # 40 ms of prompt a step
+        (streams(4, stream_step_s=0.01), 0.0, 0.1 + 0.01),  # one step of the whole prompt
+        (streams(2, stream_step_s=0.01, prompts=2), 0.05, 0.1),  # both compute their prompts
+        (streams(4, stream_step_s=0.02), 0.05, float("inf")),  # 30 ms hold less than 32 tokens
+        (worker(stream_step_s=0.02), 0.05, float("inf")),  # the next stream would wait as long
+        (worker(load=WorkerLoad(tokens_waiting=300)), 0.05, 0.1),  # they are its own
+        (worker(load=WorkerLoad(tokens_waiting=300), others_requests=2), 0.05, 0.4),
+    ],
+)
+def test_a_decode_worker_computes_a_prompt_beside_its_streams(decode, target, seconds):
+    assert alone_at(decode, 100, 0.001, target) == pytest.approx(seconds)
+
+
+def ways(prefills, decodes, uncached=100, *, handoff=0.0, limit=0.0, now=0.0):
+    config = RouterConfig(
+        client_address="ipc:///c", worker_address="ipc:///w", mode="adaptive", slo_ttft_s=limit
+    )
+    tails = HandoffTails()
+    tails.learn(prefills[0].id, decodes[0].id, handoff)
+    tokens = uncached if callable(uncached) else lambda _: uncached
+    return Decider(config, tails).costs(prefills, decodes, (prefills[0], decodes[0]), tokens, now)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "options", "local"),
+    [
+        ({}, {}, {}, False),  # a prefill worker is there for it
+        ({}, {}, {"handoff": 0.05}, True),
+        ({"uncached": 200}, {}, {}, True),  # it is busy
+        ({"uncached": 200}, {"uncached": 200}, {}, False),
+        ({"uncached": 200}, {"stream_step_s": 0.02}, {}, False),  # it would delay its streams
+        ({"uncached": 200}, {}, {"limit": 0.05}, False),  # late on either way
+        ({"uncached": 200}, {}, {"limit": 0.2}, True),
+    ],
+)
+def test_the_way_with_the_earlier_first_token_is_chosen(prefill, decode, options, local):
+    found = ways([worker("p", load=MEASURED, **prefill)], [worker("d", **decode)], **options)
+    assert found.prefers_local is local
+    assert found.explain().startswith("adaptive: ")
+    assert (found.over_prefill > found.limit) is ("limit" in options)
+
+
+def test_the_best_worker_of_each_way_is_found():
+    prefills = [worker("busy", load=MEASURED, uncached=500), worker("free", load=MEASURED)]
+    decodes = [streams(4, name="slow", stream_step_s=0.015), worker("idle"), worker("queue")]
+    decodes[2].uncached = 50
+    found = ways(prefills, decodes)
+    assert (found.prefill.id, found.decode.id) == ("free", "idle")
+    cached = ways(prefills, decodes, lambda one: 10 if one.id in ("busy", "queue") else 400)
+    assert (cached.prefill.id, cached.decode.id) == ("free", "queue")
+    assert cached.prefers_local
+
+
+def test_without_a_measured_speed_the_policy_decides():
+    found = ways([worker("q"), worker("p")], [worker("d")])
+    assert (found.prefill.id, found.decode.id, found.prefers_local) == ("q", "d", False)
+    assert "has measured its speed" in found.explain()
+
+
+@pytest.fixture
+def adaptive(make_bench):
+    bench = make_bench(mode="adaptive", slo_ttft_s=1.0)
+    bench.join("prefill")
+    bench.join("decode", model=ALONE)
+    return bench
+
+
+def test_an_adaptive_router_sends_a_prompt_around_a_busy_prefill_worker(adaptive):
+    prefill, decode = adaptive.workers
+    adaptive.submit("unmeasured", prompt=500)
+    assert adaptive.take(prefill, Assign)  # whose speed is unknown
+    prefill.beat(load=MEASURED)
+    adaptive.submit("behind it", prompt=500)
+    assert adaptive.one(decode, Assign).ticket == b""
+    assert adaptive.core.metrics.local == {ADAPTIVE: 1}
+    (story,) = told(adaptive, "behind it")
     # The decode worker got this prompt with the first request, all but 52 tokens in whole blocks.
     assert "0.552 s with handoff, 0.052 s alone" in story["attempts"][0]["route"]["why"]
-    bench.submit("pinned", prompt=50, target_endpoint=prefill.endpoint)
-    assert bench.take(prefill, Assign)
+    adaptive.submit("pinned", prompt=50, target_endpoint=prefill.endpoint)
+    assert adaptive.take(prefill, Assign)
+
+
+def test_a_prompt_counts_from_its_placement_to_its_first_token(adaptive):
+    prefill, _ = adaptive.workers
+    prefill.beat(load=MEASURED)
+    key, _ = adaptive.run(prompt=100)
+    known = {one.id: one for one in adaptive.core.registry.live()}
+    assert (known[prefill.id].uncached, known[prefill.id].prompts) == (100, 1)
+    adaptive.advance(0.25)
+    prefill.tokens(key, 100, 5)
+    assert (known[prefill.id].uncached, known[prefill.id].prompts) == (0, 0)
+    assert known[prefill.id].turned == adaptive.now
+    prefill.beat(load=MEASURED)
+    adaptive.submit("late", prompt=1500)
+    assert known[prefill.id].prompts == 1
+    assert known[prefill.id].uncached == 0  # it is computed after prompts that can be in time
+    assert known[prefill.id].late == 1500 - 64  # its first block is cached
+    adaptive.core.check_integrity()
+
+
+def test_only_a_step_without_prompts_tells_how_long_streams_take(adaptive):
+    decode = adaptive.workers[1]
+    known = {one.id: one for one in adaptive.core.registry.live()}[decode.id]
+    decode.beat(step_s=0.02)
+    decode.beat(step_s=0.05, load=WorkerLoad(tokens_waiting=10))
+    assert (known.step_s, known.stream_step_s) == (0.05, 0.02)
 
 
 def test_the_time_of_handoffs_is_learned_from_their_reports():
