@@ -40,6 +40,7 @@ ORDER = (
     "cancel",
     "burst",
     "autoscale",
+    "modes",
 )
 ORACLE_PYTHON = Path(".venv-oracle/bin/python")
 

@@ -19,9 +19,9 @@ from baton.deploy.autoscale.metrics import ROLES
 from baton.deploy.autoscale.policy import Autoscaler
 from baton.deploy.autoscale.settings import ScaleSettings
 from baton.deploy.plan.bounds import Bounds
+from baton.forecast.cluster import Outcome, Targets
 
 from .replay.cases import GOAL, SLOS, VARIATIONS, WHERE_ANY_CAN, Case, Variation, case
-from .replay.cluster import Outcome, Targets
 from .replay.oracle import Schedule, refine, search, smallest
 
 COST = 1.3

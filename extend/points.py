@@ -73,10 +73,10 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``local_waiting_tokens``: the same of the decode worker. ``seconds_per_token``: of a prompt, 0
     before the prefill worker has measured it. ``handoff_s``: from the first token to the end of the
     handoff. ``streams``: requests that generate at the decode worker; ``step_s``: seconds of its
-    steps without prompt tokens; ``target_s``: of steps with a chunk. ``over_prefill_s``, ``local_s``: until the second and the
-    first token. ``delays_streams``: no decode worker has time for a chunk
-    within the target; ``local_s`` is infinite then.
-    ``local``: the decision of Baton's own decider.
+    steps without prompt tokens; ``target_s``: of steps with a chunk. ``over_prefill_s``,
+    ``local_s``: until the second and the first token. ``delays_streams``: no decode worker has time
+    for a chunk within the target; ``local_s`` is infinite then. ``local``: the decision of Baton's
+    own decider.
     """
 
     request_id: str

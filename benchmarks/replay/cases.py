@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from baton.forecast.cluster import Outcome, Replay, Setup, Slo, Targets, fixed
+from baton.forecast.service import ServiceModel
 from baton.loadgen.traces import Arrival, read_trace
-
-from .cluster import Outcome, Replay, Slo, Targets, fixed
-from .service import ServiceModel
 
 FOLDER = Path(__file__).parents[1] / "traces"
 """Request traces, with their sources and licences in README.md there."""
@@ -44,11 +43,15 @@ class Case:
 
     def replay(self, first: Targets) -> Replay:
         """A run from pools of size ``first``, with the order of prompts that limits bring."""
-        return Replay(self.trace, self.service, self.cold_s, first, self.slo.ttft)
+        return Replay(self.trace, self.service, self.cold_s, first, self._setup)
 
     def fixed(self, pool: Targets) -> Outcome:
         """On pools that never change."""
-        return fixed(self.trace, self.service, pool, self.slo.ttft)
+        return fixed(self.trace, self.service, pool, self._setup)
+
+    @property
+    def _setup(self) -> Setup:
+        return Setup(slo_ttft=self.slo.ttft)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from baton.forecast.cluster import Outcome, Targets
+
 from .cases import Case
-from .cluster import Outcome, Targets
 
 ROLES = ("prefill", "decode")
 

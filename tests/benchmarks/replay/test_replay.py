@@ -15,9 +15,9 @@ from baton.benchmarks.autoscale import (
     stored,
 )
 from baton.benchmarks.replay.cases import GOAL, SLOS, Variation, case, load, varied
-from baton.benchmarks.replay.cluster import Replay, fixed
 from baton.benchmarks.replay.oracle import Schedule, constant, refine, search, split
-from baton.benchmarks.replay.service import ServiceModel
+from baton.forecast.cluster import Replay, Setup, fixed
+from baton.forecast.service import ServiceModel
 from baton.loadgen.traces import Arrival
 from baton.proto.errors import InputError
 
@@ -58,14 +58,16 @@ def test_a_lone_request_takes_what_the_model_says():
     (request,) = outcome.requests
     assert request.ttft == pytest.approx(SERVICE.prefill(1000, 0))
     steps = sum(SERVICE.step(1, 1001 + done) for done in range(10))
-    moved = SERVICE.kv_move_s * 1000
+    moved = SERVICE.handoff(1000, SERVICE.prefill(1000, 0))
     assert request.itl * 10 == pytest.approx(moved + steps)
 
 
 def test_steps_in_closed_form_are_the_steps_one_by_one():
     trace = [Arrival(0.0, 500, 300), Arrival(0.3, 9000, 200), Arrival(0.31, 40, 500)]
     outcome = fixed(trace, SERVICE, {"prefill": 2, "decode": 1})
-    joins = sorted((r.first + SERVICE.kv_move_s * r.arrival.prompt, r) for r in outcome.requests)
+    joins = sorted(
+        (r.first + SERVICE.handoff(r.arrival.prompt, r.computing_s), r) for r in outcome.requests
+    )
     now, running, ended = 0.0, {}, {}
     while joins or running:
         if not running:
@@ -209,7 +211,7 @@ def test_a_burst_is_kept_better_where_late_prompts_wait():
 
 def test_a_worker_that_begins_late_prompts_last_leaves_none():
     trace = [Arrival(0.001 * n, 5000, 2) for n in range(60)]  # 0.85 s each
-    outcome = fixed(trace, SERVICE, {"prefill": 1, "decode": 1}, slo_ttft=2.0)
+    outcome = fixed(trace, SERVICE, {"prefill": 1, "decode": 1}, setup=Setup(slo_ttft=2.0))
     assert all(request.ended > 0 for request in outcome.requests)
     assert outcome.end == trace[-1].at
     assert 1 <= sum(request.ttft <= 2.0 for request in outcome.requests) <= 2

@@ -1,4 +1,4 @@
-"""A trace played against modelled workers, with Baton's own routing policy.
+"""A trace played against modelled workers, with the router's own policy and decider.
 
 Requests are bound to their workers when they come, as the router does it: a worker that joins
 later takes nothing over. Everything is exact and repeatable, without randomness.
@@ -14,8 +14,12 @@ from typing import Any
 
 from baton.deploy.autoscale.metrics import ROLES, Metrics, RouterSample
 from baton.loadgen.traces import BLOCK_TOKENS, Arrival
-from baton.router.config import PolicyConfig
+from baton.proto.wire.messages import WorkerLoad
+from baton.router.config import PolicyConfig, RouterConfig
+from baton.router.decider import Decider, HandoffTails
 from baton.router.policy import make_policy
+from baton.router.workers import Worker
+from baton.runtime.liveness import HEARTBEAT_S
 
 from .service import ServiceModel
 from .workers import DecodeWorker, Life, PrefillWorker, Request
@@ -34,14 +38,37 @@ class Slo:
     itl: float
 
 
+@dataclass(frozen=True)
+class Setup:
+    """How a cluster serves.
+
+    ``mode``: as the router's. ``slo``: limits of mode adaptive. ``slo_ttft``: prompts begin in the
+    order that keeps this time; 0: by arrival. ``step_s``, ``token_budget``: of decode workers'
+    steps with prompt tokens. ``flipped``: number of the request that mode adaptive sends the other
+    way, -1: none.
+    """
+
+    mode: str = "disaggregated"
+    slo: Slo = Slo(math.inf, math.inf)
+    slo_ttft: float = 0.0
+    step_s: float = 0.05
+    token_budget: int = 512
+    flipped: int = -1
+
+
 @dataclass
 class Outcome:
-    """What came of a replay; ``changes``: (time, role, target) of every changed target."""
+    """What came of a replay.
+
+    ``changes``: (time, role, target) of every changed target. ``decided``: numbers of the requests
+    of mode adaptive that had both ways.
+    """
 
     requests: list[Request]
     workers: list[PrefillWorker | DecodeWorker]
     end: float
     changes: list[tuple[float, str, int]] = field(default_factory=list)
+    decided: list[int] = field(default_factory=list)
 
     def attained(self, slo: Slo) -> float:
         """Share of requests within both limits."""
@@ -61,10 +88,7 @@ class Outcome:
 
 
 class Replay:
-    """One run: ``service`` of each worker, ``cold_s`` from order to ready.
-
-    ``slo_ttft``: prompts begin in the order that keeps this time, 0: in the order of their coming.
-    """
+    """One run: ``service`` of each worker, ``cold_s`` from order to ready."""
 
     def __init__(
         self,
@@ -72,38 +96,50 @@ class Replay:
         service: ServiceModel,
         cold_s: float,
         first: Targets,
-        slo_ttft: float = 0.0,
+        setup: Setup = Setup(),
+        speed: float = 1.0,
     ) -> None:
         self._trace = trace
-        self._slo_ttft = slo_ttft
+        self._setup = setup
+        self._speed = speed
         self._service = service
         self._cold = cold_s
         name = "prefix_aware" if trace[0].blocks else "least_loaded"
         self._policy = make_policy(PolicyConfig(name=name, block_tokens=BLOCK_TOKENS))
+        self._tails = HandoffTails()
+        self._decider = Decider(_router(setup), self._tails)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
-        self._next = dict.fromkeys(ROLES, 0)
+        self._next: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._pools: dict[str, list[Any]] = {role: [] for role in ROLES}  # paid, not draining
         self._ready: dict[str, list[Any]] = {role: [] for role in ROLES}
         self._targets = dict(first)
         self._draining: list[Any] = []
         self._submitted = self._started = self._queued = 0
+        self._beat_at = -math.inf
         self.now = 0.0
-        self.outcome = Outcome([], [], trace[-1].at)
+        self.outcome = Outcome([], [], trace[-1].at / speed)
         for role in ROLES:
             for _ in range(first[role]):
                 self._order(role, 0.0)
 
     def run(self, scaler: Scaler | None = None) -> Outcome:
         """Play the whole trace, then run until all requests have finished."""
-        for arrival in self._trace:
-            self._at(arrival.at, self._arrive, arrival)
         if scaler is not None:
             self._at(0.0, self._tick, scaler)
+        for arrival in self._trace:
+            at = arrival.at / self._speed
+            while self._events and self._events[0][0] < at:
+                self._pop()
+            self.now = at
+            self._arrive(arrival)
         while self._events:
-            self.now, _, what, about = heapq.heappop(self._events)
-            what(*about)
+            self._pop()
         return self.outcome
+
+    def _pop(self) -> None:
+        self.now, _, what, about = heapq.heappop(self._events)
+        what(*about)
 
     def metrics(self) -> Metrics:
         """The present contents of the routers' reports."""
@@ -125,23 +161,75 @@ class Replay:
     # ------------------------------------------------------------------ requests
 
     def _arrive(self, arrival: Arrival) -> None:
-        request = Request(arrival)
+        self._count += 1
+        request = Request(arrival, self.now, self._count.to_bytes(8, "big"))
         self.outcome.requests.append(request)
         self._submitted += 1
         self._queued += arrival.prompt
-        decode = request.decode = self._place("decode", arrival, arrival.prompt + arrival.output)
-        prefill = request.prefill = self._place("prefill", arrival, arrival.prompt)
-        self._policy.placed(prefill.entry, arrival.blocks, arrival.prompt)
-        self._policy.placed(decode.entry, arrival.blocks, arrival.prompt)
-        prefill.add(request)
-        if prefill.idle:
-            self._prefill(prefill)
+        prefill, decode, late = self._choose(arrival)
+        attempt, placed = request.attempt, self._policy.placed
+        server = request.decode = self._named("decode", decode)
+        attempt.decode, attempt.decode_cost = decode, arrival.prompt + arrival.output
+        decode.requests[request.key] = request  # type: ignore[assignment]  # only counted
+        decode.outstanding += attempt.decode_cost
+        cached = 0
+        if prefill is not None:
+            request.prefill = self._named("prefill", prefill)
+            attempt.prefill, attempt.prefill_cost = prefill, arrival.prompt
+            prefill.outstanding += arrival.prompt
+            cached = placed(prefill, arrival.blocks, arrival.prompt)
+        at_decode = placed(decode, arrival.blocks, arrival.prompt)
+        found = at_decode if prefill is None else cached
+        attempt.count_prompt(max(0, arrival.prompt - found), self.now, late=late)
+        if request.prefill is None:
+            server.prompts.append(request)
+            self._turn_at(server, server.boundary(self.now))
+        else:
+            request.prefill.add(request)
+            if request.prefill.idle:
+                self._prefill(request.prefill)
 
-    def _place(self, role: str, arrival: Arrival, cost: int) -> Any:
-        ready = self._ready[role]
-        chosen = self._policy.choose([worker.entry for worker in ready], arrival.blocks)
-        chosen.outstanding += cost
-        return next(worker for worker in ready if worker.entry is chosen)
+    def _choose(self, arrival: Arrival) -> tuple[Worker | None, Worker, bool]:
+        """Return the workers as the router chooses them, and whether a late request is expected."""
+        decodes = [worker.entry for worker in self._ready["decode"]]
+        prefills = [worker.entry for worker in self._ready["prefill"]]
+        decode = self._policy.choose(decodes, arrival.blocks)
+        if not prefills or self._decider.always:
+            return None, decode, False
+        prefill = self._policy.choose(prefills, arrival.blocks)
+        if not self._decider.compares:
+            return prefill, decode, False
+        self._beat()
+        cached = self._policy.cached
+
+        def uncached(worker: Worker) -> int:
+            return max(1, arrival.prompt - BLOCK_TOKENS * cached(worker, arrival.blocks))
+
+        costs = self._decider.costs(prefills, decodes, (prefill, decode), uncached, self.now)
+        local, late = costs.prefers_local, costs.over_prefill > costs.limit
+        if costs.decode is not None and math.isfinite(costs.alone):
+            number = len(self.outcome.requests) - 1
+            self.outcome.decided.append(number)
+            if local != (number == self._setup.flipped):
+                return None, costs.decode, False
+        return costs.prefill, decode, late
+
+    def _named(self, role: str, entry: Worker) -> Any:
+        return next(worker for worker in self._ready[role] if worker.entry is entry)
+
+    def _beat(self) -> None:
+        """Give the router the workers' heartbeats, if the last ones are old."""
+        if self.now - self._beat_at < HEARTBEAT_S:
+            return
+        self._beat_at = self.now
+        for worker in self._ready["prefill"]:
+            tokens, seconds = worker.computed(self.now)
+            worker.entry.load = WorkerLoad(prompt_tokens=tokens, compute_seconds=seconds)
+        for worker in self._ready["decode"]:
+            entry = worker.entry
+            entry.step_s = worker.step_s(self.now)
+            if not worker.computes:
+                entry.stream_step_s = entry.step_s
 
     def _prefill(self, worker: PrefillWorker) -> None:
         done = worker.begin(self.now)
@@ -153,21 +241,27 @@ class Replay:
     def _prefilled(self, worker: PrefillWorker) -> None:
         request = worker.finish(self.now)
         arrival = request.arrival
-        worker.entry.outstanding -= arrival.prompt
-        self._queued -= arrival.prompt
-        self._started += arrival.prompt
-        if arrival.output > 1:
-            moved = self.now + self._service.kv_move_s * arrival.prompt
-            self._at(moved, self._handed_over, request)
+        self._first_token(worker, request)
+        decode = request.decode
+        if arrival.output > 1 and decode is not None:
+            lacking = arrival.prompt - decode.cached(arrival)
+            moved = self._service.handoff(lacking, request.computing_s)
+            self._at(self.now + moved, self._handed_over, decode, request)
+            self._tails.learn(worker.name, decode.name, moved)
         else:
             request.ended = self.now
             self._released(request)
         self._prefill(worker)
 
-    def _handed_over(self, request: Request) -> None:
-        worker = request.decode
-        if worker is None:
-            raise RuntimeError("a request came without its decode worker")
+    def _first_token(self, worker: Any, request: Request) -> None:
+        prompt = request.arrival.prompt
+        self._queued -= prompt
+        self._started += prompt
+        worker.entry.turned = self.now
+        request.attempt.leave_prompt()
+        request.attempt.leave_prefill(request.key)
+
+    def _handed_over(self, worker: DecodeWorker, request: Request) -> None:
         worker.pending.append(request)
         self._turn_at(worker, worker.boundary(self.now))
 
@@ -178,7 +272,9 @@ class Replay:
     def _turn(self, worker: DecodeWorker, version: int) -> None:
         if version != worker.version:
             return
-        done, following = worker.turn(self.now)
+        started, done, following = worker.turn(self.now)
+        for request in started:
+            self._first_token(worker, request)
         for request in done:
             self._released(request)
         if following is not None:
@@ -187,7 +283,7 @@ class Replay:
     def _released(self, request: Request) -> None:
         worker = request.decode
         if worker is not None:
-            worker.entry.outstanding -= request.arrival.prompt + request.arrival.output
+            request.attempt.leave(request.key)
             self._left(worker)
 
     # ------------------------------------------------------------------ workers
@@ -206,11 +302,12 @@ class Replay:
 
     def _order(self, role: str, cold: float) -> None:
         life, number = Life(self.now, self.now + cold), self._next[role]
+        setup = self._setup
         worker: PrefillWorker | DecodeWorker
         if role == "prefill":
-            worker = PrefillWorker(number, self._service, life, self._slo_ttft)
+            worker = PrefillWorker(number, self._service, life, setup.slo_ttft)
         else:
-            worker = DecodeWorker(number, self._service, life)
+            worker = DecodeWorker(number, self._service, life, setup.step_s, setup.token_budget)
         self._next[role] += 1
         self._pools[role].append(worker)
         self.outcome.workers.append(worker)
@@ -247,8 +344,23 @@ class Replay:
             self._draining.remove(worker)
 
 
+def _router(setup: Setup) -> RouterConfig:
+    limit = setup.slo.ttft
+    return RouterConfig(
+        client_address="ipc:///client",
+        worker_address="ipc:///worker",
+        mode=setup.mode,
+        step_time_s=setup.step_s,
+        slo_ttft_s=limit if math.isfinite(limit) else 0.0,
+    )
+
+
 def fixed(
-    trace: Sequence[Arrival], service: ServiceModel, pool: Targets, slo_ttft: float = 0.0
+    trace: Sequence[Arrival],
+    service: ServiceModel,
+    pool: Targets,
+    setup: Setup = Setup(),
+    speed: float = 1.0,
 ) -> Outcome:
     """The trace on pools that never change."""
-    return Replay(trace, service, 0.0, pool, slo_ttft).run()
+    return Replay(trace, service, 0.0, pool, setup, speed).run()

@@ -1,0 +1,121 @@
+"""``baton plan``: which mode and split serve a recorded load best, on a simulated clock."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from baton.deploy.config import ServeSettings
+from baton.deploy.plan.hub import with_local_model
+from baton.forecast.cluster import Slo
+from baton.forecast.plan import Plan, make_plan, shortened
+from baton.forecast.service import ServiceModel, read_service
+from baton.loadgen.traces import read_trace
+
+from .numbers import at_least_one, limits
+from .parser import warn
+
+MAX_WORKERS = 16
+REQUESTS = 2000
+SHOWN = 12
+_DEFAULT = "h100x2-70b"
+EPILOG = """\
+Every mode and split plays the trace on modelled workers, with the router's own policy and decider.
+Goodput is the highest rate, in multiples of the trace's, at which 95 % of the requests keep both
+limits. Example: baton plan m/ --trace load.csv --workers 4 --slo ttft=2s,itl=50ms
+"""
+
+
+def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = verbs.add_parser(
+        "plan", help="find the mode and split for a recorded load", epilog=EPILOG
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="model to serve; its steps are measured here"
+    )
+    parser.add_argument(
+        "--trace", required=True, metavar="FILE",
+        help="CSV or JSON lines of Mooncake, Azure or BurstGPT, or a file of benchmarks/traces",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", type=_workers, required=True, metavar="N",
+        help=f"number of workers to use, 2 to {MAX_WORKERS}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--slo", type=limits, required=True, metavar="ttft=1s,itl=50ms",
+        help="limits of the time to first token and of the mean time between tokens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--step-times", metavar="FILE",
+        help="times of steps as JSON (baton plan --json has them) instead of a measurement; "
+        f"{_DEFAULT}: a 70B model with FP8 weights on two H100",
+    )  # fmt: skip
+    parser.add_argument(
+        "--requests", type=at_least_one, default=REQUESTS, metavar="N",
+        help=f"play the first N requests [{REQUESTS}]",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan."""
+    trace = read_trace(Path(arguments.trace), arguments.requests)
+    service, error = _service(arguments)
+    trace = shortened(trace, service.max_length)
+    plan = make_plan(trace, service, arguments.workers, Slo(*arguments.slo))
+    if arguments.json:
+        content = {
+            "command": plan.command(arguments.model),
+            "step_times": service,
+            "step_error": error,
+            **msgspec.structs.asdict(plan),
+        }
+        print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+    else:
+        if error is not None:
+            print(f"steps measured on this machine; mean error of the fit {error:.0%}")
+        print("\n".join(lines(plan, arguments.model)))
+    return 0
+
+
+def _service(arguments: argparse.Namespace) -> tuple[ServiceModel, float | None]:
+    """Return the times of steps, and the error of the fit if they were measured."""
+    if arguments.step_times == _DEFAULT:
+        return ServiceModel(), None
+    if arguments.step_times is not None:
+        return read_service(Path(arguments.step_times)), None
+    from baton.forecast.learn import learn_service  # loads the engine
+
+    settings = with_local_model(ServeSettings(model=arguments.model), warn)
+    return learn_service(settings.model, arguments.workers)
+
+
+def lines(plan: Plan, model: str) -> list[str]:
+    """Return the plan as text."""
+    best = plan.best
+    limits = f"first token {plan.slo_ttft:g} s, {plan.slo_itl * 1e3:g} ms between tokens"
+    found = [
+        f"{plan.requests} requests, {plan.rate:.2f} per second; limits: {limits}",
+        "",
+        f"{'mode':15}{'prefill':>8}{'decode':>8}{'order':>7}{'kept':>8}{'goodput':>9}{'worse':>8}",
+    ]
+    for one in plan.choices[:SHOWN]:
+        worse = f"{one.worse:.0%}" if one is not best else "-"
+        found.append(
+            f"{one.mode:15}{one.prefill:8}{one.decode:8}{one.order:>7}{one.kept:8.1%}"
+            f"{one.goodput:9.2f}{worse:>8}"
+        )
+    if not best.goodput:
+        return [*found, "", "no mode keeps these limits at any rate: workers are too slow for them"]
+    return [*found, "", plan.command(model)]
+
+
+def _workers(text: str) -> int:
+    value = at_least_one(text)
+    if not 2 <= value <= MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"workers must be 2 to {MAX_WORKERS}, not {value}")
+    return value

@@ -1,0 +1,1 @@
+"""Modelled clusters on a simulated clock: which mode and split recorded traffic needs."""

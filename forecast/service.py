@@ -1,0 +1,124 @@
+"""How long modelled workers take for their steps: the service-time model.
+
+The default is a Llama-3.1-70B with FP8 weights on two H100 (80 GB): 140 GFLOP per token, 2.62
+MFLOP per pair of a token and one it attends to (80 layers, width 8192), 327,680 bytes of KV a
+token (80 layers, 8 heads of 128, two bytes). Of the two GPUs' 1,979 TFLOP/s (bf16, dense) 45 %
+are reached in prefill, of their 6.7 TB/s 75 % in decode, shares serving engines publish.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from baton.proto.errors import ConfigError, InputError
+
+_FLOPS = 0.45 * 1979e12
+LAST_CHUNK = 512
+"""Tokens whose blocks leave after the prompt is computed, those of the last step."""
+_BYTES_PER_S = 0.75 * 6.7e12
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceModel:
+    """Seconds and tokens of one worker."""
+
+    prefill_s: float = 0.02
+    """Launching a prompt's steps and handing over its last layer."""
+    prefill_token_s: float = 140e9 / _FLOPS
+    """1.6e-4: 6,400 tokens/s as long as attention is short."""
+    prefill_pair_s: float = 2.62e6 / _FLOPS
+    """Per token and token before it; 100,000 tokens take 16 + 15 s."""
+    decode_s: float = 0.019
+    """A step: 70 GB of weights at 5 TB/s, and 5 ms of launches and all-reduce."""
+    decode_sequence_s: float = 140e9 / _FLOPS
+    """Arithmetic of one more sequence in a step."""
+    decode_token_s: float = 327_680 / _BYTES_PER_S
+    """Reading the KV of one token of context in a step."""
+    kv_tokens: int = 215_000
+    """Tokens of KV in 160 GB less 70 of weights and 20 of activations and slack."""
+    max_batch: int = 256
+    """Sequences a decode worker runs at once."""
+    max_length: int = 0
+    """Most tokens of a prompt and its answer; 0: no limit."""
+    kv_token_bytes: int = 327_680
+    """KV of one token."""
+    handoff_rate: float = 50e9
+    """Bytes per second of handoffs: a link of 400 Gbit/s."""
+    hidden_s: float = 0.014
+    """Seconds of a decode step in which prompt tokens cost nothing: reading the weights."""
+
+    def prefill(self, new: int, cached: int) -> float:
+        """Seconds to compute ``new`` tokens after ``cached`` tokens."""
+        pairs = new * (cached + new / 2)
+        return self.prefill_s + new * self.prefill_token_s + pairs * self.prefill_pair_s
+
+    def step(self, sequences: int, context: float) -> float:
+        """Seconds of one decode step of ``sequences`` with ``context`` tokens altogether."""
+        return self.decode_s + sequences * self.decode_sequence_s + context * self.decode_token_s
+
+    def mixed(self, sequences: int, context: float, new: int, pairs: float) -> float:
+        """Seconds of a step with ``new`` prompt tokens besides, which attend to ``pairs``."""
+        work = new * self.prefill_token_s + pairs * self.prefill_pair_s
+        if not sequences:
+            return work
+        return self.step(sequences, context) + max(0.0, work - self.hidden_s)
+
+    def handoff(self, tokens: int, computing_s: float) -> float:
+        """Seconds from the first token to the end of a handoff of ``tokens`` tokens.
+
+        ``computing_s``: seconds of the prompt, in which all blocks but those of its end travel.
+        """
+        token_s = self.kv_token_bytes / self.handoff_rate
+        return max(min(tokens, LAST_CHUNK) * token_s, tokens * token_s - computing_s)
+
+    def scaled(self, factor: float) -> ServiceModel:
+        """Everything takes ``factor`` times as long; memory stays."""
+        times = {
+            name: getattr(self, name) * factor
+            for name in self.__dataclass_fields__
+            if name.endswith("_s")
+        }
+        return replace(self, handoff_rate=self.handoff_rate / factor, **times)
+
+
+MAX_FILE = 1 << 16
+
+
+def read_service(path: Path) -> ServiceModel:
+    """Read a model from a JSON object with some of its fields; the others keep their defaults.
+
+    ``{"step_times": {...}}``, as in the output of ``baton plan --json``, is accepted too. Raises
+    ConfigError for an unreadable file, InputError for anything that is not such an object.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+    except OSError as problem:
+        raise ConfigError(f"cannot read {path}: {problem.strerror or problem}") from None
+    if len(data) > MAX_FILE:
+        raise InputError(f"{path} has more than {MAX_FILE} bytes")
+    try:
+        found = msgspec.json.decode(data)
+        found = found.get("step_times", found) if isinstance(found, dict) else found
+        service = msgspec.convert(found, ServiceModel)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as problem:
+        raise InputError(f"{path} has no times of steps: {problem}") from None
+    unknown = found.keys() - ServiceModel.__dataclass_fields__.keys()
+    if unknown:
+        raise InputError(f"{path}: unknown field {min(unknown)!r}")
+    for name in ServiceModel.__dataclass_fields__:
+        value = getattr(service, name)
+        least = 0 if name in _MAY_BE_ZERO else 1e-12
+        if not least <= value <= _MOST:
+            raise InputError(f"{path}: {name} is {value}, not a number from {least:g} to {_MOST:g}")
+    return service
+
+
+_MOST = 1e15
+_MAY_BE_ZERO = {
+    "prefill_s", "prefill_pair_s", "decode_sequence_s", "decode_token_s", "hidden_s",
+    "kv_token_bytes", "max_length",
+}  # fmt: skip

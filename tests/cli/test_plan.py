@@ -1,0 +1,98 @@
+"""``baton plan`` on a small trace."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from baton.cli.command import main
+from baton.deploy.config import demo_model_folder
+from baton.forecast.service import ServiceModel
+
+TRACE = "timestamp_ms,input_length,output_length\n" + "".join(
+    f"{100 * number},{200 + 37 * number % 500},{2 + number % 30}\n" for number in range(80)
+)
+LIMITS = "ttft=1s,itl=60ms"
+MODES = {"colocated", "disaggregated", "adaptive"}
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "load.csv"
+    path.write_text(TRACE)
+    return str(path)
+
+
+def planned(capsys, trace, *more):
+    words = ["plan", "m", "--trace", trace, "--workers", "2", "--slo", LIMITS, *more]
+    code = main(words)
+    return code, capsys.readouterr()
+
+
+def test_the_table_ends_with_the_command(capsys, trace):
+    code, output = planned(capsys, trace, "--step-times", "h100x2-70b")
+    assert code == 0
+    lines = output.out.splitlines()
+    assert "80 requests" in lines[0] and "60 ms" in lines[0]
+    rows = [line.split() for line in lines[3:-2]]
+    assert {row[0] for row in rows} == MODES
+    assert [row[-1] for row in rows].count("-") == 1
+    goodput = [float(row[5]) for row in rows]
+    assert goodput == sorted(goodput, reverse=True)
+    assert lines[-1].startswith(f"baton serve m --mode {rows[0][0]} ")
+
+
+def test_json_has_all_and_its_times_are_read_again(capsys, trace, tmp_path):
+    _, output = planned(capsys, trace, "--step-times", "h100x2-70b", "--json")
+    found = json.loads(output.out)
+    assert found["step_times"]["kv_tokens"] == ServiceModel().kv_tokens
+    assert {one["mode"] for one in found["choices"]} == MODES
+    assert found["choices"][0]["worse"] == 0
+    again = tmp_path / "times.json"
+    again.write_text(output.out)
+    _, output = planned(capsys, trace, "--step-times", str(again), "--json")
+    assert json.loads(output.out) == found
+
+
+def test_the_steps_of_the_model_are_measured(capsys, trace):
+    words = ["plan", str(demo_model_folder()), "--trace", trace, "--workers", "2"]
+    assert main([*words, "--slo", LIMITS, "--requests", "20", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["requests"] == 20
+    assert found["step_error"] >= 0
+    assert 0 < found["step_times"]["prefill_token_s"] < 0.1
+
+
+def test_limits_that_nothing_keeps_are_named(capsys, trace):
+    words = ["plan", "m", "--trace", trace, "--workers", "2", "--step-times", "h100x2-70b"]
+    assert main([*words, "--slo", "ttft=1ms,itl=1ms"]) == 0
+    assert "no mode keeps these limits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--workers", "1"], "2 to 16"), (["--workers", "17"], "2 to 16"),
+        (["--slo", "ttft=0s"], "limits such as"), (["--slo", "x"], "limits such as"),
+        (["--requests", "0"], "1 or more"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_one_line(capsys, trace, words, named):
+    given = ["plan", "m", "--trace", trace, "--workers", "2", "--slo", LIMITS, *words]
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert named in error and error.count("\n") == 1
+
+
+def test_a_bad_file_is_one_line(capsys, trace, tmp_path):
+    bad = tmp_path / "bad.csv"
+    bad.write_text("x\n1\n")
+    code, output = planned(capsys, str(bad), "--step-times", "h100x2-70b")
+    assert code == 1
+    assert "trace line 2" in output.err and output.err.count("\n") == 1
+    code, output = planned(capsys, trace, "--step-times", str(tmp_path / "none"))
+    assert code == 2
+    assert output.err.count("\n") == 1

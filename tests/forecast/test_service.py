@@ -1,0 +1,87 @@
+"""Times of steps: read from a file, and learned from a model."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+
+import pytest
+
+from baton.deploy.config import demo_model_folder
+from baton.forecast.learn import Step, fitted, learn_service, steps
+from baton.forecast.service import MAX_FILE, ServiceModel, read_service
+from baton.proto.errors import ConfigError, InputError
+
+TRUE = {
+    "prefill_s": 0.003, "prefill_token_s": 2e-4, "prefill_pair_s": 1e-7, "decode_s": 0.01,
+    "decode_sequence_s": 1e-3, "decode_token_s": 1e-6, "hidden_s": 0.004,
+}  # fmt: skip
+
+
+def seconds(model, step):
+    if not step.rows:
+        return model.prefill(step.new, step.before)
+    return model.mixed(step.rows, step.rows * step.context, step.new, step.pairs)
+
+
+def test_the_parts_are_found_again():
+    model = ServiceModel(**TRUE)
+    parts, error = fitted({step: seconds(model, step) for step in steps(1024)})
+    assert parts == pytest.approx(TRUE, rel=1e-3)
+    assert error < 1e-6
+
+
+def test_no_part_is_negative_and_the_error_is_told():
+    times = {step: 0.01 / (1 + step.new + step.rows) for step in steps(256)}
+    parts, error = fitted(times)
+    assert min(parts.values()) >= 0
+    assert error > 0.1
+
+
+def test_every_step_fits_the_context():
+    for longest in (64, 256, 1024):
+        for step in steps(longest):
+            assert step.context + step.new + step.rows > 0
+            assert step.before + step.new <= longest
+            assert step.context <= longest
+
+
+def test_a_model_is_measured_on_this_machine():
+    ticks = count()
+    service, _ = learn_service(str(demo_model_folder()), 2, clock=lambda: float(next(ticks)))
+    assert service.max_length == 2048
+    assert service.kv_token_bytes == 4 * 2 * 2 * 32 * 4
+    assert service.prefill_s + service.decode_s > 0
+    assert Step(new=32).pairs == 512
+
+
+def test_times_are_read_from_what_a_plan_prints(tmp_path):
+    file = tmp_path / "times.json"
+    file.write_text(json.dumps({"command": "x", "step_times": TRUE}))
+    assert read_service(file) == ServiceModel(**TRUE)
+    file.write_text("{}")
+    assert read_service(file) == ServiceModel()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "no times"), ("[]", "no times"), ('"x"', "no times"), ("\x00", "no times"),
+        ("[" * 5000, "no times"),
+        ('{"decode_s": "x"}', "decode_s"), ('{"decode_s": 0}', "decode_s"),
+        ('{"decode_s": -1}', "decode_s"), ('{"decode_s": 1e400}', "no times"),
+        ('{"decode_s": 1e300}', "decode_s"), ('{"kv_tokens": 0.5}', "kv_tokens"),
+        ('{"decodes": 1}', "unknown field 'decodes'"), ('{"step_times": 3}', "no times"),
+        (" " * (MAX_FILE + 1), "more than"),
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused_in_one_sentence(tmp_path, text, named):
+    file = tmp_path / "times.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=named):
+        read_service(file)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.json"):
+        read_service(tmp_path / "nothing.json")
