@@ -91,6 +91,8 @@ def _metavar(field: str, kind: type) -> str:
         return shown((*CHOICES[field], OWN) if field in OPEN_CHOICES else CHOICES[field])
     if field in ("decider", "metric"):
         return OWN
+    if field == "kv_events_topic":
+        return "TOPIC"
     if field == "labels":
         return "NAME=VALUE"
     if field.endswith("_memory"):

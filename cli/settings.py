@@ -95,6 +95,10 @@ HELP = {
     "metric": "your own classes for /metrics of the routers, separated by commas (default: none)",
     "labels": "labels of workers for your own policy, such as rack=r1,zone=a; with a worker's name "
     "before it, decode-1:rack=r2, of that worker alone (default: BATON_LABELS on each host)",
+    "kv_events": "address at which workers publish the events of their prefix caches in vLLM's "
+    "schema, such as tcp://127.0.0.1:5557; each further worker uses the next ports (port 0: any, "
+    "see baton status --json; default: none)",
+    "kv_events_topic": "topic of these events; {worker} and {model} stand for names",
     "extensions": "folder of the modules of your own classes, searched last (default: the working "
     "directory)",
     "block_size": "tokens per KV block",
@@ -172,7 +176,9 @@ GROUPS = {
         "policy", "enforce_disaggregation", "prefill_order", "max_num_seqs", "prefill_max_num_seqs",
         "max_num_batched_tokens", "decode_max_num_batched_tokens", "step_time",
     ),
-    "extensions": ("decider", "metric", "labels", "extensions"),
+    "extensions": (
+        "decider", "metric", "labels", "extensions", "kv_events", "kv_events_topic",
+    ),
     "autoscaling": (
         "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max", "slo_ttft",
         "slo_itl", "stabilization_window",

@@ -37,6 +37,7 @@ from baton.runtime.process.main import (
     run_process,
     weights_memory,
 )
+from baton.worker.kv_publisher import kv_publisher
 from baton.worker.labels import worker_labels
 from baton.worker.membership import Membership, WorkerIdentity
 
@@ -116,6 +117,10 @@ def _shell(
             backlog_bytes=2 * config.credit_budget,  # senders keep to their credit
         ),
     )
+    publisher = kv_publisher(
+        config.kv_events, config.kv_events_topic, config.worker_id, runner.card,
+        on_host=runner.backend.on_host,
+    )  # fmt: skip
     nonce = new_nonce()
     identity = WorkerIdentity(
         worker=config.worker_id,
@@ -131,10 +136,12 @@ def _shell(
         seal=process_seal(),
         shared_weights=runner.backend.shared_bytes,
         labels=worker_labels(config.labels),
+        kv_events=() if publisher is None else tuple(publisher.addresses),
     )
     member = Membership(identity, tuple(config.routers))
     keys = None if doors is None else doors.ring
     shell = DecodeShell(config, runner, member, control, data, loop, context, keys, audio)
+    shell.publish(publisher, shell.core.cache)
     _log.info(
         "worker.ready", endpoint=control.endpoint, data_endpoint=data.endpoint,
         kv_blocks=runner.num_blocks, numerics=runner.card.numerics,

@@ -24,7 +24,8 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     requests may continue after SIGTERM; then other workers take them over.
     ``worker_timeout_s``: must equal the routers'; connections to them time out within it.
     ``keys``: key folder; if set, TCP sockets require CURVE. ``labels``: as
-    :mod:`baton.worker.labels` parses them.
+    :mod:`baton.worker.labels` parses them. ``kv_events``, ``kv_events_topic``: see
+    :mod:`baton.worker.kv_publisher`.
     """
 
     worker_id: str
@@ -45,3 +46,5 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     log_level: Level = "info"
     keys: str = ""
     labels: str = ""
+    kv_events: str = ""
+    kv_events_topic: str = "kv-events"

@@ -21,7 +21,7 @@ from typing import ClassVar, Unpack
 
 import msgspec
 
-from baton.engine.cache.paged_cache import Allocation
+from baton.engine.cache.paged_cache import Allocation, PagedCache
 from baton.engine.grammar.constraint import GrammarDone, grammar_task
 from baton.engine.scheduling.events import Event as EngineEvent
 from baton.engine.scheduling.events import Failed, Finished, TokenEvent
@@ -99,6 +99,11 @@ class DecodeCore(AssignCore[Job]):
         self._grammars = Grammars()
         self._handoffs = Handoffs(member, receiver, self._grammars, data_endpoint, max_frame_bytes)
         self._steps = EngineSteps(scheduler, times)
+
+    @property
+    def cache(self) -> PagedCache:
+        """The books of the KV blocks."""
+        return self._scheduler.cache
 
     # ------------------------------------------------------------------ after any event
 
@@ -215,8 +220,9 @@ class DecodeCore(AssignCore[Job]):
             job = make_job(handover, self._card, now, self._codec)
             sequence = job.sequence
             cache.publish(
-                handover.allocation, sequence.extend_hashes(), sequence.num_computed_tokens
-            )
+                handover.allocation, sequence.extend_hashes(), sequence.num_computed_tokens,
+                sequence.tokens_between,
+            )  # fmt: skip
             job.grammar = grammar_task(job.context)
             self._run(job, now)
         except Exception as error:  # whatever the error, the blocks must be freed

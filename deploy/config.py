@@ -26,6 +26,7 @@ from baton.router.config import MAX_TRACE_REQUESTS, MODES, POLICIES
 from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, LEAST_WORKER_TIMEOUT_S
 from baton.runtime.metrics.vllm import METRICS_COMPAT
 from baton.runtime.process.cores import MAX_THREADS
+from baton.worker.kv_publisher import check_address, next_port
 from baton.worker.labels import parse_labels
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
@@ -128,6 +129,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefill_order: str = "auto"
     metric: str = ""
     labels: str = ""
+    kv_events: str = ""
+    kv_events_topic: str = "kv-events"
     extensions: str = ""
     block_size: int = 16
     kv_blocks: int = 0
@@ -222,6 +225,7 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require_choice(settings, name, choices)
     _check_mode(settings)
     _check_labels(settings)
+    _check_kv_events(settings)
     for name in ("threads", "prefill_threads", "decode_threads"):
         few = getattr(settings, name) <= MAX_THREADS
         _require(few, name, f"must be at most {MAX_THREADS}")
@@ -307,6 +311,26 @@ def _check_labels(settings: ServeSettings) -> None:
     names = {part.partition("=")[0].rpartition(":")[0] for part in settings.labels.split(",")}
     for name in names:
         parse_labels(labels_of(settings, name.strip()))
+
+
+def kv_events_of(settings: ServeSettings, name: str) -> str:
+    """Return a worker's address for the events of its cache; the next port is for replays.
+
+    Prefill workers use ports 0 and 1, 4 and 5 ... after the first, decode workers 2 and 3, 6 and 7.
+    """
+    role, _, number = name.rpartition("-")
+    further = 4 * int(number) + (2 if role == "decode" else 0) if number.isdecimal() else 0
+    return next_port(settings.kv_events, further) if settings.kv_events else ""
+
+
+def _check_kv_events(settings: ServeSettings) -> None:
+    if not settings.kv_events:
+        return
+    check_address(settings.kv_events)
+    for role in ("prefill", "decode"):
+        count = max(1, getattr(settings, role), getattr(settings, f"{role}_max"))
+        last = int(kv_events_of(settings, f"{role}-{count - 1}").rpartition(":")[2]) + 1
+        _require(last <= MAX_PORT, "kv_events", f"needs port {last} for the last {role} worker")
 
 
 def _check_counts(settings: ServeSettings) -> None:

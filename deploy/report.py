@@ -39,6 +39,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""  # "cuda:1 GPU-...", as the worker numbers it, or "cpu, 2 threads (REASON)"
     shared_weights: int = 0  # bytes of weights that it maps with other workers of its host
     labels: dict[str, str] = {}
+    kv_events: list[str] = []  # addresses of the events of its cache and of their replay
     incarnation: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0

@@ -45,6 +45,8 @@ class ClusterSettings(TypedDict, total=False):
     prefill_order: str
     metric: str
     labels: str
+    kv_events: str
+    kv_events_topic: str
     extensions: str
     block_size: int
     kv_blocks: int

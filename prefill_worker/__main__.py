@@ -38,6 +38,7 @@ from baton.runtime.process.main import (
     run_process,
     weights_memory,
 )
+from baton.worker.kv_publisher import KvPublisher, kv_publisher
 from baton.worker.labels import worker_labels
 from baton.worker.membership import Membership, WorkerIdentity
 
@@ -74,8 +75,13 @@ def _load_steps(config: PrefillWorkerConfig, task: str) -> MakeShell:
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:
         keys = None if doors is None else doors.ring
         control = _control(config, context, doors)
-        member = _member(config, runner, control, doors)
+        publisher = kv_publisher(
+            config.kv_events, config.kv_events_topic, config.worker_id, runner.card,
+            on_host=runner.backend.on_host,
+        )  # fmt: skip
+        member = _member(config, runner, control, doors, publisher)
         shell = PrefillShell(config, runner, member, control, loop, context, ticket, keys)
+        shell.publish(publisher, shell.core.cache)
         _ready(member, runner.num_blocks)
         return shell
 
@@ -132,6 +138,7 @@ def _member(
     runner: StepRunner | EmbeddingRunner,
     control: RouterChannel,
     doors: Doorkeeper | None,
+    publisher: KvPublisher | None = None,
 ) -> Membership:
     nonce = new_nonce()
     identity = WorkerIdentity(
@@ -148,6 +155,7 @@ def _member(
         seal=process_seal(),
         shared_weights=runner.backend.shared_bytes,
         labels=worker_labels(config.labels),
+        kv_events=() if publisher is None else tuple(publisher.addresses),
     )
     return Membership(identity, tuple(config.routers))
 

@@ -26,7 +26,9 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     them over. ``worker_timeout_s``: must equal the routers'; connections to them time out within
     it. ``keys``: key folder; if set, TCP sockets require CURVE. ``labels``: as
     :mod:`baton.worker.labels` parses them. ``order``: ``module:Class`` that orders waiting prompts;
-    empty: as ``slo_ttft`` says. ``extensions``: folder in which such a module is looked for last.
+    empty: as ``slo_ttft`` says. ``kv_events``, ``kv_events_topic``: see
+    :mod:`baton.worker.kv_publisher`. ``extensions``: folder in which such a module is looked for
+    last.
     """
 
     worker_id: str
@@ -50,6 +52,8 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     log_level: Level = "info"
     keys: str = ""
     labels: str = ""
+    kv_events: str = ""
+    kv_events_topic: str = "kv-events"
     order: str = ""
     extensions: str = ""
 

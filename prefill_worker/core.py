@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Unpack
 
 import msgspec
 
+from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone, grammar_task
 from baton.engine.scheduling.events import ChunkDone, Failed, Finished, Prefilled, TokenEvent
 from baton.engine.scheduling.events import Event as EngineEvent
@@ -115,6 +116,11 @@ class PrefillCore(PromptCore[Job]):
             member, sender, self._links, self._queue, scheduler.cache, limits.growth
         )
         self._steps = EngineSteps(scheduler, times)
+
+    @property
+    def cache(self) -> PagedCache:
+        """The books of the KV blocks."""
+        return self._scheduler.cache
 
     # ------------------------------------------------------------------ after any event
 

@@ -202,6 +202,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "device": worker.device,
         "shared_weights": worker.shared_weights,
         "labels": worker.labels,
+        "kv_events": worker.kv_events,
         "pool": worker.pool,
         "incarnation": worker.incarnation,
         "kv_blocks_total": load.kv_blocks_total,

@@ -124,6 +124,7 @@ class Worker:
         "id",
         "identity",
         "incarnation",
+        "kv_events",
         "labels",
         "late",
         "latency",
@@ -173,6 +174,7 @@ class Worker:
         self.seal = hello.seal
         self.shared_weights = hello.shared_weights
         self.labels = hello.labels
+        self.kv_events = hello.kv_events
         self.load: WorkerLoad = hello.load
         self.dropped: dict[str, int] = {}
         self.latency = Latency()

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.grammar.constraint import (
     CompileGrammar,
     DropGrammar,
@@ -47,6 +48,7 @@ from .events import (
     Tick,
     ToRouter,
 )
+from .kv_publisher import KvPublisher
 from .router_links import RouterLinks
 
 _log = get_logger()
@@ -250,11 +252,24 @@ class TextHost(WorkerHost):
             lambda: CHECK_S,
             name="images",
         )
+        self._publisher: KvPublisher | None = None
         self._stream = runner.backend.block_stream(runner.pool, frame_bytes)
         self._moves = MoveThread(loop) if self._stream is not None else None
         super().__init__(
             core, config, lambda: self._pipeline.layers_done, control, loop, context, keys
         )
+
+    def publish(self, publisher: KvPublisher | None, cache: PagedCache) -> None:
+        """Publish the events of the cache; call it before :meth:`start`."""
+        if publisher is not None:
+            self._publisher = publisher
+            cache.record(publisher.log)
+            publisher.start()
+
+    def _flush(self) -> None:
+        super()._flush()
+        if self._publisher is not None:
+            self._publisher.flush()
 
     def _perform(self, action: Any) -> None:
         match action:
@@ -326,6 +341,8 @@ class TextHost(WorkerHost):
 
         Return False if a step still runs or the device is lost: the model cannot be used again.
         """
+        if self._publisher is not None:
+            self._publisher.close()
         self._applied.stop()
         self._checks.stop()
         ended = super().close()

@@ -78,6 +78,7 @@ class WorkerIdentity:
     shared_weights: int = 0
     nonce: bytes = b""
     labels: dict[str, str] = field(default_factory=dict)
+    kv_events: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -212,6 +213,7 @@ class Membership:
             seal=me.seal,
             shared_weights=me.shared_weights,
             labels=me.labels,
+            kv_events=list(me.kv_events),
         )
         return [ToRouter(router, hello), *self._repeat(now, lambda p: p.router == router)]
 

@@ -14,7 +14,7 @@ requests or tokens; :mod:`.paged_cache` does.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from baton.proto.errors import InternalError
 
@@ -24,6 +24,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.on_removed: Callable[[bytes], object] | None = None
+        """Called with the hash of each block that leaves the prefix index."""
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
@@ -49,6 +51,11 @@ class BlockPool:
     def is_owned(self, block: int) -> bool:
         """True if ``block`` has a reference."""
         return self._refs[block] > 0
+
+    @property
+    def indexed(self) -> set[bytes]:
+        """Hashes of all blocks that can be found."""
+        return set(self._index)
 
     def lookup(self, block_hash: bytes) -> int | None:
         """Return the block whose content has ``block_hash``, owned or cached, or None."""
@@ -106,6 +113,8 @@ class BlockPool:
         if block_hash is None or self._index.pop(block_hash, None) != block:
             raise InternalError(f"cached block {block} is not in the prefix index")
         self._hashes[block] = None
+        if self.on_removed is not None:
+            self.on_removed(block_hash)
         return block
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:

@@ -11,7 +11,7 @@ later the sequence) owns its blocks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from baton.proto.errors import InternalError
 
 from ..scheduling.plan import Int32
 from .block_pool import BlockPool
+from .kv_events import KvEventLog
 
 _EMPTY = np.empty(0, np.int32)
 
@@ -59,6 +60,7 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
+        self._log: KvEventLog | None = None
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks for ``tokens`` tokens."""
@@ -122,19 +124,37 @@ class PagedCache:
         allocation.capacity = len(allocation.block_table) * self.block_size
         return True
 
-    def publish(self, allocation: Allocation, hashes: Sequence[bytes], upto_tokens: int) -> None:
+    def record(self, log: KvEventLog) -> None:
+        """Note in ``log`` from now on what can be found and what is evicted."""
+        self._log = log
+        self.pool.on_removed = log.removed
+
+    def publish(
+        self,
+        allocation: Allocation,
+        hashes: Sequence[bytes],
+        upto_tokens: int,
+        tokens: Callable[[int, int], Int32] | None = None,
+    ) -> None:
         """Add the full blocks below ``upto_tokens`` to the prefix index.
 
         The KV of those tokens must be valid. Blocks published earlier are skipped. If the index
-        already contains a hash, the block stays a duplicate outside the index.
+        already contains a hash, the block stays a duplicate outside the index. ``tokens``: returns
+        the tokens between two positions, for :meth:`record`.
         """
         if not allocation.live:
             raise InternalError("a freed allocation cannot be published")
         full = min(upto_tokens // self.block_size, len(hashes))
-        table = allocation.block_table
+        table, source = allocation.block_table, allocation.source
+        new: list[int] = []
         for logical in range(allocation.published, full):
-            self.pool.index(int(table[logical]), allocation.source + hashes[logical])
+            key = source + hashes[logical]
+            known = self._log is not None and self.pool.lookup(key) is not None
+            if self.pool.index(int(table[logical]), key) and not known:
+                new.append(logical)
         allocation.published = max(allocation.published, full)
+        if self._log is not None and tokens is not None:
+            _note(self._log, new, source, hashes, tokens, self.block_size)
 
     def free(self, allocation: Allocation) -> None:
         """Release all blocks, the last block first, so that prefixes are evicted last.
@@ -181,3 +201,19 @@ class PagedCache:
         for allocation in held:
             holders.update(allocation.blocks)
         self.pool.check_integrity(holders)
+
+
+def _note(
+    log: KvEventLog, new: list[int], source: bytes, hashes: Sequence[bytes],
+    tokens: Callable[[int, int], Int32], size: int,
+) -> None:  # fmt: skip
+    """Note new blocks, given by their places in the request: each run of neighbours at once."""
+    while new:
+        count = 1
+        while count < len(new) and new[count] == new[0] + count:
+            count += 1
+        first, end = new[0], new[0] + count
+        parent = source + hashes[first - 1] if first else None
+        keys = [source + block_hash for block_hash in hashes[first:end]]
+        log.stored(keys, parent, tokens(first * size, end * size).tolist())
+        new = new[count:]

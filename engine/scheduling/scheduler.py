@@ -325,7 +325,9 @@ class Scheduler:
         sequence.num_computed_tokens = computed
         allocation = sequence.allocation
         if allocation is not None and computed // self.cache.block_size > allocation.published:
-            self.cache.publish(allocation, sequence.extend_hashes(), computed)
+            self.cache.publish(
+                allocation, sequence.extend_hashes(), computed, sequence.tokens_between
+            )
         if computed < sequence.num_tokens:
             events.append(ChunkDone(sequence.request, computed))
         elif drawn is None:

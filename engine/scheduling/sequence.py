@@ -132,7 +132,7 @@ class Sequence:
         """Return the hashes of all full blocks; only those of new blocks are computed."""
         start, end = len(self.hashes), self.num_tokens // self.block_size
         if start < end:
-            tokens = self._tokens(start * self.block_size, end * self.block_size)
+            tokens = self.tokens_between(start * self.block_size, end * self.block_size)
             parent = self.hashes[-1] if self.hashes else b""
             spans = self.images.spans(start * self.block_size) if self.images else ()
             self.hashes += block_hashes(tokens, self.block_size, self.salt, parent, spans)
@@ -146,7 +146,7 @@ class Sequence:
         end = start + count
         sample = self._sample_spec(end) if end == self.num_tokens else None
         table = self.allocation.block_table
-        tokens, images = self._tokens(start, end), self.images
+        tokens, images = self.tokens_between(start, end), self.images
         if images is None:
             chunk = Chunk(self.request, start, tokens, table, sample, stream_layers)
             if self.picture is not None:
@@ -169,7 +169,7 @@ class Sequence:
 
     def _score(self, start: int, end: int) -> PromptScore | None:
         """Return the prompt tokens that the rows ``start .. end`` predict."""
-        targets = self._tokens(start + 1, min(end + 1, self.prompt_length))
+        targets = self.tokens_between(start + 1, min(end + 1, self.prompt_length))
         return PromptScore(targets, self.context.log_probabilities) if len(targets) else None
 
     def take_scores(self, start: int, records: bytes) -> None:
@@ -222,7 +222,8 @@ class Sequence:
         if self.num_tokens >= self.end_length and context.status is GenerationStatus.ACTIVE:
             context.update_status(GenerationStatus.MAXIMUM_LENGTH)
 
-    def _tokens(self, start: int, end: int) -> Int32:
+    def tokens_between(self, start: int, end: int) -> Int32:
+        """Return the tokens at the positions ``[start, end)``."""
         return self.context.tokens.all[start:end].astype(np.int32)
 
     def _sample_spec(self, position: int) -> SampleSpec:
@@ -231,7 +232,7 @@ class Sequence:
         return SampleSpec(
             self.context.sampling_params,
             position,
-            self._tokens(before, position) if self.needs_history else _NO_HISTORY,
+            self.tokens_between(before, position) if self.needs_history else _NO_HISTORY,
             self.prompt_length - before,
             self.eos if position < self.min_length else (),
             self.context.log_probabilities,

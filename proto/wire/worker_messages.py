@@ -107,6 +107,7 @@ class Hello(Message, frozen=True, kw_only=True):
     shared_weights: Count = 0  # bytes of weights in memory that workers of the host share
     seal: Binary = b""  # SHA-256 of the secret in a DeathCertificate of this process
     labels: Annotated[dict[Name, Name], Meta(max_length=MAX_LABELS)] = {}  # such as its rack
+    kv_events: Annotated[list[Name], Meta(max_length=2)] = []  # of events of its cache, and replays
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
