@@ -22,6 +22,7 @@ PARTS = (
     Part("rows", f"{_HERE}.bench_rows:rows", 60),
     Part("draw", f"{_HERE}.bench_rows:drawing", 90),
     Part("products", f"{_HERE}.bench_rows:products", 90),
+    Part("fp8", f"{_HERE}.bench_rows:fp8_products", 60),
     Part("model", f"{_HERE}.bench_model:model", 200),
     Part("cluster", f"{_HERE}.bench_cluster:cluster", 150),
     Part("transformers", f"{_HERE}.bench_model:transformers", 300),

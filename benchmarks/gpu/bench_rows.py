@@ -134,6 +134,39 @@ def _product(
     )  # fmt: skip
 
 
+def fp8_products(stage: Stage) -> Iterator[Line]:
+    """Products with weights in 8-bit floats, beside ours with the bfloat16 weights they stand for.
+
+    The floor counts the bytes of the codes.
+    """
+    ceiling = copy_bandwidth(stage)
+    hidden, wide = stage.size(HIDDEN, 64), stage.size(WIDE, 64)
+    for name, width, depth in (("down", hidden, wide), ("gate-up", 2 * wide, hidden)):
+        for count in (1, 8, 16, stage.size(64, 20), stage.size(256, 70)):
+            yield _fp8_product(stage, name, count, width, depth, ceiling)
+
+
+def _fp8_product(
+    stage: Stage, name: str, count: int, width: int, depth: int, ceiling: float
+) -> Line:
+    device, rng = stage.device, np.random.default_rng(5)
+    copies = stage.size(max(1, -(-(512 << 20) // (width * depth))), 1)
+    some = rng.integers(0, 0x7F, (min(width, 1024), depth)).astype(np.uint8)
+    codes = np.tile(linear.in_pieces(some), (-(-width // len(some)), 1))[:width]
+    scales = rng.uniform(1e-3, 2e-3, (width, -(-depth // 128))).astype(np.float32)
+    weights = [
+        linear.Fp8Matrix(device.upload(codes), device.upload(scales), depth, 2)
+        for _ in range(copies)
+    ]
+    plain = [stage.random_bf16((width, depth), seed=i) for i in range(max(1, copies // 2))]
+    x, out = stage.random_bf16((count, depth)), device.empty((count, width), np.uint16)
+    space = device.empty((weights[0].space,), np.uint16)
+    narrow = [partial(linear.fp8_linear, device, x, w, None, out, space) for w in weights]
+    wide: list[Work] = [partial(linear.linear, device, x, w, None, out) for w in plain]
+    times = race(stage, [own(stage, narrow, 2), own(stage, wide, 2, name="bfloat16")], 12)
+    return verdict(f"fp8 {name} {count} x {width} x {depth}", times, Bars(codes.nbytes / ceiling))
+
+
 _PARAMS = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},

@@ -45,7 +45,7 @@ def others(stage: Stage) -> Iterator[Line]:
 def kinds(stage: Stage) -> Iterator[Line]:
     """Pictures, images and speech: each by a prefill and a decode worker on the GPU."""
     names = ["test_drawing.py", "test_images.py", "test_speech.py::test_a_cluster_speaks"]
-    names.append("test_demos.py")
+    names += ["test_demos.py", "test_fp8.py"]
     return _suite(stage, names, CLUSTERS)
 
 

@@ -46,11 +46,14 @@ def _part(name: str, budget_s: float) -> Part:
 PLAN = (
     Planned(_part("compile", 45), 15, "every kernel for this card, for all parts after it"),
     Planned(Part("peers", f"{_HERE}.peers:peers", 60, together=True), 0, "what can be compared"),
-    Planned(_part("kinds", 120), 0, "clusters with images, speech and pictures: never run"),
+    Planned(
+        _part("kinds", 120), 0, "clusters with images, speech, pictures, demos, fp8: never run"
+    ),
     Planned(_part("sampling", 60), 3, "the sampler: changed since it ran"),
     Planned(_part("attention", 60), 12, "attention: prefill changed since it ran"),
     Planned(_part("decode", 100), 21, "FlashInfer and flex_attention with a mask: never timed"),
     Planned(_part("draw", 60), 13, "top-p from flat rows: changed since it was timed"),
+    Planned(_part("fp8", 40), 0, "products with weights in 8-bit floats: never run"),
     Planned(_part("cluster", 120), 0, "handoffs and streams of an 8B model in a part of its own"),
     Planned(_part("transformers", 120), 0, "the compiled peer of a decode step: never run"),
     Planned(_part("model", 90), 37, "steps and prefill with this card's variants"),

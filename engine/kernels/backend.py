@@ -38,15 +38,18 @@ Weights = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeights:
-    """A matrix in the blocks of a GGUF file.
+    """A matrix in the blocks of a GGUF file, or in 8-bit floats.
 
-    ``kind``: the name of the block format. ``blocks[rows, bytes of a row]``. ``columns``: weights
-    of a row.
+    ``kind``: the name of the block format, or F8_E4M3. ``blocks[rows, bytes of a row]``.
+    ``columns``: weights of a row. ``scales``: of 8-bit floats, float32 ``[rows, groups]``;
+    ``group``: columns that share one.
     """
 
     kind: str
     blocks: U8
     columns: int
+    scales: F32 | None = None
+    group: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -7,6 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+F32 = npt.NDArray[np.float32]
+
+DTYPE = "F8_E4M3"
+"""Name of the type in safetensors files."""
 NAN_FP8 = 0x7F
 
 
@@ -20,3 +24,11 @@ def _value(code: int) -> float:
 
 FP8_VALUES: npt.NDArray[Any] = np.array([_value(code) for code in range(256)], np.float32)
 """The number of each code."""
+
+
+def dequantized(codes: npt.NDArray[np.uint8], scales: F32, width: int) -> F32:
+    """Return codes ``[rows, columns]`` times scales ``[rows, groups]`` of ``width`` columns."""
+    values: F32 = FP8_VALUES[codes]
+    for group in range(scales.shape[1]):
+        values[:, group * width : (group + 1) * width] *= scales[:, group, None]
+    return values

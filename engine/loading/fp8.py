@@ -17,12 +17,11 @@ import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
 
-from ..kernels.fp8 import FP8_VALUES
+from ..kernels.fp8 import NAN_FP8
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
-DTYPE = "F8_E4M3"
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 """What follows the name of a tensor in that of its scales; both multiply the weights."""
 INPUT_SCALE = "input_scale"
@@ -123,14 +122,7 @@ def row_scales(
     )
 
 
-def dequantized(name: str, codes: U8, scales: F32, width: int) -> F32:
-    """Return codes ``[rows, columns]`` times scales ``[rows, groups]`` of ``width`` columns.
-
-    Raises CheckpointError if a code is not a number.
-    """
-    values: F32 = FP8_VALUES[codes]
-    if np.isnan(values).any():
+def check_codes(name: str, codes: U8) -> None:
+    """Raise CheckpointError if a code is not a number."""
+    if (codes & 0x7F == NAN_FP8).any():
         raise CheckpointError(f"tensor '{name}' holds NaN")
-    for group in range(scales.shape[1]):
-        values[:, group * width : (group + 1) * width] *= scales[:, group, None]
-    return values

@@ -26,6 +26,7 @@ from ..audio.chunks import codec_fingerprint, read_layout
 from ..audio.codec_kernels import codec_numerics
 from ..kernels import load_backend
 from ..kernels.backend import Backend
+from ..kernels.fp8 import DTYPE as FP8
 from ..kernels.host_backend import HostBackend
 from ..kernels.memory import Allocate, aligned_zeros
 from ..kernels.quantized import NUMERICS as QUANTIZED_NUMERICS
@@ -551,7 +552,7 @@ def _numerics(checkpoint: Checkpoint, backend: Backend, length: int) -> str:
     """Return a name for everything except the weights that decides a result's bits."""
     dtypes = checkpoint.weight_dtypes()
     parts = [backend.numerics, "+".join(dtypes)]
-    if backend.quantized_kinds.intersection(dtypes):
+    if backend.quantized_kinds.intersection(dtypes) - {FP8}:  # the bits of bfloat16 weights
         parts.append(QUANTIZED_NUMERICS)
     if length > checkpoint.config.rope.default_length():
         parts.append(f"rope-{length}")  # here the served length decides the rope frequencies

@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
 
-from .fp8 import DTYPE as FP8
-from .fp8 import INPUT_SCALE, SCALE_SUFFIXES, Fp8, dequantized, row_scales
+from ..kernels.fp8 import DTYPE as FP8
+from ..kernels.fp8 import dequantized
+from .fp8 import INPUT_SCALE, SCALE_SUFFIXES, Fp8, check_codes, row_scales
 
 Weights = npt.NDArray[np.generic]
 
@@ -152,7 +153,7 @@ class TensorStore:
     def tensor(self, name: str) -> Weights:
         """Return a tensor; see :meth:`SafetensorsFile.tensor`. Quantized ones become float32."""
         if self._fp8 is not None and self.entry(name).dtype == FP8:
-            return dequantized(name, *self.codes(name))
+            return dequantized(*self.codes(name))
         return self._file(name).tensor(name)
 
     def codes(self, name: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32], int]:
@@ -167,6 +168,7 @@ class TensorStore:
         if scale is None:
             raise CheckpointError(f"{self.path(name)}: tensor '{name}' has no scales")
         codes = np.frombuffer(self.raw(name), np.uint8).reshape(shape)
+        check_codes(name, codes)
         return codes, *row_scales(name, widened(self.tensor(scale)), shape, block)
 
     def partners(self, name: str) -> list[str]:

@@ -13,6 +13,7 @@ from baton.proto.errors import CheckpointError
 
 from ..kernels.backend import Backend, PackedLinear, QuantizedWeights
 from ..kernels.bfloat16 import bfloat16_bits
+from ..kernels.fp8 import DTYPE as FP8
 from ..loading.safetensors import TensorStore, Weights, is_narrow, widened
 
 F32 = npt.NDArray[np.float32]
@@ -96,7 +97,7 @@ class WeightLoader:
 
     def embedding(self, name: str, shape: tuple[int, int]) -> Weights | QuantizedWeights:
         """Return the table of an embedding in the backend's form."""
-        if self._stays_quantized(name):
+        if self._stays_quantized(name) and not self._is_fp8(name):
             return self._blocks(name, shape)
         return self.backend.parameters(self._matrix(name, shape))
 
@@ -104,11 +105,17 @@ class WeightLoader:
         """True if the backend computes with the blocks of a tensor."""
         return self._checkpoint.tensors.entry(name).dtype in self.backend.quantized_kinds
 
+    def _is_fp8(self, name: str) -> bool:
+        return self._checkpoint.tensors.entry(name).dtype == FP8
+
     def _blocks(self, name: str, shape: tuple[int, int]) -> QuantizedWeights:
         """Return a quantized tensor in its blocks."""
         tensors = self._checkpoint.tensors
         tensors.check(name, shape)
         self._note(name)
+        if self._is_fp8(name):
+            codes, scales, group = tensors.codes(name)
+            return QuantizedWeights(FP8, codes, shape[1], scales, group)
         rows = np.frombuffer(tensors.raw(name), np.uint8).reshape(shape[0], -1)
         return QuantizedWeights(tensors.entry(name).dtype, rows, shape[1])
 
@@ -203,7 +210,8 @@ def _in_order(
     weights: Weights | QuantizedWeights, order: Order | None
 ) -> Weights | QuantizedWeights:
     if isinstance(weights, QuantizedWeights):  # blocks of zeros are weights of zero
-        return replace(weights, blocks=_ordered(weights.blocks, order))
+        scales = None if weights.scales is None else _ordered(weights.scales, order)
+        return replace(weights, blocks=_ordered(weights.blocks, order), scales=scales)
     return _ordered(weights, order)
 
 

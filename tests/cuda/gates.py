@@ -90,6 +90,10 @@ GATES: dict[str, dict[str, Gate]] = {
         ),
         "activate_(gelu|tanh)": Gate(48, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
     },
+    "fp8_linear.cu": {
+        "fp8_linear_.*": Gate(128, needs=(LOAD_16, TENSOR, PACK_BF16), forbids=ATOMICS),
+        "fp8_widen": Gate(48, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=ATOMICS),
+    },
     "pictures.cu": {
         "split_heads|softmax_rows|add_scaled|multiply|rounded": Gate(
             64, needs=(LOAD_16, STORE_16, PACK_BF16)

@@ -28,17 +28,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_products_have_their_rows_and_columns_in_place(
     library: str, rng: np.random.Generator, wide: bool, add: bool
 ) -> None:
-    rows, width, depth = 19, 11, 24
+    """The product goes into some columns of a larger array; the others stay."""
+    rows, width, depth, first, stride = 19, 11, 24, 3, 17
     x, weight = (to_bf16(rng.standard_normal((n, depth))) for n in (rows, width))
-    before = rng.standard_normal((rows, width)).astype(np.float32)
-    out = before.copy() if wide else to_bf16(before)
+    larger = rng.standard_normal((rows, stride)).astype(np.float32)
+    whole = larger.copy() if wide else to_bf16(larger)
+    out, before = (array[:, first : first + width] for array in (whole, larger))
     handle = Cublas(library, stream=1, workspace=WORKSPACE_BYTES)
     at = [array.ctypes.data for array in (x, weight, out)]
-    handle.matmul(at[0], at[1], at[2], (rows, width, depth), wide=wide, add=add)
+    handle.matmul(at[0], at[1], at[2], (rows, width, depth), stride=stride, wide=wide, add=add)
     handle.close()
     expected = from_bf16(x) @ from_bf16(weight).T
     expected += (before if wide else from_bf16(to_bf16(before))) if add else 0
     np.testing.assert_allclose(out if wide else from_bf16(out), expected, 1e-2, 5e-2)
+    kept = np.delete(whole, slice(first, first + width), 1)
+    others = np.delete(larger, slice(first, first + width), 1)
+    assert np.array_equal(kept, others if wide else to_bf16(others))
 
 
 def test_the_library_names_its_version(library: str) -> None:
@@ -50,7 +55,7 @@ def test_the_library_names_its_version(library: str) -> None:
 def test_a_status_becomes_an_error(library: str) -> None:
     handle = Cublas(library, stream=1, workspace=0)
     with pytest.raises(CublasFailed, match="cublasGemmEx returned status 1"):
-        handle.matmul(0, 0, 0, (1, 1, 1), wide=True, add=False)
+        handle.matmul(0, 0, 0, (1, 1, 1), stride=1, wide=True, add=False)
     handle.close()
 
 

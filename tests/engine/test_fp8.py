@@ -13,7 +13,7 @@ from baton.benchmarks.checkpoints import Shape, write_checkpoint
 from baton.engine.kernels.bfloat16 import bfloat16_bits
 from baton.engine.llm import LLMEngine
 from baton.engine.loading.checkpoint import load_checkpoint
-from baton.engine.loading.fp8 import dequantized, read_fp8, row_scales
+from baton.engine.loading.fp8 import check_codes, read_fp8, row_scales
 from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.engine.loading.safetensors import TensorStore, widened
 from baton.proto.errors import CheckpointError
@@ -117,7 +117,7 @@ def test_scales_that_do_not_fit_are_refused(
 def test_a_weight_that_is_no_number_is_refused() -> None:
     codes = np.array([[1, 0x7F]], np.uint8)
     with pytest.raises(CheckpointError, match="holds NaN"):
-        dequantized("w", codes, np.ones((1, 1), np.float32), 2)
+        check_codes("w", codes)
 
 
 def test_a_matrix_without_a_quantization_config_is_refused(tmp_path: Path, plain: Path) -> None:

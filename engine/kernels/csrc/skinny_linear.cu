@@ -10,30 +10,7 @@
 // in the order of the warps. That order is the same for every m and every block size, so a row
 // of out has the same bits whatever else is in the batch. For the same reason, one row also uses the
 // tensor cores: fused multiply-adds of one lane would add in another order.
-#include "device.cuh"
-
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kPiece = 64;           // columns of a warp's step: 128 bytes of each row
-constexpr int kTileRows = 16;        // weight rows of one matrix instruction
-constexpr int kHalfRows = 8;         // rows of x of one matrix instruction
-
-__device__ __forceinline__ uint4 zero16() { return make_uint4(0, 0, 0, 0); }
-
-__device__ __forceinline__ int lane_row() { return static_cast<int>(threadIdx.x % 32) / 4; }
-__device__ __forceinline__ int lane_part() { return static_cast<int>(threadIdx.x % 4); }
-
-__device__ __forceinline__ bool is_inside(int column, int k) {
-#ifdef BATON_PLANT_LINEAR_TAIL
-    return true;
-#else
-    return column < k;
-#endif
-}
-
-// First weight row of each tile, and the number of rows from there on.
-template <int kTiles> struct Tiles {
-    int first[kTiles], rows[kTiles];
-};
+#include "skinny.cuh"
 
 // Holds 16 rows of each tile in kPieces pieces of 64 columns.
 template <int kTiles, int kPieces> struct Weights {
@@ -95,25 +72,6 @@ __device__ __forceinline__ void multiply(const Weights<kTiles, kPieces>& weights
         }
 }
 
-__device__ __forceinline__ void store(float* out, float v) { *out = v; }
-__device__ __forceinline__ void store(bf16* out, float v) { *out = float_to_bf16(v); }
-__device__ __forceinline__ float load(const float* p) { return *p; }
-__device__ __forceinline__ float load(const bf16* p) { return bf16_to_float(*p); }
-
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
-// Sums of one block: part[warp][weight row][row of x].
-template <int kTiles, int kHalves> struct Sums {
-    float part[kWarps][kTiles * kTileRows][kHalves * kHalfRows + 1];
-
-    __device__ __forceinline__ float total(int row, int column) const {
-        float sum = part[0][row][column];
-#pragma unroll
-        for (int warp = 1; warp < kWarps; warp++) sum += part[warp][row][column];
-        return sum;
-    }
-};
-
 // Computes the products of the block's weight rows with all rows of x, in `shared`.
 template <int kTiles, int kHalves>
 __device__ __forceinline__ void products(const bf16* x, const bf16* w, const Tiles<kTiles>& tiles, int m,
@@ -129,17 +87,7 @@ __device__ __forceinline__ void products(const bf16* x, const bf16* w, const Til
         multiply<kTiles, kHalves, kPieces>(now, x, m, k, piece, sums);
         now = next;
     }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; tile++)
-#pragma unroll
-        for (int half = 0; half < kHalves; half++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                shared.part[warp][tile * kTileRows + lane_row() + i / 2 * 8]
-                           [half * kHalfRows + lane_part() * 2 + i % 2] = sums[tile][half][i];
-#ifndef BATON_PLANT_LINEAR_BARRIER
-    __syncthreads();
-#endif
+    shared.put(sums);
 }
 
 // out = x W^T + bias, plus the content of out if `add`. bias: float32 or null.

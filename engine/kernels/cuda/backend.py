@@ -29,11 +29,21 @@ from ..backend import (
     checked_parts,
 )
 from ..bfloat16 import bfloat16_bits
+from ..fp8 import DTYPE as FP8
+from ..fp8 import dequantized
 from . import attention, elementwise
 from .block_moves import BlockMover, BlockStream, LayerMarks
 from .checks import BF16
 from .device import Device
-from .linear import linear, linear_silu_mul
+from .linear import (
+    PIECE,
+    Fp8Matrix,
+    fp8_linear,
+    fp8_linear_silu_mul,
+    in_pieces,
+    linear,
+    linear_silu_mul,
+)
 from .row_plan import RowPlan
 
 HANDLE_BYTES = 64
@@ -67,6 +77,30 @@ class CudaLinear:
     def nbytes(self) -> int:
         """Bytes of device memory."""
         return int(self.weight.nbytes) + (0 if self.bias is None else int(self.bias.nbytes))
+
+
+@dataclass(slots=True, frozen=True)
+class CudaFp8Linear:
+    """Weights in 8-bit floats and bias as float32 ``[out]``, on the device."""
+
+    weight: Fp8Matrix
+    bias: Any
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the input."""
+        return self.weight.depth
+
+    @property
+    def out_features(self) -> int:
+        """Columns of the output."""
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        parts = (self.weight.codes, self.weight.scales, self.bias)
+        return sum(int(part.nbytes) for part in parts if part is not None)
 
 
 class _PerThread(threading.local):
@@ -136,7 +170,7 @@ class CudaBackend(_BlockMoves):
     on_host = False
     head_sizes: tuple[int, ...] = attention.PREFILL_DIMS
     column_multiple = elementwise.VECTOR
-    quantized_kinds: frozenset[str] = frozenset()
+    quantized_kinds = frozenset({FP8})
     wide_weights = False
 
     def __init__(self, device: Device) -> None:
@@ -145,6 +179,7 @@ class CudaBackend(_BlockMoves):
         self.gpu: Gpu | None = device.gpu
         self.threads, self.shared_bytes = 1, 0
         self.numerics = f"{device.name}-{REVISION}-bf16"
+        self._fp8_space: Any = device.empty((0,), np.uint16)
         self.marks = LayerMarks(device)
 
     @property
@@ -225,12 +260,16 @@ class CudaBackend(_BlockMoves):
 
     def pack_linear(
         self, parts: Sequence[Weights | QuantizedWeights], bias: F32 | None = None
-    ) -> CudaLinear:
+    ) -> CudaLinear | CudaFp8Linear:
         """Pack weights ``[out_i, in]`` (float32, or uint16 bfloat16 bits), stacked on ``out``.
 
+        Or 8-bit floats, whose products have the bits of the nearest bfloat16 weights.
         Rows of zeros make ``out`` a multiple of 4: the sampler reads four logits at once.
         """
-        arrays = checked_parts(parts)
+        narrow = [part for part in parts if isinstance(part, QuantizedWeights)]
+        if len(narrow) == len(parts) and all(_is_readable(part) for part in narrow):
+            return self._pack_fp8(narrow, bias)
+        arrays = checked_parts([_widened(part) for part in parts])
         stacked = [parameter_bits(part) for part in arrays]
         missing = -sum(map(len, stacked)) % _LOGITS_AT_ONCE
         if missing:
@@ -239,8 +278,33 @@ class CudaBackend(_BlockMoves):
         weight = self.device.upload(np.concatenate(stacked))
         return CudaLinear(weight, None if bias is None else self.device.upload(bias))
 
+    def _pack_fp8(self, parts: Sequence[QuantizedWeights], bias: F32 | None) -> CudaFp8Linear:
+        """Pack parts with scales of one width; a scale of a whole row is repeated."""
+        codes = np.concatenate([part.blocks for part in parts])
+        found = [part.scales for part in parts if part.scales is not None]
+        groups = max(scales.shape[1] for scales in found)
+        scales = np.concatenate([
+            scales if scales.shape[1] == groups else np.repeat(scales, groups, axis=1)
+            for scales in found
+        ])  # fmt: skip
+        missing = -len(codes) % _LOGITS_AT_ONCE
+        codes, scales = (np.pad(a, ((0, missing), (0, 0))) for a in (codes, scales))
+        bias = None if bias is None else np.pad(bias, (0, missing))
+        laid, depth = in_pieces(codes), codes.shape[1]
+        widths = [part.group for part in parts if part.scales is not None and groups > 1
+                  and part.scales.shape[1] == groups]  # fmt: skip
+        pieces = widths[0] // PIECE if widths else laid.shape[1] // PIECE
+        upload = self.device.upload
+        weight = Fp8Matrix(upload(laid), upload(scales.astype(np.float32)), depth, pieces)
+        if weight.space > self._fp8_space.shape[0]:
+            self._fp8_space = self.device.empty((weight.space,), np.uint16)
+        return CudaFp8Linear(weight, None if bias is None else upload(bias))
+
     def linear(self, x: Any, weight: PackedLinear, out: Any) -> None:
         """``out[T, out] = x[T, in] @ weight.T + bias``."""
+        if isinstance(weight, CudaFp8Linear):
+            fp8_linear(self.device, x, weight.weight, weight.bias, out, self._fp8_space)
+            return
         if not isinstance(weight, CudaLinear):
             raise ValueError("weight was packed by another backend")  # noqa: TRY004
         linear(self.device, x, weight.weight, weight.bias, out)
@@ -275,7 +339,11 @@ class CudaBackend(_BlockMoves):
         """``out = (silu(x @ gate.T) * (x @ up.T)) @ down.T``."""
         if isinstance(gate_up, CudaLinear) and gate_up.bias is None:
             linear_silu_mul(self.device, x, gate_up.weight, products, active)
-        else:
+        elif not (
+            isinstance(gate_up, CudaFp8Linear)
+            and gate_up.bias is None
+            and fp8_linear_silu_mul(self.device, x, gate_up.weight, products, active)
+        ):
             self.linear(x, gate_up, products)
             self.silu_mul(products, active)
         self.linear(active, down, out)
@@ -360,6 +428,20 @@ class CudaBackend(_BlockMoves):
                 window,
                 out[decoded:],
             )
+
+
+def _is_readable(part: QuantizedWeights) -> bool:
+    """True if the kernels read the codes of a part: its scales hold for whole pieces."""
+    if part.scales is None or part.kind != FP8:
+        return False
+    return part.scales.shape[1] == 1 or part.group % PIECE == 0
+
+
+def _widened(part: Weights | QuantizedWeights) -> Weights | QuantizedWeights:
+    """Return bfloat16 bits of 8-bit floats that the kernels do not read."""
+    if not isinstance(part, QuantizedWeights) or part.scales is None or part.kind != FP8:
+        return part
+    return bfloat16_bits(dequantized(part.blocks, part.scales, part.group))
 
 
 def host_id() -> str:

@@ -94,12 +94,14 @@ class Cublas:
         out: int,
         sizes: tuple[int, int, int],
         *,
+        stride: int,
         wide: bool,
         add: bool,
     ) -> None:
         """Queue ``out[m, N] = x[m, K] @ weight[N, K].T``; ``add`` adds to ``out``.
 
-        Arguments are device addresses; ``sizes`` are m, N, K. ``x`` and ``weight`` are bf16;
+        Arguments are device addresses; ``sizes`` are m, N, K; ``stride``: from one row of ``out``
+        to the next. ``x`` and ``weight`` are bf16;
         ``out`` is float32 if ``wide``, else bf16. Sums are float32. cuBLAS 13.1 was seen to round a
         product to bf16 before it adds it to ``out`` in bf16.
         """
@@ -108,7 +110,7 @@ class Cublas:
         self._call(
             "cublasGemmEx", self._handle, _OP_T, _OP_N, width, rows, depth,
             ctypes.addressof(self._one), weight, _CUDA_R_16BF, depth, x, _CUDA_R_16BF, depth,
-            ctypes.addressof(self._onto[add]), out, _CUDA_R_32F if wide else _CUDA_R_16BF, width,
+            ctypes.addressof(self._onto[add]), out, _CUDA_R_32F if wide else _CUDA_R_16BF, stride,
             _COMPUTE_32F, _GEMM_DEFAULT,
         )  # fmt: skip
 

@@ -509,8 +509,8 @@ class CupyDevice:
             if self._kept is not None:
                 self._kept.extend(arrays)
             cublas = self._cublas = self._cublas or self._new_cublas()
-            wide = out.dtype == np.float32
-            cublas.matmul(at[0], at[1], at[2], sizes, wide=wide, add=add)
+            wide, stride = out.dtype == np.float32, out.strides[0] // out.dtype.itemsize
+            cublas.matmul(at[0], at[1], at[2], sizes, stride=stride, wide=wide, add=add)
 
     def _new_cublas(self) -> Cublas:
         space: Any = self.empty((WORKSPACE_BYTES,), np.uint8)

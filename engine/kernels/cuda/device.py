@@ -246,7 +246,7 @@ class Device(Protocol):
         """Queue ``out[m, N] = x[m, K] @ weight[N, K].T``; ``add`` adds to ``out``.
 
         ``x`` and ``weight`` are bf16, ``out`` bf16 or float32, sums float32; checked by
-        :func:`.linear.linear`.
+        :func:`.linear.linear`. ``out`` may be some columns of a larger array.
         """
         ...
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ..bfloat16 import bfloat16_bits
+from ..fp8 import dequantized
 from .reference import F64, Bits, from_bf16
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
 
 
 def linear(
@@ -16,6 +21,11 @@ def linear(
     if bias is not None:
         product += bias
     return product if onto is None else product + onto
+
+
+def fp8_weights(codes: U8, scales: F32, group: int) -> Bits:
+    """Return the bf16 weights of codes ``[N, K]`` with a scale per ``group`` columns."""
+    return bfloat16_bits(dequantized(codes, scales, group))
 
 
 def linear_silu_mul(x: Bits, weight: Bits) -> F64:
