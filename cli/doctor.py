@@ -11,7 +11,7 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,20 @@ from baton.deploy.local.banner import kernels_warning
 from baton.deploy.local.run_folder import socket_in_use
 from baton.deploy.messages import counted, mebibytes
 from baton.deploy.plan.addresses import free_ports, ipc_path
-from baton.deploy.plan.memory import PROCESS_BYTES, folder_memory, free_memory, model_memory
-from baton.deploy.plan.prepare import visible_gpus_of_children
+from baton.deploy.plan.memory import PROCESS_BYTES, folder_memory, free_memory, process_bytes
+from baton.deploy.plan.plan import model_folder
+from baton.deploy.plan.prepare import sizing_of, visible_gpus_of_children
+from baton.deploy.plan.sizing import lines, suggestion
 from baton.engine.kernels import kernels_title, load_backend
 from baton.engine.loading.checkpoint import load_checkpoint, require_tokenizer
-from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.embedding_config import DRAW, GENERATE
 from baton.engine.loading.loader import folder_task
 from baton.proto.errors import BatonError, ConfigError
 from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES
 from baton.runtime.net.user_address import default_address
 from baton.runtime.process.cores import default_threads, plural, usable_cores
+
+from .numbers import count
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _MIN_SHM = 64 << 20
@@ -68,14 +72,28 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="model folder or GGUF file to open as well"
     )
+    parser.add_argument("--prefill", type=count, default=1, help="prefill workers [1]")
+    parser.add_argument("--decode", type=count, default=1, help="decode workers [1]")
+    parser.add_argument(
+        "--max-model-len", type=count, default=0, help="longest context in tokens [the model's]"
+    )
     parser.set_defaults(run=run)
+
+
+def _settings(arguments: argparse.Namespace) -> ServeSettings:
+    return ServeSettings(
+        model=arguments.model,
+        prefill=arguments.prefill,
+        decode=arguments.decode,
+        max_model_len=arguments.max_model_len,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every finding. Return 1 if any finding is a failure, else 0."""
     findings = [finding for check in CHECKS for finding in check()]
     if arguments.model:
-        findings += check_folder(arguments.model)
+        findings += check_folder(_settings(arguments))
     for finding in findings:
         print(finding.line())
     return int(any(finding.level == "fail" for finding in findings))
@@ -205,40 +223,58 @@ def check_model() -> Iterable[Finding]:
         yield Finding("fail", "model", str(problem), "install baton again")
 
 
-def check_folder(folder: str) -> Iterable[Finding]:
-    """A model folder: family, size, KV memory per token, and what fits into the free memory."""
+def check_folder(settings: ServeSettings) -> Iterable[Finding]:
+    """A model: family, size, memory of the pools, speed, and what fits into the free memory."""
     try:
-        if folder_task(folder) == DRAW:
-            memory = folder_memory(folder, 0, ServeSettings().block_size)
-            need, context = memory.weights + memory.drawing, "one picture"
-            detail = f"{folder}: picture model, {mebibytes(need)} of weights"
-            per = f"{mebibytes(memory.context)} of KV memory per picture"
-        else:
-            checkpoint = load_checkpoint(folder)
-            require_tokenizer(folder)
-            memory, tensors = model_memory(checkpoint, 0), checkpoint.tensors
-            need, length = memory.weights, checkpoint.config.rope.default_length()
-            detail = f"{folder}: {checkpoint.architecture}, {tensors.elements:,} parameters"
-            detail += f", {mebibytes(tensors.nbytes)} in the file, {mebibytes(need)} in memory"
-            per = f"{mebibytes(memory.context // length)} of KV memory per token in float32"
-            context = f"{length} tokens"
+        folder = model_folder(settings)
+        task = folder_task(folder)
+        if task == DRAW:
+            yield from _check_pictures(folder)
+            return
+        checkpoint = load_checkpoint(folder)
+        require_tokenizer(folder)
+        found = sizing_of(settings)
     except BatonError as problem:
-        yield Finding(
-            "fail",
-            "model",
-            str(problem),
-            "give a folder in the Hugging Face layout, or a GGUF file",
-        )
+        advice = "give a folder in the Hugging Face layout, or a GGUF file"
+        yield Finding("fail", "model", str(problem), advice)
         return
-    yield Finding("ok", "model", f"{detail}, {per}")
+    yield Finding("ok", "model", f"{folder}: {checkpoint.architecture}")
+    if found is None:
+        return
+    for subject, text in lines(found):
+        yield Finding("ok", subject, text)
+    length = settings.max_model_len or checkpoint.config.rope.default_length()
+    need = found.weights_bytes if found.shares else 0
+    each = (0 if found.shares else found.weights_bytes) + length * found.kv_token_bytes
+    each += process_bytes(checkpoint.config.vocab_size)
+    workers = yield from _fits(need, each, f"{length} tokens")
+    if found.speed is not None and task == GENERATE:
+        yield Finding("ok", "try", suggestion(found.speed, usable_cores().count, fits=workers))
+
+
+def _check_pictures(folder: str) -> Iterator[Finding]:
+    memory = folder_memory(folder, 0, ServeSettings().block_size)
+    weights = memory.weights + memory.drawing
+    detail = f"{folder}: picture model, {mebibytes(weights)} of weights"
+    detail += f", {mebibytes(memory.context)} of KV memory per picture"
+    yield Finding("ok", "model", detail)
+    yield from _fits(0, weights + memory.context + PROCESS_BYTES, "one picture")
+
+
+def _fits(need: int, each: int, context: str) -> Generator[Finding, None, int]:
+    """Yield how many workers fit into the free memory, and return it.
+
+    ``need``: bytes that all workers need together; ``each``: bytes of each.
+    """
     free = free_memory()
     if free is None:
-        return
-    workers = free // max(1, memory.weights + memory.drawing + memory.context + PROCESS_BYTES)
-    much = f"{mebibytes(free)} of free memory"
-    text = f"{counted(workers, 'worker')} with {context} each fit into {much}"
+        return 2
+    workers = max(0, free - need) // max(1, each)
+    text = f"{counted(workers, 'worker')} with {context} each fit into "
+    text += f"{mebibytes(free)} of free memory"
     advice = "" if workers > 1 else "prefill and decode need a worker each; see --max-model-len"
     yield Finding("ok" if workers > 1 else "warn", "fits", text, advice)
+    return workers
 
 
 def check_optional() -> Iterable[Finding]:

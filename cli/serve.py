@@ -16,7 +16,7 @@ from baton.deploy.local.service import READY, STOPPING, notify
 from baton.deploy.local.terminal import terminal
 from baton.deploy.plan.hub import with_local_model
 from baton.deploy.plan.plan import describe_plan
-from baton.deploy.plan.prepare import check_start, make_plan, with_worker_per_gpu
+from baton.deploy.plan.prepare import check_start, make_plan, sizing_of, with_worker_per_gpu
 from baton.extend import is_extension
 from baton.proto.errors import RequestFailed
 
@@ -130,8 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = with_local_model(settings_of(arguments), terminal, fetch=not arguments.dry_run)
     check_start(settings)
     if arguments.dry_run:
-        plan = make_plan(settings, folder=None)
-        print(msgspec.json.format(msgspec.json.encode(describe_plan(plan)), indent=2).decode())
+        plan = describe_plan(make_plan(settings, folder=None))
+        plan["sizing"] = msgspec.to_builtins(sizing_of(settings))
+        print(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
         return 0
     cluster = LocalCluster(settings, terminal)
     cluster.on_ready(partial(notify, READY))

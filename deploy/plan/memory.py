@@ -81,14 +81,17 @@ def model_memory(checkpoint: Checkpoint, max_length: int) -> ModelMemory:
     return ModelMemory(weights=checkpoint.tensors.loaded_bytes, context=length * token)
 
 
-def kv_share(free: int, workers: int, batch: int, model: ModelMemory) -> int:
+def kv_share(free: int, workers: int, batch: int, model: ModelMemory, copies: int = 0) -> int:
     """Bytes of KV memory for each of ``workers``, each with max batch size ``batch``.
+
+    ``copies``: copies of the weights that the workers have together; 0: one each.
 
     An equal part of half the free memory, but at least one context of maximum length if that fits,
     and at most the memory that a full batch can use.
     """
     weights = max(model.weights, model.drawing)
-    fair, most = (int(free * part) // workers - weights for part in (_FAIR, _MOST))
+    taken = (copies or workers) * weights
+    fair, most = ((int(free * part) - taken) // workers for part in (_FAIR, _MOST))
     useful = _BATCHES * batch * model.context
     return max(LEAST_BYTES, min(useful, max(fair, min(model.context, most))))
 
@@ -103,6 +106,13 @@ def picture_share(free: int, used: int, decode: int, model: ModelMemory) -> int:
 
 PROCESS_BYTES = 64 << 20
 """Memory of a worker besides weights and KV blocks."""
+_ENTRY_BYTES = 1 << 10
+"""Memory for an entry of the vocabulary: grammars hold all texts and merges (measured)."""
+
+
+def process_bytes(vocab_size: int) -> int:
+    """Return the memory of a worker of a text model besides weights and KV blocks."""
+    return PROCESS_BYTES + _ENTRY_BYTES * vocab_size
 
 
 def total_memory(root: Path = Path("/")) -> int | None:

@@ -15,6 +15,7 @@ import msgspec
 from baton.engine.kernels import BUILD_KERNELS, compiled_kernels_problem
 from baton.engine.kernels.backend import Gpu
 from baton.engine.kernels.cuda.cupy_device import INSTALL_CUPY, checked_gpu, cupy_is_installed
+from baton.engine.kernels.shared_weights import has_huge_pages
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.embedding_config import DRAW, EMBED
 from baton.engine.loading.loader import DEFAULT_KV_BYTES, folder_task
@@ -23,6 +24,7 @@ from baton.engine.pictures.loading import longest_row
 from baton.proto.errors import BatonError, CheckpointError, ConfigError
 from baton.runtime.keys.allowed import OPERATOR
 from baton.runtime.keys.keyring import CONTROLLER, client_keys, load_keys
+from baton.runtime.process.cores import default_threads
 from baton.runtime.process.otlp import check_installed
 
 from ..config import (
@@ -47,6 +49,7 @@ from .memory import (
     folder_memory,
     free_memory,
     kv_share,
+    model_memory,
     picture_share,
     total_memory,
 )
@@ -65,6 +68,7 @@ from .plan import (
     split_gpus,
     tcp_addresses,
 )
+from .sizing import Sizing, measure, sizing
 
 _TOKENIZER_S = 60.0
 
@@ -279,7 +283,17 @@ def default_kv_bytes(settings: ServeSettings) -> int:
     except BatonError:
         return DEFAULT_KV_BYTES  # the workers report the error
     batch = max(settings.max_num_seqs, settings.prefill_max_num_seqs)
-    return kv_share(free, sized_for(settings), batch, model)
+    copies = 1 if shares_weights(settings) else 0
+    return kv_share(free, sized_for(settings), batch, model, copies)
+
+
+def shares_weights(settings: ServeSettings) -> bool:
+    """Return whether all workers of this machine map one copy of the weights."""
+    if settings.device != "cpu" or settings.task == DRAW or settings.kernels == "numpy":
+        return False
+    if settings.share_weights == "auto":
+        return not compiled_kernels_problem() and has_huge_pages()
+    return settings.share_weights == "on"
 
 
 def with_picture_memory(settings: ServeSettings, kv_default: int) -> ServeSettings:
@@ -300,6 +314,31 @@ def with_picture_memory(settings: ServeSettings, kv_default: int) -> ServeSettin
     used = sum(n * _worker_bytes(settings, r, kv_default, token) for r, n in counts.items())
     memory = picture_share(free, used, decode, token)
     return msgspec.structs.replace(settings, picture_memory=str(memory))
+
+
+def sizing_of(settings: ServeSettings, *, measured: bool = True) -> Sizing | None:
+    """Return what the workers of a text model need here; None for other models and devices.
+
+    ``measured``: also the speed, which takes about two seconds.
+    """
+    settings = with_task(settings)
+    if settings.device != "cpu" or settings.task == DRAW:
+        return None
+    checkpoint = load_checkpoint(model_folder(settings))
+    workers = sized_for(settings)
+    blocks, memory = kv_size(settings, "decode" if settings.decode else "prefill")
+    token = model_memory(checkpoint, 1).context
+    kv_bytes = blocks * settings.block_size * token or memory or default_kv_bytes(settings)
+    if settings.task == EMBED:
+        kv_bytes = 0
+    threads = settings.decode_threads or settings.threads or default_threads(workers).count
+    return sizing(
+        checkpoint,
+        workers,
+        kv_bytes,
+        shares=shares_weights(settings),
+        speed=measure(checkpoint, threads) if measured else None,
+    )
 
 
 def make_plan(settings: ServeSettings, folder: RunFolder | None, http_port: int = 0) -> ClusterPlan:
@@ -382,16 +421,16 @@ def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, 
         token = folder_memory(model_folder(settings), 1, settings.block_size)
     except BatonError:
         return ""  # the workers report the error
-    needs = {
-        role: count * _worker_bytes(settings, role, kv_default, token)
-        for role, count in counts.items()
-    }
-    if sum(needs.values()) <= total:
+    need = sum(
+        count * _worker_bytes(settings, role, kv_default, token) for role, count in counts.items()
+    )
+    if shares_weights(settings):
+        need -= (sum(counts.values()) - 1) * token.weights
+    if need <= total:
         return ""
     workers = " and ".join(f"{count} {role}" for role, count in counts.items() if count)
     return (
-        f"{workers} workers need {mebibytes(sum(needs.values()))} of memory, "
-        f"this machine has {mebibytes(total)}"
+        f"{workers} workers need {mebibytes(need)} of memory, this machine has {mebibytes(total)}"
     )
 
 

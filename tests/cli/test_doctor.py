@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 from types import SimpleNamespace
 
 from baton.cli import doctor
@@ -138,8 +139,11 @@ def test_a_model_folder_is_opened_and_measured(tmp_path, capsys):
     found = capsys.readouterr().out
     tensors = load_checkpoint(folder).tensors
     count = sum(math.prod(tensors.entry(name).shape) for name in tensors)
-    assert f"{folder}: {load_checkpoint(folder).architecture}, {count:,} parameters" in found
+    assert f"demo_model: {load_checkpoint(folder).architecture}\n" in found
+    assert f"{count:,} parameters" in found
     assert "of KV memory per token" in found
+    assert re.search(r"speed +about [\d.]+ tokens/s for one stream.*\(measured: [\d.]+ GB/s", found)
+    assert re.search(r"try +--(prefill|mode) ", found)
     assert "2048 tokens each fit into" in found
     assert main(["doctor", str(demo_flux_folder())]) == 0
     assert "picture model" in capsys.readouterr().out
