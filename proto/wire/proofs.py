@@ -16,8 +16,11 @@ from __future__ import annotations
 import hmac
 from functools import lru_cache
 from hashlib import blake2b, sha256
-from struct import Struct
+from struct import Struct, error
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import astuple
 
 PROOF_BYTES = 16
 _TERMS = Struct("<III")
@@ -55,7 +58,7 @@ def worker_key(cluster_key: bytes, holder: Holder, router: int) -> bytes:
     return start.digest()
 
 
-class Terms(NamedTuple):
+class Terms(msgspec.Struct, frozen=True, gc=False):
     """What a ticket allows: blocks for ``tokens`` tokens, for ``seconds`` from ``issued`` on.
 
     ``issued``: whole seconds of the router's clock.
@@ -67,7 +70,10 @@ class Terms(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the beginning of a ticket; numbers that do not fit are cut to the largest."""
-        return _TERMS.pack(*(min(number, _MOST) for number in self))
+        try:
+            return _TERMS.pack(self.tokens, self.issued, self.seconds)
+        except error:  # rare, so that the numbers are not compared for every Assign
+            return _TERMS.pack(*(min(number, _MOST) for number in astuple(self)))
 
 
 def reserve_ticket(key: bytes, request: bytes, attempt: int, holder: Holder, terms: Terms) -> bytes:

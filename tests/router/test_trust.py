@@ -208,6 +208,12 @@ def test_what_a_key_may_show_is_made_for_that_key():
     assert ticket[-16:] != reserve_ticket(decode, KEY, 1, mine, Terms(11, 1, 60))[-16:]
 
 
+def test_terms_above_32_bits_are_cut_to_the_largest_number():
+    most = (1 << 32) - 1
+    ticket = reserve_ticket(b"k" * 16, KEY, 1, Holder(5, ROGUE), Terms(1 << 40, most, most + 1))
+    assert terms_of(ticket) == Terms(most, most, most)
+
+
 def test_a_ticket_states_what_its_request_needs(keyed):
     bench = keyed.bench
     bench.pair()
