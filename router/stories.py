@@ -135,7 +135,8 @@ class Story(msgspec.Struct, array_like=True, gc=False):
     def queued(self) -> float | None:
         """Seconds from arrival until the first attempt with known times was computed."""
         for attempt in self.attempts:
-            times = self.prefill_times(attempt) or self._local_times(attempt)
+            report = attempt.report
+            times = self._unreported_times(attempt) if report is None else report.times
             if times is not None and times.computing is not None and attempt.assigned_at != NEVER:
                 return max(0.0, attempt.assigned_at - self.began) + times.computing
         return None
@@ -146,10 +147,11 @@ class Story(msgspec.Struct, array_like=True, gc=False):
             return attempt.report.times
         return self.times if attempt is self.attempts[-1] and not self.decoded else None
 
-    def _local_times(self, attempt: StoryAttempt) -> WorkerTimes | None:
-        """Return the times of the last attempt at a decode worker that got it alone, or None."""
-        alone = attempt is self.attempts[-1] and attempt.route is not None and not attempt.prefill
-        return self.decode_times if alone else None
+    def _unreported_times(self, attempt: StoryAttempt) -> WorkerTimes | None:
+        """Return the times of the last attempt at the worker that computed its prompt, or None."""
+        local = attempt.route is not None and not attempt.prefill
+        last = attempt is self.attempts[-1]
+        return self.times if last and (local or not self.decoded) else None
 
     @property
     def decode_times(self) -> WorkerTimes | None:
