@@ -7,6 +7,7 @@ assumed to take equally long. Those of a decode worker end with the terminal's a
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import floor
 
 import msgspec
@@ -208,6 +209,7 @@ def _side(load: int, cached: int, margin: Margin | None) -> Record:
     return found
 
 
+@lru_cache(maxsize=1024)
 def _client(identity: bytes) -> str:
     """Return a connection's routing id in hexadecimal, without the prefix of native clients."""
     return identity.removeprefix(CLIENT_PREFIX).hex()
