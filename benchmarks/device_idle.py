@@ -171,6 +171,10 @@ class TimedDevice:
     def wait_for(self, event: Any) -> None:
         """Do nothing."""
 
+    def free_bytes(self) -> int:
+        """Return the same size."""
+        return self.memory_bytes()
+
     def memory_bytes(self) -> int:
         """Return a small size."""
         return 1 << 30

@@ -117,6 +117,8 @@ HELP = {
     "decode_kv_memory": "memory for KV blocks per decode worker (default: kv_memory)",
     "picture_memory": "memory of a decode worker for the arrays of a picture, which limits its "
     "size (default: from free memory)",
+    "gpu_memory_utilization": "share of each GPU's memory that the workers of this cluster may "
+    "use; two clusters on one GPU need less than half each",
     "decode_max_num_batched_tokens": "maximum prompt tokens per step of a decode worker in mode "
     "disaggregated, which computes prompts after a preemption (0: no maximum)",
     "max_model_len": "maximum context length in tokens (0: the model's maximum)",
@@ -170,7 +172,7 @@ GROUPS = {
     "addresses and keys": ("address", "admin", "keys", "transport", "handoff", "run_dir"),
     "KV memory": (
         "block_size", "kv_memory", "kv_blocks", "prefill_kv_memory", "prefill_kv_blocks",
-        "decode_kv_memory", "decode_kv_blocks", "picture_memory",
+        "decode_kv_memory", "decode_kv_blocks", "picture_memory", "gpu_memory_utilization",
     ),
     "routing and batching": (
         "policy", "enforce_disaggregation", "prefill_order", "max_num_seqs", "prefill_max_num_seqs",

@@ -144,6 +144,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode_kv_blocks: int = 0
     decode_kv_memory: str = ""
     picture_memory: str = ""
+    gpu_memory_utilization: float = 0.9
     decode_max_num_batched_tokens: int = 256
     max_model_len: int = 0
     device: str = "cpu"
@@ -239,6 +240,8 @@ def check(settings: ServeSettings) -> ServeSettings:
         both = getattr(settings, blocks) and getattr(settings, memory)
         _require(not both, blocks, f"cannot be combined with {memory}")
     parse_size(settings.picture_memory, "picture_memory")
+    share = settings.gpu_memory_utilization
+    _require(0 < share <= 1, "gpu_memory_utilization", "must be above 0 and at most 1")
     _check_counts(settings)
     _check_http(settings)
     most = MAX_TRACE_REQUESTS

@@ -60,6 +60,7 @@ class ClusterSettings(TypedDict, total=False):
     decode_kv_blocks: int
     decode_kv_memory: str
     picture_memory: str
+    gpu_memory_utilization: float
     decode_max_num_batched_tokens: int
     max_model_len: int
     device: str

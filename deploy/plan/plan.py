@@ -486,10 +486,6 @@ def thread_sharers(settings: ServeSettings) -> tuple[int, int]:
     return workers, taken
 
 
-_DEVICE_SHARE = 0.9
-"""Share of a GPU's memory for workers. The rest is for driver contexts and kernel workspaces."""
-
-
 def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) -> RunnerConfig:
     blocks, memory = kv_size(settings, role)
     on_gpu = settings.device == "cuda"
@@ -505,7 +501,8 @@ def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) 
         num_blocks=blocks,
         # The state of pictures is in host memory on every device.
         kv_bytes=memory or (0 if on_gpu and settings.task != DRAW else kv_default),
-        device_share=_DEVICE_SHARE / gpus.most(sized_for(settings)),
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        device_sharers=gpus.most(sized_for(settings)),
         max_length=settings.max_model_len,
         task=settings.task,
         # In mode disaggregated a decode worker gets images as KV.

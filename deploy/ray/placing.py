@@ -31,8 +31,6 @@ CONFIGS: dict[str, type[msgspec.Struct]] = {
     GATEWAY: GatewayConfig,
 }
 LOOPBACK = "127.0.0.1"
-DEVICE_SHARE = 0.9
-"""Share of a GPU's memory for its worker; the driver and kernels' workspaces need the rest."""
 
 
 class Order(
@@ -133,14 +131,13 @@ def _runner(config: Any) -> RunnerConfig:
     memory = runner.kv_bytes
     if not (memory or runner.num_blocks or on_gpu):
         memory = _kv_memory(model, runner, config)
-    share = DEVICE_SHARE if on_gpu else runner.device_share
     pictures = runner.picture_bytes or _picture_memory(model, runner, config, memory)
     return msgspec.structs.replace(
         runner,
         model=model,
         ordinal=0,
         kv_bytes=memory,
-        device_share=share,
+        device_sharers=1,
         picture_bytes=pictures,
     )
 

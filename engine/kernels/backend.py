@@ -194,6 +194,10 @@ class Backend(Protocol):
         """
         ...
 
+    def free_bytes(self) -> int:
+        """Return the bytes of the device's memory that no process uses."""
+        ...
+
     def memory_bytes(self) -> int:
         """Return the total memory of the machine or device that holds the arrays."""
         ...

@@ -69,6 +69,10 @@ class HostArrays:
     def block_stream(self, pool: F32, nbytes: int) -> None:
         """Return None: block moves in host memory are synchronous."""
 
+    def free_bytes(self) -> int:
+        """Return the bytes of the machine's memory that no process uses."""
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def memory_bytes(self) -> int:
         """Return the machine's memory in bytes."""
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -71,7 +71,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``share_weights``: whether a supervisor lets its workers share packed weights; "auto": if shared
     memory can have huge pages.
     ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` takes precedence).
-    If both are unset, a GPU's pool gets ``device_share`` of its memory minus the weights.
+    If both are unset, a GPU's pool gets the worker's share of its memory minus the weights:
+    ``gpu_memory_utilization`` of it, divided among ``device_sharers`` workers.
     ``max_length``: longest context served, 0 for the model's own limit; a smaller pool lowers it.
     ``name``: the model's name for clients, by default the folder's name. ``task``: "generate" or
     "embed", by default the folder's own task.
@@ -97,7 +98,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     task: str = ""
     layer_group: int = 0
     full_digest: bool = False
-    device_share: float = 0.9
+    gpu_memory_utilization: float = 0.9
+    device_sharers: int = 1
     vision: bool = True
     picture_bytes: int = 0
 
@@ -291,9 +293,11 @@ def load_runner(
         )
     kv_bytes = config.kv_bytes
     if not backend.on_host and not kv_bytes:
-        kv_bytes = int(backend.memory_bytes() * config.device_share) - model.weights_bytes
+        kv_bytes = device_bytes(config, backend) - model.weights_bytes
     blocks = _num_blocks(config.num_blocks, kv_bytes, layout)
     size = blocks * layout.block_bytes * layout.num_layers
+    if not backend.on_host:
+        _state_memory(config, backend, model.weights_bytes, size)
     kv = model.load_kv_manager(backend, size, allocate)
     numerics = _numerics(checkpoint, backend, length)
     served = _fit_pool(length, blocks, layout)
@@ -313,6 +317,28 @@ def _sizes_in_errors(config: ModelConfig) -> Iterator[None]:
         if "tensor '" not in str(error):
             raise
         raise CheckpointError(f"{error} ({stated_sizes(config)})") from None
+
+
+def device_bytes(config: RunnerConfig, backend: Backend) -> int:
+    """Return the bytes of a GPU's memory that a worker may use."""
+    return int(backend.memory_bytes() * config.gpu_memory_utilization / config.device_sharers)
+
+
+def _state_memory(config: RunnerConfig, backend: Backend, weights: int, kv: int) -> None:
+    """Log how a worker divides its GPU's memory. Raises ConfigError if the KV blocks do not fit.
+
+    Another process may have taken memory since, so an allocation can still fail.
+    """
+    total, free = backend.memory_bytes(), backend.free_bytes()
+    sizes = {"total": total, "free": free, "weights": weights, "kv": kv}
+    _log.info("memory.device", **sizes, workers=config.device_sharers)
+    if kv > free:
+        shown = {name: f"{size / 2**30:.2f} GiB" for name, size in sizes.items()}
+        raise ConfigError(
+            f"{shown['kv']} of KV blocks do not fit: the GPU has {shown['total']}, of which "
+            f"{shown['free']} are free beside {shown['weights']} of weights of this worker; if "
+            "other processes use this GPU, divide it by gpu_memory_utilization, or give kv_memory"
+        )
 
 
 def with_shared_weights(

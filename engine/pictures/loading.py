@@ -25,7 +25,7 @@ from ..kernels.host_backend import HostBackend, PictureBackend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool
 from ..loading.checkpoint import digest_tensors
 from ..loading.embedding_config import DRAW
-from ..loading.loader import RunnerConfig, load_host_kernels
+from ..loading.loader import RunnerConfig, device_bytes, load_host_kernels
 from ..models.weights import Progress
 from ..pipeline.model import KVManager
 from .folder import PictureFolder, open_folder
@@ -136,7 +136,7 @@ def _picture_memory(config: RunnerConfig, folder: PictureFolder, backend: Pictur
     """Return the bytes for the arrays of a picture; on a GPU by default the worker's share."""
     if config.picture_bytes or backend.on_host:
         return config.picture_bytes
-    share = int(backend.memory_bytes() * config.device_share)
+    share = device_bytes(config, backend)
     return max(1, share - parts_bytes(folder, DRAWING_PARTS) - _DEVICE_SPACE)
 
 

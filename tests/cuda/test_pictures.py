@@ -366,7 +366,7 @@ def test_workers_keep_the_state_in_host_memory(device):
         assert runner.backend.lost == device.lost == ""
         assert runner.backend.gpu == device.gpu
     with pytest.raises(ConfigError, match="too small"):
-        load_denoiser(settings(device_share=1e-9), backend=CudaPictures(device))
+        load_denoiser(settings(gpu_memory_utilization=1e-9), backend=CudaPictures(device))
 
 
 def test_a_lost_device_ends_the_worker(device, monkeypatch):

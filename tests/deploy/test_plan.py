@@ -1,3 +1,6 @@
+import math
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from baton.deploy.plan.plan import (
 from baton.deploy.plan.revisions import Revisions
 from baton.deploy.report import ClusterReport
 from baton.engine.kernels.backend import Gpu
+from baton.engine.loading.loader import device_bytes
 from baton.proto.errors import ConfigError
 
 KEY = "ab" * 32
@@ -208,9 +212,21 @@ def test_an_unknown_policy_is_refused():
 
 def test_memory_is_shared_out_for_the_most_there_may_be():
     settings = {"device": "cuda", "prefill": 1, "decode": 1}
-    few = plan_for(**settings).processes[1].config.runner.device_share
-    many = plan_for(**settings, decode_max=8).processes[1].config.runner.device_share
-    assert many == pytest.approx(few * 2 / 9)
+    few = plan_for(**settings).processes[1].config.runner
+    many = plan_for(**settings, decode_max=8).processes[1].config.runner
+    assert (few.device_sharers, many.device_sharers) == (2, 9)
+
+
+def test_a_cluster_takes_its_share_of_a_gpu():
+    """Two clusters on one GPU divide it by this setting."""
+    settings = {"device": "cuda", "prefill": 1, "decode": 1}
+    whole = plan_for(**settings).processes[1].config.runner
+    half = plan_for(**settings, gpu_memory_utilization=0.45).processes[1].config.runner
+    backend = SimpleNamespace(memory_bytes=lambda: 1000)
+    assert [device_bytes(runner, backend) for runner in (whole, half)] == [450, 225]
+    for share in (0.0, 1.01, math.nan):
+        with pytest.raises(ConfigError, match="gpu_memory_utilization must be above 0"):
+            check(ServeSettings(gpu_memory_utilization=share))
 
 
 def runners_on(gpus, **kwargs):
@@ -236,7 +252,7 @@ def test_each_worker_has_a_gpu_as_far_as_there_are_enough(gpus, prefill, decode,
     runners = list(runners_on(gpus, prefill=prefill, decode=decode).values())
     assert [runner.ordinal for runner in runners] == placed
     together = max(placed.count(gpu) for gpu in gpus)
-    assert {runner.device_share for runner in runners} == {0.9 / together}
+    assert {runner.device_sharers for runner in runners} == {together}
 
 
 def test_workers_on_the_cpu_take_no_gpu():

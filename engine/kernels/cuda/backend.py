@@ -235,6 +235,10 @@ class CudaBackend(_BlockMoves):
         """Return a stream for asynchronous moves of the pool's blocks."""
         return BlockStream(self.device, pool, self.marks, nbytes)
 
+    def free_bytes(self) -> int:
+        """Return the bytes of the GPU's memory that no process uses."""
+        return self.device.free_bytes()
+
     def memory_bytes(self) -> int:
         """Return the GPU's total memory in bytes."""
         return self.device.memory_bytes()

@@ -330,6 +330,12 @@ class CupyDevice:
         with self._fate, self._lock, self._device:
             return {k.name: int(f.local_size_bytes) for k, f in self._functions.items()}
 
+    def free_bytes(self) -> int:
+        """Return the bytes that no process uses; unused blocks of CuPy's pool become free."""
+        with self._device:
+            self._cupy.get_default_memory_pool().free_all_blocks()
+            return int(self._cupy.cuda.runtime.memGetInfo()[0])
+
     def memory_bytes(self) -> int:
         """Return the GPU's total memory, used or not."""
         with self._device:

@@ -151,6 +151,10 @@ class Device(Protocol):
         """
         ...
 
+    def free_bytes(self) -> int:
+        """Return the bytes of the GPU's memory that no process uses."""
+        ...
+
     def memory_bytes(self) -> int:
         """Return the total memory of the device in bytes."""
         ...

@@ -57,8 +57,8 @@ def test_memory_is_chosen_by_what_is_free_on_the_node():
 
 
 def test_the_gpu_that_ray_gives_is_always_device_0():
-    runner = placed(worker(backend="cuda", ordinal=3, device_share=0.1), HEAD).config.runner
-    assert (runner.ordinal, runner.device_share) == (0, 0.9)
+    runner = placed(worker(backend="cuda", ordinal=3, device_sharers=9), HEAD).config.runner
+    assert (runner.ordinal, runner.device_sharers) == (0, 1)
 
 
 def test_a_key_folder_in_a_home_folder_is_that_of_the_node(monkeypatch):
