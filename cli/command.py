@@ -21,8 +21,8 @@ from .parser import EXIT_USAGE, Parser, did_you_mean, warn
 
 VERBS = (
     "serve", "launch", "gateway", "demo", "generate", "chat", "embed", "speak", "draw", "bench",
-    "plan", "status", "top", "trace", "wait-ready", "scale", "drain", "rollout", "down", "keygen",
-    "ray-config", "ray-certs", "install", "doctor", "completion",
+    "plan", "status", "top", "trace", "wait-ready", "scale", "drain", "role", "rollout", "down",
+    "keygen", "ray-config", "ray-certs", "install", "doctor", "completion",
 )  # fmt: skip
 """The commands. Each command has a module with the same name."""
 

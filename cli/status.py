@@ -17,7 +17,7 @@ import msgspec
 
 from baton.client import Client
 from baton.deploy.controller.admin import Overview
-from baton.deploy.controller.backend import GATEWAY, ROUTER
+from baton.deploy.controller.backend import GATEWAY, POOLS, ROUTER
 from baton.deploy.controller.health import DEGRADED
 from baton.deploy.local.banner import dashboard_of
 from baton.deploy.messages import counted, duration, mebibytes
@@ -223,6 +223,11 @@ def describe(report: ClusterReport, *, verbose: bool = False, memory: str = "") 
         "",
         f"{head} {'restarts':>8}  {'device':<19}  endpoint",
         *(_worker_line(worker) for worker in report.workers),
+        *(
+            f"* {worker.id} is a {worker.role} worker"
+            for worker in report.workers
+            if _changed_role(worker)
+        ),
         "",
         (
             f"handoffs: {totals.count}, {mebibytes(totals.bytes_sent)} sent, "
@@ -315,10 +320,20 @@ def _worker_line(worker: WorkerReport) -> str:
     left = not worker.alive and worker.reason == DRAINED
     state = "left" if left else worker.state
     return (
-        f"{worker.id:<12} {state:<9} {worker.pid:>7} {worker.requests_running:>7} "
+        f"{_name(worker):<12} {state:<9} {worker.pid:>7} {worker.requests_running:>7} "
         f"{worker.requests_waiting:>7} {blocks:>12} {worker.restarts:>8}  "
         f"{worker.device_title:<19}  {worker.endpoint}"
     )
+
+
+def _name(worker: WorkerReport) -> str:
+    """Return the worker's id, with a star if its role is another one than the id says."""
+    return f"{worker.id} *" if _changed_role(worker) else worker.id
+
+
+def _changed_role(worker: WorkerReport) -> bool:
+    began = worker.id.partition("-")[0]
+    return began in POOLS and began != worker.role
 
 
 def describe_handoff(record: HandoffRecord) -> str:

@@ -31,6 +31,7 @@ from baton.runtime.net.sockets import Context, RouterChannel
 from baton.runtime.process.log import get_logger
 from baton.runtime.process.main import (
     LoadProgress,
+    MakeShell,
     leave,
     process_seal,
     run_incarnations,
@@ -40,6 +41,7 @@ from baton.runtime.process.main import (
 from baton.worker.kv_publisher import kv_publisher
 from baton.worker.labels import worker_labels
 from baton.worker.membership import Membership, WorkerIdentity
+from baton.worker.roles import Loaded, serve_roles
 
 from .config import DecodeWorkerConfig
 from .shell import DecodeShell
@@ -73,16 +75,24 @@ def serve(config: DecodeWorkerConfig) -> int:
     """Load the model, register with the routers, run until drained or terminated."""
     config = msgspec.structs.replace(config, runner=with_folder(config.runner))
     keys = load_keys(config.keys, DECODE, config.worker_id)
-    draws = folder_task(config.runner.model, config.runner.task) == DRAW
-    runner = _load_denoiser(config) if draws else _load_text(config)
-    audio = None
+    if folder_task(config.runner.model, config.runner.task) == DRAW:
+        return run_incarnations(keys, shells(config, Loaded(_load_denoiser(config))))
+    return serve_roles(config, Loaded(_load_text(config)), keys)
+
+
+CONFIG = DecodeWorkerConfig
+
+
+def shells(config: DecodeWorkerConfig, loaded: Loaded) -> MakeShell:
+    """Return what makes incarnations of a decode worker on a loaded model."""
+    runner, audio = loaded.runner, None
     if runner.card.audio is not None:
         audio = load_audio(config.runner.model, codec_kernels(runner.backend))[1]
 
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> DecodeShell:
         return _shell(config, runner, audio, loop, context, doors)
 
-    return run_incarnations(keys, make)
+    return make
 
 
 def _load_text(config: DecodeWorkerConfig) -> StepRunner:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from baton.engine.loading.loader import RunnerConfig
@@ -28,6 +30,7 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     :mod:`baton.worker.kv_publisher`.
     """
 
+    role: Literal["decode"] = "decode"
     worker_id: str
     endpoint: str
     routers: dict[str, str]

@@ -41,6 +41,7 @@ from baton.runtime.process.main import (
 from baton.worker.kv_publisher import KvPublisher, kv_publisher
 from baton.worker.labels import worker_labels
 from baton.worker.membership import Membership, WorkerIdentity
+from baton.worker.roles import Loaded, serve_roles
 
 from .config import PrefillWorkerConfig
 from .embed_shell import EmbedShell
@@ -54,11 +55,15 @@ def serve(config: PrefillWorkerConfig) -> int:
     config = msgspec.structs.replace(config, runner=with_folder(config.runner))
     keys = load_keys(config.keys, PREFILL, config.worker_id)
     task = folder_task(config.runner.model, config.runner.task)
-    make = _load_embedder(config) if task == EMBED else _load_steps(config, task)
-    return run_incarnations(keys, make)
+    if task == EMBED:
+        return run_incarnations(keys, _load_embedder(config))
+    loaded = _load_steps(config, task)
+    if task == DRAW:
+        return run_incarnations(keys, shells(config, loaded))
+    return serve_roles(config, loaded, keys)
 
 
-def _load_steps(config: PrefillWorkerConfig, task: str) -> MakeShell:
+def _load_steps(config: PrefillWorkerConfig, task: str) -> Loaded:
     """Load a text model, or the text encoders of a picture model."""
     owner = PoolOwner()
     shared = config.share_pool and can_share()
@@ -70,7 +75,16 @@ def _load_steps(config: PrefillWorkerConfig, task: str) -> MakeShell:
         runner = load_encoder(config.runner, LoadProgress(), allocate)
     else:
         runner = load_runner(config.runner, LoadProgress(), allocate, weights=weights_memory())
-    ticket = owner.ticket if runner.backend.on_host else _device_ticket(config, runner)
+    return Loaded(runner, owner.ticket)
+
+
+CONFIG = PrefillWorkerConfig
+
+
+def shells(config: PrefillWorkerConfig, loaded: Loaded) -> MakeShell:
+    """Return what makes incarnations of a prefill worker on a loaded model."""
+    runner = loaded.runner
+    ticket = loaded.ticket if runner.backend.on_host else _device_ticket(config, runner)
 
     def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:
         keys = None if doors is None else doors.ring

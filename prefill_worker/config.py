@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from baton.engine.loading.loader import RunnerConfig
@@ -31,6 +33,7 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     last.
     """
 
+    role: Literal["prefill"] = "prefill"
     worker_id: str
     endpoint: str
     routers: dict[str, str]

@@ -221,9 +221,28 @@ class Cluster:
         self.network.after(DETECT_S, lambda: self._notice(node, identity))
         self.network.after(self.shape.restart_s, lambda: self._restart(node))
 
+    def turned(self, node: WorkerNode[Any]) -> None:
+        """Let the peers notice the end of an incarnation; the next one has the other role.
+
+        The process goes on, so nothing certifies its end.
+        """
+        identity = node.identity
+        self.network.after(DETECT_S, lambda: self._notice(node, identity))
+        self.network.after(FLAP_S, lambda: self._restart(node))
+
     def _restart(self, node: Node) -> None:
         if node in self.nodes:
-            node.start()
+            self._in_its_role(node).start()
+
+    def _in_its_role(self, node: Node) -> Node:
+        """Return the node, or its successor in the other pool if it changes its role."""
+        if not isinstance(node, WorkerNode) or not node.turning:
+            return node
+        other = DecodeNode if isinstance(node, PrefillNode) else PrefillNode
+        node.successor = successor = other(self, node.name, node.sizes)
+        self._pool_of(node).remove(node)
+        self._pool_of(successor).append(successor)
+        return successor
 
     def _notice(self, node: Node, identity: bytes) -> None:
         if isinstance(node, RouterNode):

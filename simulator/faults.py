@@ -65,6 +65,7 @@ class Storm:
             self._isolate: scenario.isolations,
             self._cut: scenario.cuts,
             self._drain: scenario.drains,
+            self._turn: scenario.turns,
             self._jump: scenario.jumps,
             self._slow: scenario.slow,
             self._misfit: scenario.misfits,
@@ -77,7 +78,7 @@ class Storm:
                 strike(random.choice(self._victims), when)
 
     def _crash(self, node: Node, when: float) -> None:
-        self._cluster.network.at(when, node.crash)
+        self._cluster.network.at(when, lambda: node.present.crash())
 
     def _raise(self, node: Node, when: float) -> None:
         """Plant an exception in the code of a router or worker; see :mod:`.own_errors`."""
@@ -101,10 +102,12 @@ class Storm:
     def _stop_for(self, node: Node, when: float, seconds: float) -> None:
         """Schedule SIGSTOP and SIGCONT. A long stop makes the node's connections time out."""
         network = self._cluster.network
-        network.at(when, node.stop)
+        network.at(when, lambda: node.present.stop())
         if seconds > CONNECTION_S:
-            network.at(when + CONNECTION_S, lambda: self._cluster.timed_out(node, CONNECTION_S))
-        network.at(when + seconds, node.resume)
+            network.at(
+                when + CONNECTION_S, lambda: self._cluster.timed_out(node.present, CONNECTION_S)
+            )
+        network.at(when + seconds, lambda: node.present.resume())
 
     def _slow_step(self, node: Node, when: float) -> None:
         worker = self._random.choice(self._cluster.workers)
@@ -191,6 +194,22 @@ class Storm:
                 worker.when_up(worker.drain)()
 
         cluster.network.at(when, drain)
+
+    def _turn(self, node: Node, when: float) -> None:
+        """Change the role of a worker whose pool keeps another one."""
+        cluster, choice = self._cluster, self._random.random()
+        grace = self._random.choice((0.0, 0.1, 30.0))
+
+        def turn() -> None:
+            staying = [worker for worker in cluster.workers if not worker.turning]
+            roles = [worker.role for worker in staying]
+            able = [worker for worker in staying if roles.count(worker.role) > 1 and worker.alive]
+            if able:
+                worker = able[int(choice * len(able))]
+                worker.turning = True  # from the order on, also if it dies before it reads it
+                worker.when_up(partial(worker.turn, grace))()
+
+        cluster.network.at(when, turn)
 
     def _jump(self, node: Node, when: float) -> None:
         """Move a node's clock forward (resumed host, corrected clock): all its timers are due."""

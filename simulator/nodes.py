@@ -52,12 +52,18 @@ class Node:
         self.skew = 0.0  # offset of this machine's clock, seconds
         self.unchecked = 0  # events since its books were checked
         self.plants: list[Plant] = []  # exceptions still to be raised
+        self.successor: Node | None = None  # the same process in its next role
         self._backlog: list[Callable[[], None]] = []
 
     @property
     def now(self) -> float:
         """Time by the clock of the node's machine."""
         return self.cluster.network.now + self.skew
+
+    @property
+    def present(self) -> Node:
+        """The node of this process: another one after a change of role."""
+        return self if self.successor is None else self.successor.present
 
     @property
     def key(self) -> bytes:

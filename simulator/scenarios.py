@@ -50,11 +50,11 @@ class Scenario:
     engine never finishes a step), ``flaps`` (a connection breaks), ``partitions`` (one direction is
     blocked for a while), ``isolations`` (a router is cut off from all workers, all
     clients or both), ``cuts`` (a prefill and a decode worker cannot reach each other, in one
-    direction or both; ``cut_kinds`` as in :mod:`.faults`), ``drains``, ``jumps`` (a clock jumps
-    forward), ``slow`` (a client reads nothing for a while), ``misfits`` (a worker restarts with
-    another model), ``forgeries`` (certificates of all workers' deaths without the secrets),
-    ``raises`` (a core's own code raises an exception; ``raise_in``: only in events or messages with
-    these names). ``certificate_faults``: probability that a
+    direction or both; ``cut_kinds`` as in :mod:`.faults`), ``drains``, ``turns`` (a worker changes
+    its role), ``jumps`` (a clock jumps forward), ``slow`` (a client reads nothing for a while),
+    ``misfits`` (a worker restarts with another model), ``forgeries`` (certificates of all workers'
+    deaths without the secrets), ``raises`` (a core's own code raises an exception; ``raise_in``:
+    only in events or messages with these names). ``certificate_faults``: probability that a
     certificate is lost, late, repeated, or joined by forged ones. ``victims``: kinds of nodes that
     faults strike.
     Probabilities per request: ``cancels``, ``pins``, ``deadlines``, ``names`` (an id used before),
@@ -84,6 +84,7 @@ class Scenario:
     cuts: int = 0
     cut_kinds: tuple[str, ...] = ("both", "there", "back", "data", "control")
     drains: int = 0
+    turns: int = 0
     jumps: int = 0
     slow: int = 0
     misfits: int = 0
@@ -240,6 +241,13 @@ SCENARIOS: dict[str, Scenario] = {
     "deadline": Scenario(deadlines=0.8, stops=1, crashes=1, faults=NOISE, victims=EVERYONE),
     "pins": Scenario(pins=0.7, crashes=2, drains=1, stops=1, allowed=_PINNED),
     "drain": Scenario(drains=4, crashes=1, victims=("router",), cancels=0.1, answer=60),
+    "roles": Scenario(turns=5, cancels=0.1, answer=60, load_s=1.5),
+    "roles-crash": Scenario(
+        turns=5, crashes=3, victims=EVERYONE, cancels=0.1, answer=60, load_s=1.5, allowed=UNLUCKY
+    ),
+    "roles-noise": Scenario(
+        turns=5, stops=2, cancels=0.1, answer=60, load_s=1.5, faults=NOISE, allowed=UNLUCKY
+    ),
     "rolling": Scenario(drains=6, cancels=0.1, answer=60, load_s=0.6),
     "rolling-pauses": Scenario(
         drains=6,

@@ -128,6 +128,7 @@ class WorkerNode(Node, Generic[C]):
         self.card = self.make_card()
         self.endpoint = f"ipc:///simulated/{name}"
         self.hangs = self.misfit = False
+        self.turning = False  # the process goes on in the other role
         self.nonce = b""  # of this incarnation, in a cluster with keys
         self.secret = b""  # only its supervisor has it
         self.slow_step = 0.0  # additional seconds for the next step
@@ -225,6 +226,21 @@ class WorkerNode(Node, Generic[C]):
         """Drain, as after SIGTERM."""
         self.feed(DrainRequested())
 
+    def turn(self, grace: float) -> None:
+        """Drain for an ordered change of role, ``grace`` seconds later at the latest."""
+        self.drain()
+        self.cluster.network.after(grace, self.when_up(self._turned))
+
+    def _turned(self) -> None:
+        """End this incarnation, not the process."""
+        self.cluster.stats["turned"] += 1
+        self.end()
+        self.cluster.turned(self)
+
+    def end(self) -> None:
+        """Lose all state."""
+        self.alive = False
+
     # ------------------------------------------------------------------ events
 
     def tick(self) -> None:
@@ -232,7 +248,10 @@ class WorkerNode(Node, Generic[C]):
         self.feed(Tick())
         if self.alive and self.core.is_drained:
             self.cluster.stats["drained"] += 1
-            self.crash()
+            if self.turning:
+                self._turned()
+            else:
+                self.crash()
 
     def feed(self, event: object) -> None:
         """Pass an event to the core, perform its actions, check the invariants."""
@@ -323,6 +342,11 @@ class EngineNode(WorkerNode[C]):
         if self.alive:
             self._preempted += self.scheduler.load().preemptions
         super().crash()
+
+    def end(self) -> None:
+        """Keep the preemption count for the results."""
+        self._preempted += self.scheduler.load().preemptions
+        super().end()
 
     def perform(self, action: object) -> None:
         """Perform an action as the shells of both roles would."""

@@ -32,7 +32,7 @@ from baton.runtime.process.clock import Clock
 from baton.runtime.process.compute import ComputeThread, TimeLimited
 from baton.runtime.process.log import get_logger
 from baton.runtime.process.log_limit import LogLimit
-from baton.runtime.process.main import EXIT_RESTART, TICK_S
+from baton.runtime.process.main import EXIT_RESTART, EXIT_TURN, TICK_S
 
 from .base_core import WorkerCore
 from .events import (
@@ -113,6 +113,7 @@ class WorkerHost(ABC):
         )  # fmt: skip
         self._clock = Clock(loop, self._tick, lambda: core.errors.unowned, self._break)
         self._log_limit = LogLimit()
+        self._drained_code = 0
         self.exit_code = 0
         self.own_error = False
 
@@ -154,8 +155,16 @@ class WorkerHost(ABC):
 
     def drain(self) -> None:
         """Accept no new work. Exit after the last request or after the grace period."""
+        self._drain_for(0)
+
+    def turn(self) -> None:
+        """Drain for a change of role. After the grace, other workers take over the requests."""
+        self._drain_for(EXIT_TURN)
+
+    def _drain_for(self, code: int) -> None:
+        self._drained_code = code
         self.feed(DrainRequested())
-        self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", 0))
+        self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", code))
 
     def close(self) -> bool:
         """Stop computing, then close the sockets. Return False if a step still runs."""
@@ -196,7 +205,7 @@ class WorkerHost(ABC):
         for event, keys in self._log_limit.due(self._loop.now()):
             _log.warning(event, **keys)
         if self._core.is_drained:
-            self._exit("drained", 0)
+            self._exit("drained", self._drained_code)
             return None
         return self._loop.now() + TICK_S
 
@@ -206,7 +215,7 @@ class WorkerHost(ABC):
         self._exit(reason, EXIT_RESTART)
 
     def _exit(self, reason: str, code: int) -> None:
-        say = _log.error if code else _log.info
+        say = _log.info if code in (0, EXIT_TURN) else _log.error
         say("worker.exit", reason=reason)
         self.exit_code = code
         self._flush()

@@ -53,6 +53,13 @@ class DrainWorker(Request, frozen=True, kw_only=True, tag="drain"):
     force: bool = False
 
 
+class TurnWorker(Request, frozen=True, kw_only=True, tag="turn"):
+    """Change the role of a worker, whose weights stay loaded."""
+
+    worker: Name
+    role: Name
+
+
 class RollOut(Request, frozen=True, kw_only=True, tag="rollout"):
     """Replace every process. ``changes``: settings to change, with their new values.
 
@@ -126,7 +133,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     paths: list[str] = []
 
 
-Requests = Ask | ScalePools | DrainWorker | RollOut | GoDown
+Requests = Ask | ScalePools | DrainWorker | TurnWorker | RollOut | GoDown
 Answers = Progress | Result | Overview
 
 Kind = TypeVar("Kind")

@@ -107,6 +107,16 @@ class Backend(Protocol):
         MemberEnded follows. A second call sends SIGTERM again and restarts the grace.
         """
 
+    def turn(self, spec: MemberSpec) -> None:
+        """Let a running worker drain and go on in the role of ``spec``, on its loaded model.
+
+        After a crash the worker is restarted in that role. Call it only without a refusal.
+        """
+
+    def turn_refusal(self) -> str:
+        """Return why workers cannot change their role here, in one sentence, or an empty text."""
+        ...
+
     def kill(self, name: str) -> None:
         """Kill a member and its child processes permanently. MemberEnded follows."""
 

@@ -49,6 +49,7 @@ from .events import (
     RequestResources,
     Rollout,
     Scale,
+    Turn,
     Waiters,
 )
 from .members import Member, Stage, View
@@ -111,6 +112,8 @@ class ControllerCore:
                 return self._scale(event)
             case Drain():
                 return self._drain(event, now)
+            case Turn():
+                return self._turn(event, now)
             case Rollout():
                 return self._begin_rollout(event)
             case Down():
@@ -184,6 +187,38 @@ class ControllerCore:
         if any(map(self.pools.serves, others)):
             return False
         return member.active and (member.stage is Stage.READY or not others)
+
+    def _turn(self, event: Turn, now: float) -> list[Action]:
+        member = self.pools.members.get(event.worker)
+        problem = self._turn_refusal(member, event)
+        if problem or member is None:
+            return [Answer(event.ticket, Outcome.FAILED, problem)]
+        replaced = self._waiters.end_scales("replaced by a later change of role")
+        turn = self.pools.turn(member, event.role, now)
+        self._waiters.scales.append(event.ticket)
+        text = describe_targets(self.pools.sizes())
+        return [*replaced, Answer(event.ticket, Outcome.ACCEPTED, text), turn]
+
+    def _turn_refusal(self, member: Member | None, event: Turn) -> str:
+        """Return why a worker cannot change its role, or an empty text."""
+        if self._ending:
+            return GOING_DOWN
+        if self.rollout is not None:
+            return f"a rollout is running, {self.rollout.progress(self.pools)}"
+        if member is None or member.role not in POOLS:
+            known = ", ".join(sorted(each.name for each in self.pools.members.workers()))
+            return f"no worker {event.worker[:80]!r}; workers: {known or 'none'}"
+        if event.role not in POOLS:
+            return f"no role {event.role[:80]!r}; roles: {', '.join(POOLS)}"
+        if member.role == event.role:
+            return f"{member.name} is a {member.role} worker already"
+        if member.stage is not Stage.READY:
+            return f"{member.name} is {member.stage.value}; only a ready worker changes its role"
+        if self._is_last(member):
+            return _last(member)
+        sizes = dict(self.pools.targets)
+        sizes[member.role], sizes[event.role] = sizes[member.role] - 1, sizes[event.role] + 1
+        return scale_refusal(sizes, self.bounds)
 
     def rollout_refusal(self) -> str:
         """Return why no rollout can begin now, or an empty text if one can."""

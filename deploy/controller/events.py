@@ -50,6 +50,15 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """An order to change the role of a worker, on its loaded model."""
+
+    ticket: object
+    worker: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """Replace every member by a member of ``revision``, whose settings the shell has.
 
@@ -75,6 +84,7 @@ Event = (
     | Scale
     | Measured
     | Drain
+    | Turn
     | Rollout
     | Down
     | Reported
@@ -103,6 +113,15 @@ class DrainMember:
     """Order every router to drain this worker."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMember:
+    """Let a worker drain and go on in this role, with the settings of ``revision``."""
+
+    name: str
+    role: str
+    revision: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +171,17 @@ class End:
     code: int
 
 
-Action = StartMember | DrainMember | StopMember | KillMember | RequestResources | Log | Answer | End
+Action = (
+    StartMember
+    | DrainMember
+    | TurnMember
+    | StopMember
+    | KillMember
+    | RequestResources
+    | Log
+    | Answer
+    | End
+)
 
 
 @dataclass(slots=True)

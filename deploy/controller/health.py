@@ -29,6 +29,8 @@ def problems(pools: Pools, now: float) -> list[str]:
 def _problem(member: Member, now: float) -> str:
     if not member.active:
         return ""
+    if member.turning and not member.cause:
+        return ""
     if member.cause and member.restart_at:
         wait = max(0.0, member.restart_at - now)
         return f"{member.name} is down: {member.cause}; restart {member.ends} in {wait:.1f} s"

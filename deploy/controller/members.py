@@ -45,6 +45,8 @@ class Member:
     drain_sent_at: float = 0.0
     waits_for: str = ""
     """Why the member has no host yet."""
+    turning: bool = False
+    """The worker drains its former role, or registers in its new one."""
     cause: str = ""
     """Why its last process ended; empty after the member is ready again."""
     ends: int = 0
@@ -78,25 +80,30 @@ class Member:
 
 @dataclass(slots=True)
 class View:
-    """The last report of one router: state and reason of each worker, and the router's requests.
+    """The last report of one router: state, reason and role of each worker, and its requests.
 
     By name and pid: workers with different keys may state one name.
     """
 
-    workers: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
+    workers: dict[tuple[str, int], tuple[str, str, str]] = field(default_factory=dict)
     in_flight: int = 0
 
     @classmethod
     def of(cls, report: ClusterReport) -> View:
         """Extract the view from a report."""
-        workers = {(w.id, w.pid): (w.state, w.reason) for w in reversed(report.workers)}
+        workers = {(w.id, w.pid): (w.state, w.reason, w.role) for w in reversed(report.workers)}
         return cls(workers, report.router.requests.in_flight)
 
     def state(self, member: Member) -> str:
-        """State of the member's present process; empty if the router has not seen the process."""
+        """State of the member's present process; empty if the router has not seen it in its role.
+
+        The former role of a worker that changes it is draining, and no matter of its new pool.
+        """
         if not member.pid:
             return ""
-        state, reason = self.workers.get((member.name, member.pid), ("", ""))
+        state, reason, role = self.workers.get((member.name, member.pid), ("", "", ""))
+        if role != member.role:
+            return ""
         return "left" if state == "dead" and reason == DRAINED else state
 
 
@@ -129,9 +136,12 @@ class Members:
         return self._members.pop(name, None)
 
     def free_name(self, role: str) -> str:
-        """Return ``role-N`` with the lowest free N."""
-        taken = {member.index for member in self.of_role(role)}
-        return f"{role}-{next(n for n in range(len(taken) + 1) if n not in taken)}"
+        """Return ``role-N`` with the lowest free N.
+
+        A worker that changed its role keeps its name.
+        """
+        names = (f"{role}-{number}" for number in range(len(self._members) + 1))
+        return next(name for name in names if name not in self._members)
 
     def of_role(self, role: str) -> list[Member]:
         """Return all members of a role, in any stage."""

@@ -14,7 +14,7 @@ import msgspec
 from ..supervise.core import Log
 from ..supervise.restart import RestartPolicy
 from .backend import GATEWAY, POOLS, ROUTER
-from .events import Action, DrainMember, StartMember, StopMember
+from .events import Action, DrainMember, StartMember, StopMember, TurnMember
 from .members import Member, Members, Stage
 
 
@@ -82,6 +82,17 @@ class Pools:
         member.enter(Stage.DRAINING, now)
         member.drain_sent_at = now
         return DrainMember(member.name)
+
+    def turn(self, member: Member, role: str, now: float) -> TurnMember:
+        """Let a ready worker drain and go on in another role. It belongs to the new pool at once.
+
+        Both targets follow, so that no other worker is started or drained for it.
+        """
+        self.targets[member.role] = max(0, self.targets[member.role] - 1)
+        self.targets[role] += 1
+        member.role, member.turning = role, True
+        member.enter(Stage.STARTING, now)
+        return TurnMember(member.name, role, member.revision)
 
     def shrink(self, role: str, others: int) -> None:
         """Lower a pool's target by one, because a worker leaves and ``others`` remain.
@@ -251,7 +262,7 @@ class Pools:
         """Mark a starting member as ready. Returns its name if it had crashed."""
         member.enter(Stage.READY, now)
         back = [member.name] if member.cause else []
-        member.was_ready, member.cause = True, ""
+        member.was_ready, member.turning, member.cause = True, False, ""
         return back
 
     # ------------------------------------------------------------- progress

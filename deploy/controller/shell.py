@@ -27,6 +27,7 @@ from baton.runtime.process.log import get_logger
 from ..autoscale.pilot import Pilot, pilot_of
 from ..plan.bounds import scale_refusal
 from ..plan.plan import ClusterPlan, key_folder
+from ..plan.prepare import turn_refusal
 from ..plan.revisions import Revisions
 from ..report import ClusterReport, parse_report
 from ..supervise.core import Log, Phase, Reported, Tick
@@ -43,8 +44,9 @@ from .admin import (
     Result,
     RollOut,
     ScalePools,
+    TurnWorker,
 )
-from .backend import POOLS, Backend, MemberEnded, MemberEvent
+from .backend import POOLS, Backend, MemberEnded, MemberEvent, MemberSpec
 from .core import ControllerCore
 from .events import Action, Answer, Event, Outcome
 from .health import DEGRADED, OK, problems
@@ -326,6 +328,9 @@ class ControllerShell:
                 self.feed(events.Scale(ticket, targets))
             case DrainWorker(worker=worker, force=force):
                 self.feed(events.Drain(ticket, self._named(worker), force=force))
+            case TurnWorker(worker=worker, role=role):
+                self._check_turn()
+                self.feed(events.Turn(ticket, self._named(worker), role))
             case RollOut():
                 self._roll_out(ticket, request)
             case GoDown(at_once=at_once):
@@ -339,6 +344,13 @@ class ControllerShell:
         problem = problem or self.backend.refusal({**self.core.pools.targets, **workers})
         if problem:
             raise InputError(problem)
+
+    def _check_turn(self) -> None:
+        """Raise ConfigError if no worker of this cluster can change its role."""
+        settings = self._revisions.settings(self.core.pools.revision)
+        problem = self.backend.turn_refusal() or turn_refusal(settings)
+        if problem:
+            raise ConfigError(problem)
 
     def _named(self, worker: str) -> str:
         """Return a worker's name, given its name or endpoint."""
@@ -421,6 +433,8 @@ class ControllerShell:
             case events.DrainMember(name):
                 for monitor in self._monitors:
                     monitor.drain(name)
+            case events.TurnMember():
+                self.backend.turn(self._spec(action.name, action.role, action.revision))
             case events.StopMember(name, grace):
                 self.backend.stop(name, grace)
             case events.KillMember(name):
@@ -437,11 +451,12 @@ class ControllerShell:
 
     def _start(self, action: events.StartMember) -> None:
         try:
-            spec = self._revisions.spec(
-                action.name, action.role, action.revision, self.core.pools.gateways
-            )
+            spec = self._spec(action.name, action.role, action.revision)
         except (BatonError, OSError) as problem:
             why = problem if isinstance(problem, ConfigError) else f"cannot be started: {problem}"
             self.feed(MemberEnded(action.name, 1, str(why), refused=True))
             return
         self.backend.start(spec)
+
+    def _spec(self, name: str, role: str, revision: int) -> MemberSpec:
+        return self._revisions.spec(name, role, revision, self.core.pools.gateways)

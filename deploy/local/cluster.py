@@ -63,6 +63,14 @@ class LocalBackend:
         """SIGTERM, and SIGKILL ``grace`` seconds later."""
         self._children.stop(name, grace)
 
+    def turn(self, spec: MemberSpec) -> None:
+        """Let a worker change its role."""
+        self._children.turn(spec.process)
+
+    def turn_refusal(self) -> str:
+        """Return an empty text: children of this machine can change their role."""
+        return ""
+
     def kill(self, name: str) -> None:
         """SIGKILL."""
         self._children.stop(name, 0.0)

@@ -252,13 +252,19 @@ def resolve_plan(
 
 
 def process_of(
-    name: str, settings: ServeSettings, book: AddressBook, cluster_key: str, kv_default: int
+    name: str,
+    settings: ServeSettings,
+    book: AddressBook,
+    cluster_key: str,
+    kv_default: int,
+    role: str = "",
 ) -> ProcessSpec:
     """Make the process specification of a member. The name's prefix is the role.
 
-    For a gateway, reads the file of API keys. Raises ConfigError.
+    ``role``: the present role of a worker that changed it. For a gateway, reads the file of API
+    keys. Raises ConfigError.
     """
-    role = role_of(name)
+    role = role or role_of(name)
     if role == ROUTER:
         return _router(settings, book, cluster_key, name)
     if role == GATEWAY:
@@ -270,7 +276,7 @@ def process_of(
 
 
 def role_of(name: str) -> str:
-    """Return the role of a member, which is the prefix of its name."""
+    """Return the role in which a member began, which is the prefix of its name."""
     return name.partition("-")[0]
 
 

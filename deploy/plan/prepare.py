@@ -17,7 +17,7 @@ from baton.engine.kernels.backend import Gpu
 from baton.engine.kernels.cuda.cupy_device import INSTALL_CUPY, checked_gpu, cupy_is_installed
 from baton.engine.kernels.shared_weights import has_huge_pages
 from baton.engine.loading.checkpoint import load_checkpoint
-from baton.engine.loading.embedding_config import DRAW, EMBED
+from baton.engine.loading.embedding_config import DRAW, EMBED, GENERATE
 from baton.engine.loading.loader import DEFAULT_KV_BYTES, folder_task
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.loading import longest_row
@@ -100,6 +100,21 @@ def check_model(settings: ServeSettings) -> None:
     if settings.mode == COLOCATED:
         raise ConfigError("mode colocated cannot serve a picture model, which needs both pools")
     open_folder(folder)
+
+
+def turn_refusal(settings: ServeSettings) -> str:
+    """Return why the workers of this cluster cannot change their role, or an empty text."""
+    if settings.keys:
+        return "a worker of a cluster with keys cannot change its role, which its key names"
+    if settings.mode == COLOCATED:
+        return f"mode {COLOCATED} has one role only"
+    folder = model_folder(settings)
+    if folder_task(folder, settings.task) != GENERATE:
+        return "only workers of a model that generates text can change their role"
+    sees = hasattr(load_checkpoint(folder).config, "vision")
+    if sees and settings.mode == "disaggregated":
+        return "decode workers of this mode have no vision tower, so they cannot compute prompts"
+    return ""
 
 
 def check_tokenizer(settings: ServeSettings) -> None:

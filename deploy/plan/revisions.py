@@ -73,7 +73,7 @@ class Revisions:
         settings = self._settings[revision]
         if gateways:
             settings = msgspec.structs.replace(settings, gateways=gateways)
-        process = process_of(name, settings, plan.book, plan.cluster_key, self.kv_default)
+        process = process_of(name, settings, plan.book, plan.cluster_key, self.kv_default, role)
         if settings.log_format == "json":
             process = msgspec.structs.replace(process, json_log=True)
         return MemberSpec(name=name, role=role, revision=revision, process=process)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from baton.proto.errors import BatonError
+from baton.proto.errors import BatonError, InternalError
 from baton.runtime.net.loop import Loop
 from baton.runtime.process.log import get_logger
 
@@ -339,6 +339,14 @@ class RayBackend:
     def stop(self, name: str, grace: float) -> None:
         """See ``Backend``."""
         self._watch.put(partial(self._watch.stop, name, grace))
+
+    def turn(self, spec: MemberSpec) -> None:
+        """Never called, because of :meth:`turn_refusal`."""
+        raise InternalError(f"{spec.name}: {self.turn_refusal()}")
+
+    def turn_refusal(self) -> str:
+        """Return why the actors do not change the role of their workers."""
+        return "under Ray a worker cannot change its role; change both pools with baton scale"
 
     def kill(self, name: str) -> None:
         """See ``Backend``."""

@@ -112,6 +112,24 @@ class Children:
         """Stop a child permanently: SIGTERM, and SIGKILL ``grace`` seconds later."""
         self._decide(Remove(name, grace))
 
+    def turn(self, spec: ProcessSpec) -> None:
+        """Let a worker change its role: it drains, and goes on with the settings of ``spec``.
+
+        Every later start has these settings too. A process that does not serve yet, and so cannot
+        read the order, is killed; its restart has the new role.
+        """
+        if spec.name not in self._specs:
+            return
+        self._specs[spec.name] = spec
+        child = self._children.get(spec.name)
+        if child is None:
+            return
+        self._folder().write(f"{spec.name}.json", spec.config_json())
+        if self.quiet(spec.name) is None:
+            child.kill()
+        else:
+            child.turn()
+
     def kill_process(self, name: str, pid: int) -> None:
         """Kill the child's process group if its process is still ``pid``; it is restarted."""
         if self.pid(name) == pid:

@@ -25,6 +25,7 @@ import msgspec
 from baton.proto.errors import BatonError
 from baton.proto.wire.proofs import seal_of
 from baton.runtime.keys.api_keys import KEY_VARIABLE
+from baton.runtime.process.main import TURN_SIGNAL
 
 from ..controller.backend import POOLS
 from .certificates import new_secret
@@ -132,6 +133,11 @@ class Child:
         """Send SIGTERM for an orderly exit."""
         with contextlib.suppress(ProcessLookupError):
             self._popen.terminate()
+
+    def turn(self) -> None:
+        """Send the order to change the role."""
+        with contextlib.suppress(ProcessLookupError):
+            self._popen.send_signal(TURN_SIGNAL)
 
     def kill(self) -> None:
         """Kill the whole process group with SIGKILL."""

@@ -38,6 +38,10 @@ from .os_settings import on_stop_signal
 
 EXIT_RESTART = 4
 """The incarnation ended; the process may start another one or be restarted."""
+EXIT_TURN = 5
+"""The incarnation was drained for a change of role; the process starts one of the other role."""
+TURN_SIGNAL = signal.SIGUSR1
+"""The supervisor's order to change the role, after it has written the new settings."""
 TICK_S = 0.05
 """Seconds between two timer evaluations of a worker's core."""
 SIGN_OF_LIFE = "process.alive"
@@ -58,6 +62,7 @@ _log = get_logger()
 _supervised = False
 _seal = b""
 _weights = -1
+_settings_path = ""
 
 
 def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -> int:
@@ -66,7 +71,7 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     Prepares the process and returns the exit code. A :class:`BatonError` or MemoryError gives one
     log line without a traceback, and exit code 1.
     """
-    global _supervised, _seal, _weights
+    global _supervised, _seal, _weights, _settings_path
     os_settings.limit_blas_threads(1)
     os_settings.recycle_large_buffers()
     raise_open_files()
@@ -87,6 +92,7 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
         os_settings.die_with_parent(options.parent, signal.SIGKILL)
         never_block()
         _supervised = True
+    _settings_path = options.config
     try:
         config = load_settings(options.config, kind)
         if computes and options.threads is not None:
@@ -109,6 +115,11 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
 def _with_threads(config: Any, threads: int) -> Any:
     """Set the compute threads of a worker's settings."""
     return replace(config, runner=replace(config.runner, threads=threads))
+
+
+def settings_path() -> str:
+    """Return the path of this process's settings file, which a change of role rewrites."""
+    return _settings_path
 
 
 def process_seal() -> bytes:
@@ -148,6 +159,10 @@ class Shell(Protocol):
         """Finish all requests, then stop the loop."""
         ...
 
+    def turn(self) -> None:
+        """Finish all requests, then stop the loop with :data:`EXIT_TURN`."""
+        ...
+
     def close(self) -> bool:
         """Close the sockets; return whether another incarnation can use the loaded model.
 
@@ -166,7 +181,7 @@ def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
     the routers declared an incarnation dead, unless the model cannot be used again. An incarnation
     that an exception of the worker's own code ended is followed by another one too, with empty
     books; after :data:`MAX_OWN_ERRORS` of them in a row the process ends, because then the error is
-    not in the books.
+    not in the books. :data:`EXIT_TURN`: the caller can start an incarnation of the other role.
     """
     in_a_row = 0
     while True:
@@ -174,7 +189,7 @@ def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
         began = time.monotonic()
         code, ended, own_error = _run_one(keys, make)
         if code != EXIT_RESTART or not ended:
-            return code
+            return code if ended or code != EXIT_TURN else EXIT_RESTART
         served = time.monotonic() - began
         in_a_row = 0 if not own_error or served >= OWN_ERRORS_APART_S else in_a_row + 1
         if in_a_row >= MAX_OWN_ERRORS:
@@ -191,6 +206,7 @@ def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool, bool]:
     doors = None if keys is None else Doorkeeper(context, keys)
     shell = make(loop, context, doors)
     on_stop_signal(loop, partial(_stop, loop, shell))
+    loop.on_signal(TURN_SIGNAL, shell.turn)
     if doors is not None:
         doors.attach(loop)
     shell.start()

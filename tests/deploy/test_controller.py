@@ -9,6 +9,8 @@ from baton.deploy.controller.events import (
     Outcome,
     Rollout,
     Scale,
+    Turn,
+    TurnMember,
 )
 from baton.deploy.controller.health import problems
 from baton.deploy.controller.members import Stage
@@ -642,3 +644,71 @@ def settled_as_wanted(world: World) -> None:
     gateways = names(world, "gateway")
     assert len(gateways) == core.pools.gateways
     assert all(world.processes[name].ready for name in gateways)
+
+
+# --------------------------------------------------------------------------- changes of role
+
+
+def test_a_change_of_role_moves_a_worker_and_both_targets():
+    world = serving(prefill=1, decode=2)
+    ticket, pid = world.ticket(), world.processes["decode-1"].pid
+    world.feed(Turn(ticket, "decode-1", "prefill"))
+    assert world.core.pools.targets == {"prefill": 2, "decode": 1}
+    assert world.requested == {"router": 1, "prefill": 2, "decode": 1}
+    world.report("router")  # its former role drains: it is no ready prefill worker
+    assert world.core.pools.members.get("decode-1").stage is Stage.STARTING
+    assert problems(world.core.pools, world.now) == [] and ticket in world.open
+    world.settle(5)
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert names(world, "prefill") == {"prefill-0", "decode-1"}
+    assert world.processes["decode-1"].pid == pid
+    world.feed(Scale(world.ticket(), {"decode": 2}))  # the name is taken
+    assert names(world, "decode") == {"decode-0", "decode-2"}
+    world.feed(Turn(world.ticket(), "decode-1", "decode"))
+    world.settle(5)
+    assert names(world, "decode") == {"decode-0", "decode-1", "decode-2"}
+
+
+def test_a_worker_that_dies_in_its_change_comes_back_in_the_new_role():
+    world = serving(prefill=1, decode=2)
+    ticket = world.ticket()
+    world.feed(Turn(ticket, "decode-1", "prefill"))
+    world.crash(world.processes["decode-1"], for_good=False, ends=1)
+    assert any("decode-1" in line for line in problems(world.core.pools, world.now))
+    world.settle(5)
+    assert world.outcomes[ticket] is Outcome.DONE
+    assert names(world, "prefill") == {"prefill-0", "decode-1"}
+
+
+def test_the_core_refuses_impossible_changes_of_role():
+    world = serving(prefill=1, decode=2)
+
+    def refused(worker: str, role: str) -> str:
+        ticket = world.ticket()
+        (answer,) = world.core.handle(Turn(ticket, worker, role), world.now)
+        world.open.discard(ticket)
+        assert isinstance(answer, Answer) and answer.outcome is Outcome.FAILED
+        return answer.text
+
+    assert "is the last" in refused("prefill-0", "decode")
+    assert refused("decode-9", "prefill").startswith("no worker 'decode-9'; workers: decode-0")
+    assert refused("router", "prefill").startswith("no worker 'router'")
+    assert refused("decode-0", "cook") == "no role 'cook'; roles: prefill, decode"
+    assert refused("decode-0", "decode") == "decode-0 is a decode worker already"
+    (turn,) = [
+        action
+        for action in world.core.handle(Turn(world.ticket(), "decode-0", "prefill"), world.now)
+        if isinstance(action, TurnMember)
+    ]
+    assert (turn.name, turn.role) == ("decode-0", "prefill")
+    assert "only a ready worker changes its role" in refused("decode-0", "decode")
+    world.feed(Down())
+    assert refused("decode-1", "prefill") == "the cluster is going down"
+
+
+def test_a_change_of_role_waits_for_no_rollout():
+    world = serving(prefill=2, decode=2)
+    world.feed(Rollout(world.ticket(), 1))
+    ticket = world.ticket()
+    world.feed(Turn(ticket, "decode-0", "prefill"))
+    assert world.outcomes[ticket] is Outcome.FAILED

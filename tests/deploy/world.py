@@ -33,6 +33,8 @@ from baton.deploy.controller.events import (
     Scale,
     StartMember,
     StopMember,
+    Turn,
+    TurnMember,
 )
 from baton.deploy.controller.members import Stage
 from baton.deploy.controller.pools import ControllerLimits
@@ -57,6 +59,12 @@ class Process:
         self.left = False
         self.stopping = False
         self.lost = False  # disconnected from all routers
+        self.turns_to = ""  # the role after this drain
+
+    def turned(self) -> None:
+        """Go on in the new role, not registered yet."""
+        self.role, self.turns_to = self.turns_to or self.role, ""
+        self.drained_at, self.ready = None, False
 
 
 class World:
@@ -158,6 +166,10 @@ class World:
                 self.processes[name] = Process(action, self.pid)
             case DrainMember(name):
                 self.drain(self.processes[name])
+            case TurnMember(name, role):
+                process = self.processes[name]
+                assert process.role != role and process.ready and not process.stopping
+                process.turns_to, process.drained_at = role, self.now
             case StopMember(name):
                 self.stop(self.processes[name])
             case KillMember(name):
@@ -218,7 +230,8 @@ class World:
                 assert len(others) >= self.core.pools.gateways, "too few gateways left"
         elif not self.ending and process.ready and known and not process.left:
             assert process.drained_at is not None, f"{process.name} stopped without a drain"
-            assert self.now - process.drained_at >= GRACE, f"{process.name} stopped in its drain"
+            in_time = self.now - process.drained_at < GRACE and not process.turns_to
+            assert not in_time, f"{process.name} stopped in its drain"
         process.stopping = True
 
     # ------------------------------------------------------------- what may happen
@@ -257,7 +270,7 @@ class World:
         self.pid += 1
         process.pid, process.ready, process.left = self.pid, False, False
         process.lost = False
-        process.drained_at = None
+        process.turned()
         self.feed(MemberStarted(process.name, "", process.pid))
 
     def end(self, process: Process, event: MemberEnded) -> None:
@@ -272,6 +285,8 @@ class World:
             self.end(process, MemberEnded(process.name, 0 if process.ready else -15))
         elif process.left:
             self.end(process, MemberEnded(process.name, 0))
+        elif process.turns_to:
+            process.turned()
         elif process.drained_at is not None:
             process.left = True
         elif not process.ready:
@@ -314,6 +329,10 @@ class World:
             self.feed(Scale(self.ticket(), targets))
         elif kind < 0.5:
             self.feed(Measured({"prefill": self.rng.randint(0, 4), "decode": 3}))
+        elif kind < 0.6 and not self.restarts:  # Ray refuses a change of role
+            workers = [p.name for p in self.processes.values()]
+            name = self.rng.choice([*workers, "decode-99"])
+            self.feed(Turn(self.ticket(), name, self.rng.choice(POOLS)))
         elif kind < 0.65:
             workers = [p.name for p in self.processes.values() if p.role != ROUTER]
             name = self.rng.choice([*workers, "decode-99"])

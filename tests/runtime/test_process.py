@@ -8,13 +8,14 @@ import weakref
 import pytest
 
 from baton.runtime.process import main
-from baton.runtime.process.main import EXIT_RESTART, run_incarnations
+from baton.runtime.process.main import EXIT_RESTART, EXIT_TURN, run_incarnations
 
 
 class Shell:
     """Ends at once with a given code. Has a reference cycle, like a shell and its callbacks."""
 
-    def __init__(self, loop, exit_code, own_error=False):
+    def __init__(self, loop, exit_code, own_error=False, ended=True):
+        self.ended = ended
         self.exit_code = exit_code
         self.own_error = own_error
         self._loop = loop
@@ -26,8 +27,11 @@ class Shell:
     def drain(self):
         """Do nothing: there are never requests."""
 
+    def turn(self):
+        """Do nothing, as in a drain."""
+
     def close(self):
-        return True
+        return self.ended
 
 
 def test_an_incarnation_leaves_nothing_to_the_next_one():
@@ -62,3 +66,12 @@ def test_own_errors_in_a_row_end_the_process(monkeypatch, own_error, apart, live
     finally:
         gc.unfreeze()
     assert len(made) == lives
+
+
+@pytest.mark.parametrize(("ended", "code"), [(True, EXIT_TURN), (False, EXIT_RESTART)])
+def test_another_role_needs_a_model_that_no_step_uses(ended, code):
+    try:
+        shells = lambda loop, _context, _doors: Shell(loop, EXIT_TURN, ended=ended)  # noqa: E731
+        assert run_incarnations(None, shells) == code
+    finally:
+        gc.unfreeze()
