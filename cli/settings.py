@@ -95,6 +95,8 @@ HELP = {
     "metric": "your own classes for /metrics of the routers, separated by commas (default: none)",
     "labels": "labels of workers for your own policy, such as rack=r1,zone=a; with a worker's name "
     "before it, decode-1:rack=r2, of that worker alone (default: BATON_LABELS on each host)",
+    "kv_transport": "your own class that moves KV blocks from prefill to decode workers (default: "
+    "as handoff says)",
     "kv_events": "address at which workers publish the events of their prefix caches in vLLM's "
     "schema, such as tcp://127.0.0.1:5557; each further worker uses the next ports (port 0: any, "
     "see baton status --json; default: none)",
@@ -179,7 +181,7 @@ GROUPS = {
         "max_num_batched_tokens", "decode_max_num_batched_tokens", "step_time",
     ),
     "extensions": (
-        "decider", "metric", "labels", "extensions", "kv_events", "kv_events_topic",
+        "decider", "metric", "kv_transport", "labels", "extensions", "kv_events", "kv_events_topic",
     ),
     "autoscaling": (
         "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max", "slo_ttft",

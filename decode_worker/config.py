@@ -27,7 +27,7 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ``worker_timeout_s``: must equal the routers'; connections to them time out within it.
     ``keys``: key folder; if set, TCP sockets require CURVE. ``labels``: as
     :mod:`baton.worker.labels` parses them. ``kv_events``, ``kv_events_topic``: see
-    :mod:`baton.worker.kv_publisher`.
+    :mod:`baton.worker.kv_publisher`. ``kv_transport``, ``extensions``: as of prefill workers.
     """
 
     role: Literal["decode"] = "decode"
@@ -49,5 +49,7 @@ class DecodeWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     log_level: Level = "info"
     keys: str = ""
     labels: str = ""
+    kv_transport: str = ""
+    extensions: str = ""
     kv_events: str = ""
     kv_events_topic: str = "kv-events"

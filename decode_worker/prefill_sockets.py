@@ -18,6 +18,7 @@ import numpy as np
 from baton.engine.cache.paged_cache import Allocation
 from baton.engine.loading.loader import StepRunner
 from baton.kv_transfer.checksums import envelope_digest
+from baton.kv_transfer.custom import CustomTransport
 from baton.kv_transfer.device_frames import DeviceFrameWriter
 from baton.kv_transfer.frames import FrameWriter, Int32
 from baton.kv_transfer.receiver import Receiver
@@ -147,6 +148,7 @@ Unstored = Callable[[KVFrame, Exception], object]
 class DataSocket:
     """The bound socket for KV frames, and the pools of senders that this process has mapped.
 
+    ``transport``: gets payloads for the tickets that frames carry, if the settings name one.
     ``device``: writes frames on a GPU's transfer stream; None: frames are written at once.
     """
 
@@ -158,9 +160,11 @@ class DataSocket:
         device: DeviceFrameWriter | None,
         receiver: Receiver[Allocation],
         dropped: Counter[str],
+        transport: CustomTransport | None = None,
     ) -> None:
         self._channel = channel
         self._loop = loop
+        self._transport = transport
         self._receiver = receiver
         self._dropped = dropped
         self._log = LimitedLog(loop)
@@ -218,6 +222,13 @@ class DataSocket:
     ) -> None:
         """Write the payload of a located frame, or the blocks it names, into the pool."""
         payload = np.frombuffer(content, np.uint8)
+        if self._transport is not None and not header.shared and len(payload) != header.nbytes:
+            found = self._transport.get(payload.tobytes(), header.nbytes)
+            if found is None:
+                lost = False
+                stored(lost)
+                return
+            payload = found
         holder = self._receiver.owner(header.grant)
         owner = 0 if holder is None else holder.incarnation
         if self._device is not None and header.shared:

@@ -15,6 +15,7 @@ from baton.engine.loading.loader import StepRunner
 from baton.engine.loading.warm_up import warm_up
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.step_time import StepTime
+from baton.kv_transfer.custom import CustomTransport
 from baton.kv_transfer.device_frames import DeviceFrameWriter
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.receiver_grants import ReceiverConfig
@@ -71,7 +72,12 @@ class DecodeShell(TextHost):
         if self._stream is not None and self._moves is not None:
             device = DeviceFrameWriter(self._stream, self._moves.moves)
         self._peers = ControlSocket(control, loop, member.dropped)
-        self._data = DataSocket(data, loop, runner, device, self.core.receiver, member.dropped)
+        transport = None
+        if config.kv_transport:
+            transport = CustomTransport(config.kv_transport, config.extensions, self._fault)
+        self._data = DataSocket(
+            data, loop, runner, device, self.core.receiver, member.dropped, transport
+        )
 
     def start(self) -> None:
         """Start listening and ticking."""

@@ -129,6 +129,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefill_order: str = "auto"
     metric: str = ""
     labels: str = ""
+    kv_transport: str = ""
     kv_events: str = ""
     kv_events_topic: str = "kv-events"
     extensions: str = ""
@@ -431,4 +432,5 @@ def shares_memory(settings: ServeSettings) -> bool:
 
     Not with tcp sockets, because then the workers may run on different hosts.
     """
-    return settings.handoff == "auto" and settings.transport == "ipc"
+    ours = settings.handoff == "auto" and not settings.kv_transport
+    return ours and settings.transport == "ipc"

@@ -14,16 +14,28 @@ from .points import (
     Placing,
     Policy,
     Prompt,
+    Transport,
     Ways,
     WorkerFacts,
 )
-from .resolve import DECIDER, METRIC, ORDER, POLICY, ExtensionError, Point, is_extension, resolve
+from .resolve import (
+    DECIDER,
+    METRIC,
+    ORDER,
+    POLICY,
+    TRANSPORT,
+    ExtensionError,
+    Point,
+    is_extension,
+    resolve,
+)
 
 __all__ = [
     "DECIDER",
     "METRIC",
     "ORDER",
     "POLICY",
+    "TRANSPORT",
     "Decider",
     "Ended",
     "ExtensionError",
@@ -35,6 +47,7 @@ __all__ = [
     "Point",
     "Policy",
     "Prompt",
+    "Transport",
     "Ways",
     "WorkerFacts",
     "counter",

@@ -170,3 +170,15 @@ class Metric(Protocol):
     def families(self) -> Sequence[Family]:
         """Return the metrics for a scrape: :func:`counter`, :func:`gauge`, :func:`histogram`."""
         ...
+
+
+class Transport(Protocol):
+    """Moves payloads of KV blocks from prefill workers to decode workers."""
+
+    def put(self, payload: memoryview) -> bytes:
+        """Keep a payload, which is valid during this call only, and return a ticket for it."""
+        ...
+
+    def get(self, ticket: bytes, size: int) -> bytes | bytearray | memoryview:
+        """Return the payload of ``size`` bytes, at the decode worker; called once per ticket."""
+        ...

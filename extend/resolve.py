@@ -37,7 +37,8 @@ POLICY = Point("policy", {"choose": 2})
 DECIDER = Point("decider", {"local": 1})
 ORDER = Point("prefill_order", {"rank": 1})
 METRIC = Point("metric", {"ended": 1, "families": 0})
-POINTS = {point.name: point for point in (POLICY, DECIDER, ORDER, METRIC)}
+TRANSPORT = Point("kv_transport", {"put": 1, "get": 2})
+POINTS = {point.name: point for point in (POLICY, DECIDER, ORDER, METRIC, TRANSPORT)}
 
 
 def is_extension(value: str) -> bool:

@@ -45,6 +45,7 @@ class ClusterSettings(TypedDict, total=False):
     prefill_order: str
     metric: str
     labels: str
+    kv_transport: str
     kv_events: str
     kv_events_topic: str
     extensions: str

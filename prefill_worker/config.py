@@ -28,8 +28,9 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     them over. ``worker_timeout_s``: must equal the routers'; connections to them time out within
     it. ``keys``: key folder; if set, TCP sockets require CURVE. ``labels``: as
     :mod:`baton.worker.labels` parses them. ``order``: ``module:Class`` that orders waiting prompts;
-    empty: as ``slo_ttft`` says. ``kv_events``, ``kv_events_topic``: see
-    :mod:`baton.worker.kv_publisher`. ``extensions``: folder in which such a module is looked for
+    empty: as ``slo_ttft`` says. ``kv_transport``: ``module:Class`` that moves KV payloads.
+    ``kv_events``, ``kv_events_topic``: see :mod:`baton.worker.kv_publisher`.
+    ``extensions``: folder in which such a module is looked for
     last.
     """
 
@@ -58,6 +59,7 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     kv_events: str = ""
     kv_events_topic: str = "kv-events"
     order: str = ""
+    kv_transport: str = ""
     extensions: str = ""
 
 

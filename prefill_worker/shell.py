@@ -13,6 +13,7 @@ from baton.engine.loading.warm_up import warm_up
 from baton.engine.scheduling.plan import StepPlan
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.step_time import StepTime
+from baton.kv_transfer.custom import CustomTransport
 from baton.kv_transfer.device_frames import DeviceFramePacker, Release
 from baton.kv_transfer.frames import Bytes, FramePacker
 from baton.kv_transfer.sender import Sender
@@ -52,6 +53,9 @@ class PrefillShell(TextHost):
         order = None
         if config.order:
             order = CustomOrder(config.order, config.extensions, self._fault, loop.now)
+        self._transport: CustomTransport | None = None
+        if config.kv_transport:
+            self._transport = CustomTransport(config.kv_transport, config.extensions, self._fault)
         self.core = _make_core(config, runner, member, ticket, order)
         super().__init__(
             self.core, config, runner, config.runner.model, config.frame_bytes,
@@ -114,6 +118,13 @@ class PrefillShell(TextHost):
         send, table = action.send, action.block_table
 
         def sent(frame: KVFrame, payload: Bytes, release: Release | None = None) -> None:
+            if self._transport is not None and not action.shared:
+                ticket = self._transport.put(payload)
+                if ticket is not None:
+                    payload, read = ticket, release
+                    release = None
+                    if read is not None:
+                        read()
             self._sockets.send_frame(send.endpoint, frame, payload, release)
             _log.debug("frame.packed", frame=frame.index, layers=frame.layer_count)
             self.feed(events.Packed(send.key, frame.index, frame.checksum))

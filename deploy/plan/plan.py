@@ -18,7 +18,7 @@ from baton.decode_worker.config import DecodeWorkerConfig
 from baton.engine.loading.embedding_config import DRAW
 from baton.engine.loading.gguf_folder import is_gguf, local_folder
 from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
-from baton.extend import DECIDER, METRIC, ORDER, POLICY, Point, is_extension
+from baton.extend import DECIDER, METRIC, ORDER, POLICY, TRANSPORT, Point, is_extension
 from baton.gateway.config import GatewayConfig
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.router.config import STEP_SHARE, PolicyConfig, RouterConfig
@@ -347,6 +347,7 @@ def extensions_of(settings: ServeSettings) -> list[tuple[Point, str]]:
     return [
         *((point, name) for point, name in chosen if is_extension(name)),
         *([(DECIDER, settings.decider)] if settings.decider else []),
+        *([(TRANSPORT, settings.kv_transport)] if settings.kv_transport else []),
         *((METRIC, name) for name in _listed(settings.metric)),
     ]
 
@@ -401,6 +402,7 @@ def _prefill(
         order=settings.prefill_order if is_extension(settings.prefill_order) else "",
         extensions=extension_folder(settings),
         labels=labels_of(settings, name),
+        kv_transport=settings.kv_transport,
         kv_events=kv_events_of(settings, name),
         kv_events_topic=settings.kv_events_topic,
         max_active=settings.prefill_max_num_seqs,
@@ -424,7 +426,9 @@ def _decode(
         routers=dict(book.workers),
         runner=runner,
         max_batch=settings.max_num_seqs,
+        extensions=extension_folder(settings),
         labels=labels_of(settings, name),
+        kv_transport=settings.kv_transport,
         kv_events=kv_events_of(settings, name),
         kv_events_topic=settings.kv_events_topic,
         token_budget=_decode_budget(settings),

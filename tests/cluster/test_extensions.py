@@ -84,6 +84,25 @@ def test_classes_that_fail_cost_no_request(cluster, lasting_cluster):
     assert failing.pids()["router"] == router
 
 
+def test_blocks_move_by_the_examples_transport(cluster, lasting_cluster, tmp_path, monkeypatch):
+    wanted = tokens(run(lasting_cluster(prefill=1, decode=2).address, WORK))
+    monkeypatch.setenv("KV_FOLDER", str(tmp_path))
+    own = cluster(
+        prefill=1, decode=1, extensions=EXAMPLES, kv_transport="folder_transport:FolderTransport"
+    )
+    assert tokens(run(own.address, WORK)) == wanted
+    assert "kv_transport" not in own.text()
+    assert list(tmp_path.glob("baton-kv-*")) == []
+
+
+@pytest.mark.parametrize("kind", ["FailsToPut", "LosesSome"])
+def test_a_transport_that_fails_costs_frames_and_no_token(kind, cluster, lasting_cluster):
+    wanted = tokens(run(lasting_cluster(prefill=1, decode=2).address, WORK))
+    failing = cluster(prefill=1, decode=1, extensions=FAULTY, kv_transport=f"faulty_classes:{kind}")
+    assert tokens(run(failing.address, WORK)) == wanted
+    failing.wait_said("kv_transport.failed")
+
+
 def serve(folder: Path, where: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "baton.cli", "serve", "--dry-run", *words],

@@ -25,6 +25,32 @@ class Raises:
         raise RuntimeError("no metric")
 
 
+class FailsToPut:
+    """A transport that keeps nothing."""
+
+    def put(self, payload):
+        raise OSError("the disk is full")
+
+    def get(self, ticket, size):
+        raise AssertionError("there is no ticket")
+
+
+class LosesSome:
+    """A transport in memory that two processes do not share: every second ticket is lost."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def put(self, payload):
+        self.calls += 1
+        if self.calls % 2:
+            return b"lost"
+        raise OSError("the disk is full")
+
+    def get(self, ticket, size):
+        raise FileNotFoundError(ticket)
+
+
 class Exits:
     """Ends the process, if it can."""
 
