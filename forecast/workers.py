@@ -319,7 +319,7 @@ class DecodeWorker:
             self._advance(now)
             return []
         rows, new = len(self._ends), sum(count for _, count in self._chunks)
-        self._budget.learn(new + rows, self._step_s)
+        self._budget.learn(new + rows, self._step_s, rows)
         self._tokens += new
         self._steps += 1
         self._context += rows

@@ -280,7 +280,7 @@ class Scheduler:
             # Encoding depends on the images, so it gives no cost of tokens. Logits of every row of
             # a prompt cost more than the rows themselves.
             tokens = sum(_computed(sequence, count) for sequence, count in rows.values())
-            self._budget.learn(tokens, result.seconds - result.encode_seconds)
+            self._budget.learn(tokens, result.seconds - result.encode_seconds, counts.count(1))
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
         scores: dict[bytes, list[Scored]] = {}

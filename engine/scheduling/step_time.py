@@ -76,9 +76,11 @@ class ChunkBudget:
         self._per_token = 0.0
         self.tokens = min(self._most, FIRST) if seconds else self._most
 
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Learn from a step of ``tokens`` tokens (prompt and decode rows) that took ``seconds``.
+    def learn(self, tokens: int, seconds: float, rows: int = 0) -> None:
+        """Learn from a step that took ``seconds``.
 
+        ``tokens``: of prompts and decode rows; ``rows``: the latter, for which the next step needs
+        a part of its time too.
         A small step within the target time is ignored: its tokens cause little of its time.
         """
         if not self._seconds or tokens <= 0:
@@ -90,5 +92,5 @@ class ChunkBudget:
         self._per_token = known + _NEW * (rate - known) if known else rate
         fitting = self._most
         if self._per_token > 0:
-            fitting = int(self._seconds / self._per_token) // GRAIN * GRAIN
+            fitting = (int(self._seconds / self._per_token) - rows) // GRAIN * GRAIN
         self.tokens = min(self._most, max(LEAST, min(fitting, 2 * self.tokens)))

@@ -30,6 +30,17 @@ def test_steps_come_to_take_the_time(fixed, per_token, wanted):
     assert fixed + per_token * budget.tokens <= 0.06 * 1.01
 
 
+def test_steps_beside_streams_come_to_take_the_time_too():
+    """Without the streams' part, a step of 100 tokens beside 50 streams would take half more."""
+    budget = ChunkBudget(512, 0.15)
+    for _ in range(60):
+        budget.learn(budget.tokens + 50, 0.001 * (budget.tokens + 50), 50)
+    assert abs(budget.tokens - 100) <= GRAIN
+    for _ in range(60):
+        budget.learn(budget.tokens + 400, 0.001 * (budget.tokens + 400), 400)
+    assert budget.tokens == LEAST
+
+
 def test_it_follows_a_machine_that_becomes_slow_and_quick_again():
     budget = ChunkBudget(512, 0.06)
     settle(budget, 0.0, 0.0001)
