@@ -8,6 +8,9 @@ an adaptive one may have no prefill worker. Deterministic: the figures do not de
 
     python -m baton.benchmarks modes [--traces FOLDER] [--workers 4] [--requests N] [--trace NAME]
 
+The ceiling is what no mode can do: as many prefill workers as workers, as many decode workers
+besides, and handoffs that take no time. So prompts and streams do not delay each other at all.
+
 The regret of single decisions: a sample of them is played with the other way for that request
 alone, and the requests that keep their limits among the next hundred are counted.
 """
@@ -15,14 +18,15 @@ alone, and the requests that keep their limits among the next hundred are counte
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.forecast.cluster import Slo, fixed
-from baton.forecast.goodput import Cluster, Trials, clusters, unloaded
+from baton.forecast.goodput import EDF, STEP, Cluster, Trials, clusters, unloaded
 from baton.forecast.service import ServiceModel
 from baton.loadgen.traces import read_trace
 
@@ -40,14 +44,18 @@ SAMPLES = 24
 
 @dataclass(frozen=True)
 class Cell:
-    """One pair of limits; rates in multiples of the trace's own, with the split that reached it."""
+    """One pair of limits; rates in multiples of the trace's own, with the split that reached it.
+
+    ``ceiling``: the rate of twice as many workers, without handoffs.
+    """
 
     trace: str
     ttft: str
     itl: str
     colocated: float
-    disaggregated: tuple[float, Cluster]
-    adaptive: tuple[float, Cluster]
+    disaggregated: tuple[float, Cluster | None]
+    adaptive: tuple[float, Cluster | None]
+    ceiling: float
     regret: float
 
     @property
@@ -59,6 +67,11 @@ class Cell:
     def pure(self) -> tuple[float, float]:
         """Goodput of the pure modes."""
         return self.colocated, self.disaggregated[0]
+
+    @property
+    def most(self) -> float:
+        """The ceiling beside the better pure mode."""
+        return self.ceiling / max(self.pure) if max(self.pure) else float("inf")
 
     @property
     def close(self) -> bool:
@@ -74,37 +87,32 @@ class Cell:
         return found + ([f"{name}: regret {self.regret:.1%}"] if self.regret > REGRET else [])
 
 
-def best(
-    trials: Trials, candidates: Iterable[Cluster], slo: Slo, near: int
-) -> tuple[float, Cluster]:
-    """Return the highest goodput, with its cluster."""
-    found = [(trials.goodput(cluster, slo, near), cluster) for cluster in candidates]
-    return max(found, key=lambda one: one[0])
-
-
 def cells(name: str, folder: Path, workers: int, most: int) -> list[Cell]:
     """All cells of one trace."""
     service = ServiceModel()
     trials = Trials(read_trace(folder / f"{name}.csv.gz", most), service)
     base = unloaded(trials.trace, service)
+    ceiling = Trials(trials.trace, replace(service, handoff_rate=math.inf))
     ways = clusters(workers)
     (colocated,) = (one for one in ways if one.mode == "colocated")
-    found = []
+    found, near = [], 0
     for itl, times in ITL.items():
         for ttft, more in TTFT.items():
             slo = Slo(more * base.ttft, times * base.itl)
-            alone = trials.goodput(colocated, slo)
-            apart = best(trials, (c for c in ways if c.mode == "disaggregated"), slo, 0)
-            mixed = best(trials, (c for c in ways if c.mode == "adaptive"), slo, 0)
+            alone = trials.goodput(colocated, slo, near)
+            near = round(math.log(alone, STEP)) if alone else near
+            apart = trials.best((c for c in ways if c.mode == "disaggregated"), slo, near)
+            mixed = trials.best((c for c in ways if c.mode == "adaptive"), slo, near)
+            top = ceiling.goodput(Cluster("disaggregated", workers, workers, EDF), slo, near)
             lost = regret(trials, mixed[1], slo, mixed[0])
-            found.append(Cell(name, ttft, itl, alone, apart, mixed, lost))
+            found.append(Cell(name, ttft, itl, alone, apart, mixed, top, lost))
             print(line(found[-1]), flush=True)
     return found
 
 
-def regret(trials: Trials, cluster: Cluster, slo: Slo, speed: float) -> float:
+def regret(trials: Trials, cluster: Cluster | None, slo: Slo, speed: float) -> float:
     """Return the part of the kept limits that single decisions cost, at a cluster's goodput."""
-    if not cluster.prefill or not speed:
+    if cluster is None or not cluster.prefill:
         return 0.0
     setup = trials.setup(cluster, slo)
     chosen = fixed(trials.trace, trials.service, cluster.pools, setup, speed)
@@ -123,14 +131,19 @@ def regret(trials: Trials, cluster: Cluster, slo: Slo, speed: float) -> float:
 
 def line(cell: Cell) -> str:
     """Return a cell as a row of the table."""
-    split, pools = cell.disaggregated[1], cell.adaptive[1]
-    order = " edf" if split.order == "edf" else ""
-    apart = f"{cell.disaggregated[0]:.2f} ({split.prefill}:{split.decode}{order})"
-    mixed = f"{cell.adaptive[0]:.2f} ({pools.prefill}:{pools.decode})"
+    apart, mixed = (f"{rate:.2f} {_split(c)}" for rate, c in (cell.disaggregated, cell.adaptive))
     return (
         f"{cell.trace:24}{cell.ttft:>8}{cell.itl:>8}{cell.colocated:11.2f}{apart:>16}{mixed:>13}"
-        f"{cell.ratio:8.2f}  {'close' if cell.close else '-':7}{cell.regret:7.1%}"
+        f"{cell.ratio:8.2f}{cell.most:9.2f}"
+        f"  {'close' if cell.close else '-':7}{cell.regret:7.1%}"
     )
+
+
+def _split(cluster: Cluster | None) -> str:
+    if cluster is None:
+        return "(-)"
+    by_deadline = cluster.mode == "disaggregated" and cluster.order == EDF
+    return f"({cluster.prefill}:{cluster.decode}{' edf' if by_deadline else ''})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     names = sorted(path.name.removesuffix(".csv.gz") for path in options.traces.glob("*.csv.gz"))
     names = [options.trace] if options.trace else names
-    titles = ("TTFT", "ITL", "colocated", "disaggregated", "adaptive", "ratio")
-    widths = (8, 8, 11, 16, 13, 8)
+    titles = ("TTFT", "ITL", "colocated", "disaggregated", "adaptive", "ratio", "ceiling")
+    widths = (8, 8, 11, 16, 13, 8, 9)
     heads = "".join(f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))
     print(f"{'trace':24}{heads}  {'pure':7}{'regret':>7}", flush=True)
     with ProcessPoolExecutor(options.processes) as pool:

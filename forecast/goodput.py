@@ -7,7 +7,7 @@ A rate is the trace's own, times a speed: arrival times are divided by it. Speed
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,6 +106,25 @@ class Trials:
         """
         power = self._highest(cluster, slo, near)
         return 0.0 if power is None else STEP**power
+
+    def best(
+        self, candidates: Iterable[Cluster], slo: Slo, near: int = 0
+    ) -> tuple[float, Cluster | None]:
+        """Return the highest goodput of several clusters and the cluster with it.
+
+        A cluster that misses the limits at a rate above the best one so far is not played further.
+        """
+        highest: int | None = None
+        found = None
+        for cluster in candidates:
+            if highest is not None:
+                if self.kept(cluster, slo, highest + 1) < KEEP:
+                    continue
+                near = highest + 1
+            power = self._highest(cluster, slo, near)
+            if power is not None:
+                highest, found = power, cluster
+        return (0.0 if highest is None else STEP**highest), found
 
     def _highest(self, cluster: Cluster, slo: Slo, near: int) -> int | None:
         stride, good = 8, self.kept(cluster, slo, near) >= KEEP

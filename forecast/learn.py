@@ -74,7 +74,7 @@ def fitted(times: dict[Step, float]) -> tuple[dict[str, float], float]:
         base = stream[0] + stream[1] * step.rows + stream[2] * step.rows * step.context
         saved.append(min(base + work - times[step], work, base))
     hidden = max(0.0, statistics.median(saved)) if saved else 0.0
-    parts = dict(zip(_PARTS, (*prompt, *stream, hidden), strict=True))
+    parts: dict[str, float] = dict(zip(_PARTS, (*prompt, *stream, hidden), strict=True))
     model = ServiceModel(**parts)  # type: ignore[arg-type]  # all of them are floats
     errors = [abs(_predicted(model, step) / seconds - 1) for step, seconds in times.items()]
     return parts, statistics.mean(errors)

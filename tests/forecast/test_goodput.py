@@ -32,6 +32,14 @@ def test_the_goodput_is_the_rate_that_workers_can_do(near):
     assert trials.kept(ONE_OF_EACH, Slo(1.0, 1.0), power + 1) < KEEP
 
 
+def test_the_best_cluster_is_found_with_its_goodput():
+    trials, slo = Trials(STEADY, PLAIN), Slo(1.0, 1.0)
+    candidates = [ONE_OF_EACH, Cluster("disaggregated", 3, 1), Cluster("disaggregated", 2, 1)]
+    rates = [trials.goodput(cluster, slo) for cluster in candidates]
+    assert trials.best(candidates, slo) == (max(rates), candidates[1])
+    assert trials.best(candidates, Slo(0.05, 1.0)) == (0.0, None)
+
+
 def test_limits_that_no_rate_keeps_give_no_goodput():
     assert Trials(STEADY, PLAIN).goodput(ONE_OF_EACH, Slo(0.05, 1.0)) == 0.0
 
