@@ -12,7 +12,7 @@ from baton.proto.errors import ConfigError
 from ..config import ServeSettings, check, convert
 from ..controller.backend import MemberSpec
 from .plan import ClusterPlan, gateway_names, process_of
-from .prepare import check_model
+from .prepare import check_extensions, check_model
 
 FIXED = (
     "task", "routers", "gateways", "http_host", "http_port", "address", "transport", "run_dir",
@@ -52,6 +52,7 @@ class Revisions:
         """
         settings = changed(self._settings[current], changes)
         check_model(settings)
+        check_extensions(settings)
         revision = self.newest + 1
         # Make one process of each role here, so that wrong settings raise before the rollout.
         gateways = gateway_names(settings)[:1]

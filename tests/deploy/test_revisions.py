@@ -74,6 +74,14 @@ def test_a_damaged_model_is_seen_before_anything_is_touched(revisions, tmp_path)
         revisions.add(0, {"model": str(tmp_path / "m")})
 
 
+def test_a_class_that_is_missing_is_seen_before_anything_is_touched(revisions, tmp_path):
+    (tmp_path / "own_rolled.py").write_text("class Other: ...")
+    changes = {"policy": "own_rolled:Mine", "extensions": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"own_rolled\.py has no Mine"):
+        revisions.add(0, changes)
+    assert revisions.newest == 0
+
+
 def test_one_way_to_size_memory_replaces_the_other():
     after = changed(ServeSettings(kv_memory="8MiB"), {"kv_blocks": 64})
     assert (after.kv_blocks, after.kv_memory) == (64, "")
