@@ -248,7 +248,7 @@ def write_model(folder: Path) -> Path:
 
 def grammars(folder: Path, rows: int, steps: int) -> tuple[list[GrammarMatcher], Any]:
     """Return a matcher per row, each at another place of a text, and the text's next tokens."""
-    text = json.dumps([ITEM] * (2 + (rows + steps) // 16))
+    text = json.dumps([ITEM] * (2 + (rows + steps) // 16), separators=(",", ":"))
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     if len(tokens) < rows + steps:
         raise SystemExit(f"{len(tokens)} tokens are too few")

@@ -190,6 +190,7 @@ def use():
     work()
     device.local_bytes()
     device.memory_bytes()
+    device.free_bytes()
     device.matmul(ones, square, out)
     device.capture(work).replay()
     device.capture(lambda: device.matmul(ones, square, out)).replay()
