@@ -156,6 +156,8 @@ class Placement:
         def uncached(worker: Worker) -> int:
             return max(1, tokens - size * cached(worker, hashes))
 
+        if self._own_policy is not None:  # else a faster way would replace its choice
+            prefills, decodes = pair[:1], pair[1:]
         if request.pin is not None:
             prefills = pair[:1] if request.pin[0] == "prefill" else prefills
         costs = self._decider.costs(prefills, able(request, decodes), pair, uncached, now)

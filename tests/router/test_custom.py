@@ -6,7 +6,7 @@ import pytest
 
 from baton.extend import Ended, ExtensionError, WorkerFacts
 from baton.proto.errors import ConfigError
-from baton.proto.wire.messages import Assign
+from baton.proto.wire.messages import Assign, WorkerLoad
 from baton.router.config import PolicyConfig
 from baton.router.custom import Extensions
 from baton.router.story_report import RequestLine
@@ -152,6 +152,19 @@ def test_the_facts(own, monkeypatch):
     assert cached == {"decode-0": 64, "decode-1": 0}
     assert decodes[0].outstanding_tokens == 107
     assert decodes[0].requests == 1
+
+
+def test_mode_adaptive_keeps_the_choice_of_a_users_policy(own, monkeypatch):
+    """Another prefill worker is always free, so its first token would be earlier."""
+    bench = own("rack_policy:RackPolicy", EXAMPLES, mode="adaptive")
+    policy = bench.core.placement._own_policy._policy
+    monkeypatch.setattr(policy, "choose", lambda _request, workers: workers[-1])
+    for worker in bench.workers:
+        worker.beat(load=WorkerLoad(prompt_tokens=1000, compute_seconds=1.0))
+    for number in range(4):
+        bench.submit(f"r{number}", prompt=100)
+        prefill, assign = bench.find(Assign)
+        assert (prefill.id, bench.decode_of(assign).id) == ("prefill-1", "decode-1")
 
 
 # ------------------------------------------------------------------ decider
