@@ -96,6 +96,7 @@ def check_model(settings: ServeSettings) -> None:
     if not Path(folder).is_dir():
         raise ConfigError(f"no model folder {folder}")
     if folder_task(folder, settings.task) != DRAW:
+        load_checkpoint(folder)  # also the headers of its weights
         return
     if settings.mode == COLOCATED:
         raise ConfigError("mode colocated cannot serve a picture model, which needs both pools")
