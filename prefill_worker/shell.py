@@ -125,8 +125,8 @@ class PrefillShell(TextHost):
                     release = None
                     if read is not None:
                         read()
-            self._sockets.send_frame(send.endpoint, frame, payload, release)
             _log.debug("frame.packed", frame=frame.index, layers=frame.layer_count)
+            self._sockets.send_frame(send.endpoint, frame, payload, release)
             self.feed(events.Packed(send.key, frame.index, frame.checksum))
 
         if self._device is not None:

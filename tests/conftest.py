@@ -28,7 +28,7 @@ IN_SHORT = {
         "test_attention_plan", "test_block_refusals", "test_cublas", "test_cupy_device",
         "test_driver", "test_elementwise", "test_graphs", "test_planted",
     ),
-    "gpu": ("test_visit_plan",),
+    "gpu": ("test_frames", "test_visit_plan"),
 }  # fmt: skip
 """Of these folders below `tests/` only these files are short, and all tests with planted bugs."""
 

@@ -6,6 +6,7 @@ The model has the shapes of Llama-3.1-8B; both workers load it: 2 x 16 GB, and 8
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import statistics
@@ -13,6 +14,7 @@ import time
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -349,11 +351,13 @@ def frames_of_the_last(length: int, log: Sequence[str]) -> Line:
 
     The two workers log both: what takes long after the last layer is seen here.
     """
-    packed, stored = dict[int, float](), dict[int, tuple[float, int, float]]()
+    entries = list[dict[str, Any]]()
     for text in log:
-        if '"frame":' not in text:
-            continue
-        entry = json.loads(text)
+        if '"frame":' in text:
+            with contextlib.suppress(ValueError):  # cut off
+                entries.append(json.loads(text))
+    packed, stored = dict[int, float](), dict[int, tuple[float, int, float]]()
+    for entry in sorted(entries, key=itemgetter("timestamp")):  # processes log in any order
         at, frame = datetime.fromisoformat(entry["timestamp"]).timestamp(), int(entry["frame"])
         if entry["event"] == "frame.packed":
             if frame == 0:
@@ -362,7 +366,7 @@ def frames_of_the_last(length: int, log: Sequence[str]) -> Line:
         elif entry["event"] == "frame.stored":
             stored[frame] = (at, entry["layers"], entry["seconds"])
     what = f"frames of the last prompt of {length}"
-    if not stored or packed.keys() < stored.keys():
+    if not stored or packed.keys() != stored.keys():
         return wrong(what, f"{len(packed)} packed, {len(stored)} stored")
     end = max(at for at, _, _ in stored.values())
     words = [
