@@ -12,13 +12,15 @@ from baton.proto.errors import CheckpointError
 from .gemma_config import GEMMA3
 from .gguf import GgufFile, Metadata
 from .gguf_blocks import BLOCKS
-from .gguf_tensors import ROPE_FACTORS
+from .gguf_tensors import ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
+from .model_config import PHI3
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": (GEMMA3, "gemma3_text"),
+    "phi3": (PHI3, "phi3"),
 }
 """Architecture and model_type of config.json by ``general.architecture``. Mistral is a llama."""
 _LARGEST_GEMMA = 62
@@ -60,6 +62,7 @@ def config_json(parts: list[GgufFile]) -> dict[str, Any]:
         **_sizes(metadata, family),
         **_rope(parts, family),
         **(_gemma(metadata) if family == "gemma3" else {}),
+        **(_phi(metadata) if family == "phi3" else {}),
     }
 
 
@@ -71,7 +74,8 @@ def _sizes(metadata: Metadata, family: str) -> dict[str, Any]:
     head_dim = metadata.integer(f"{family}.attention.key_length", hidden // heads)
     turned = metadata.integer(f"{family}.rope.dimension_count", head_dim)
     values = metadata.integer(f"{family}.attention.value_length", head_dim)
-    if not turned == values == head_dim:
+    partly = family == "phi3" and 0 < turned <= head_dim
+    if values != head_dim or (turned != head_dim and not partly):
         raise CheckpointError(
             f"{metadata.path}: heads of {head_dim} with {values} values, of which rope turns "
             f"{turned}, are not supported: the three must be equal"
@@ -102,6 +106,22 @@ def _gemma(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _phi(metadata: Metadata) -> dict[str, Any]:
+    """Return the settings that only Phi-3 and Phi-4 have."""
+    head = metadata.integer("phi3.embedding_length") // metadata.integer(
+        "phi3.attention.head_count"
+    )
+    turned = metadata.integer("phi3.rope.dimension_count", head)
+    length = metadata.integer("phi3.context_length")
+    return {
+        "partial_rotary_factor": turned / head,
+        "sliding_window": metadata.integer("phi3.attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": metadata.integer(
+            "phi3.rope.scaling.original_context_length", length
+        ),
+    }
+
+
 def _rope(parts: list[GgufFile], family: str) -> dict[str, Any]:
     """Return the rope settings in the layout of ``rope_scaling``.
 
@@ -114,7 +134,14 @@ def _rope(parts: list[GgufFile], family: str) -> dict[str, Any]:
     kind = metadata.text(f"{prefix}.type", "none")
     factors = [part for part in parts if ROPE_FACTORS in part.entries]
     if factors:
-        return {"rope_theta": theta, "rope_scaling": _divided(factors[0], length)}
+        divisors = _factors(factors[0], ROPE_FACTORS)
+        original = {"original_max_position_embeddings": length}
+        return {"rope_theta": theta, "rope_scaling": _divided(divisors, divisors, 1.0) | original}
+    both = [part for part in parts if ROPE_SHORT in part.entries and ROPE_LONG in part.entries]
+    if both:
+        short, long = (_factors(both[0], name) for name in (ROPE_SHORT, ROPE_LONG))
+        scale = metadata.number(f"{prefix}.attn_factor", 1.0)
+        return {"rope_theta": theta, "rope_scaling": _divided(short, long, _short(scale))}
     if kind == "none":
         return {"rope_theta": theta}
     if kind not in ("linear", "yarn"):
@@ -127,19 +154,23 @@ def _rope(parts: list[GgufFile], family: str) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _divided(part: GgufFile, length: int) -> dict[str, Any]:
-    """Return the scaling that divides each frequency by a factor of a tensor."""
-    entry = part.entries[ROPE_FACTORS]
-    if entry.dtype != "F32" or len(entry.shape) != 1:
-        raise CheckpointError(f"{part.path}: tensor '{ROPE_FACTORS}' is not a row of F32")
-    factors = np.frombuffer(part.raw(ROPE_FACTORS), "<f4").tolist()
+def _divided(short: list[float], long: list[float], attention: float) -> dict[str, Any]:
+    """Return the scaling that divides each frequency by a factor."""
     return {
         "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": length,
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": attention,
     }
+
+
+def _factors(part: GgufFile, name: str) -> list[float]:
+    """Return the numbers of a tensor."""
+    entry = part.entries[name]
+    if entry.dtype != "F32" or len(entry.shape) != 1:
+        raise CheckpointError(f"{part.path}: tensor '{name}' is not a row of F32")
+    numbers: list[float] = np.frombuffer(part.raw(name), "<f4").tolist()
+    return numbers
 
 
 def end_tokens(metadata: Metadata) -> list[int]:

@@ -44,7 +44,12 @@ _GEMMA_INNER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_PHI_INNER = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+"""Fused matrices."""
+_OWN_INNER = {"gemma3": _GEMMA_INNER, "phi3": _PHI_INNER}
 ROPE_FACTORS = "rope_freqs.weight"
+ROPE_SHORT, ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+_SETTINGS = frozenset((ROPE_FACTORS, ROPE_SHORT, ROPE_LONG))
 """Divisors of the rope frequencies, of which config.json is made (:mod:`.gguf_config`)."""
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 _FLOATS: dict[str, npt.DTypeLike] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -58,9 +63,9 @@ class GgufTensors:
         self._file = file
         self._family = metadata.text("general.architecture")
         self._sources = {
-            _usual_name(name, self._family): name for name in file.entries if name != ROPE_FACTORS
+            _usual_name(name, self._family): name for name in file.entries if name not in _SETTINGS
         }
-        if len(self._sources) != len(set(file.entries) - {ROPE_FACTORS}):
+        if len(self._sources) != len(set(file.entries) - _SETTINGS):
             raise CheckpointError(f"{self.path}: two tensors have one meaning")
         self.entries: dict[str, TensorEntry] = {}
         for usual, name in self._sources.items():
@@ -137,7 +142,7 @@ def _usual_name(name: str, family: str) -> str:
     if block is None:
         module, _, kind = name.rpartition(".")
         return f"{_OUTER[module]}.{kind}" if module in _OUTER else name
-    inner = _INNER | _GEMMA_INNER if family == "gemma3" else _INNER
+    inner = _INNER | _OWN_INNER.get(family, {})
     known = inner.get(block[2])
     return f"model.layers.{int(block[1])}.{known}.{block[3]}" if known else name
 

@@ -36,6 +36,7 @@ from .tiled_config import (
 )
 from .vision_config import QWEN2_5_VL, QWEN3_VL, VisionConfig, parse_vision, rope_axes
 
+PHI3 = "Phi3ForCausalLM"
 FAMILIES = {
     **{name: name for name in FAMILY_DEFAULTS},
     **{
@@ -51,6 +52,7 @@ _MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     GEMMA3: "gemma3_text",
+    PHI3: "phi3",
     QWEN2_5_VL: "qwen2_5_vl",
     QWEN3_VL: "qwen3_vl",
     MLLAMA: "mllama",
@@ -301,6 +303,20 @@ def parse_gemma_config(raw: dict[str, Any], architecture: str) -> GemmaConfig:
     return GemmaConfig(**fields, **own_settings(filled))
 
 
+def parse_phi_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
+    """Build the config of a Phi-3 or Phi-4. Raises as :func:`load_model_config`.
+
+    As in transformers, the older names of its rope scaling stand for ``longrope``.
+    """
+    named = dict(raw)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = msgspec.convert(raw.get(key) or {}, dict[str, Any])
+        for kind in ("type", "rope_type"):
+            if rope.get(kind) in ("su", "yarn"):
+                named[key] = rope = {**rope, kind: "longrope"}
+    return ModelConfig(**_decoder_fields(named, architecture))
+
+
 def parse_vision_language_config(
     raw: dict[str, Any], architecture: str, folder: Path | None = None
 ) -> VisionLanguageConfig:
@@ -421,7 +437,7 @@ def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": fields.rms_norm_eps,
-        "rope": parse_rope(filled),
+        "rope": parse_rope(filled, partial=architecture == PHI3),
         "tie_word_embeddings": fields.tie_word_embeddings,
         "qkv_bias": qwen2 or biased,
         "o_bias": biased,
@@ -497,6 +513,7 @@ def parse_bert_config(raw: dict[str, Any], architecture: str) -> BertConfig:
 _PARSERS: dict[str, Callable[[dict[str, Any], str], ModelConfig]] = {
     "BertModel": parse_bert_config,
     GEMMA3: parse_gemma_config,
+    PHI3: parse_phi_config,
 }
 
 
@@ -543,7 +560,7 @@ def _windows(fields: _Raw, architecture: str) -> tuple[int, ...]:
         return (0,) * layers
     if window is not None and window < 1:
         raise CheckpointError(f"config.json: sliding_window {window} must be positive")
-    if architecture == "MistralForCausalLM":
+    if architecture in ("MistralForCausalLM", PHI3):
         kind = "full_attention" if window is None else "sliding_attention"
         if set(fields.layer_types or ()) - {kind}:
             raise CheckpointError(f"config.json: layer_types other than {kind} are not supported")

@@ -22,13 +22,14 @@ from ..kernels.backend import Backend
 from ..loading.checkpoint import Checkpoint
 from ..loading.embedding_config import EMBED, GENERATE, EmbeddingSettings
 from ..loading.gemma_config import GEMMA3
-from ..loading.model_config import ModelConfig
+from ..loading.model_config import PHI3, ModelConfig
 from ..loading.tiled_config import MLLAMA
 from ..loading.vision_config import QWEN2_5_VL, QWEN3_VL
 from .bert import BertModel
 from .cross_decoder import CrossDecoder
 from .decoder import Decoder
 from .gemma import GemmaDecoder
+from .phi import PhiDecoder
 from .vision_decoder import VisionDecoder
 from .weights import Progress
 
@@ -122,6 +123,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": _CAUSAL,
     "Qwen3ForCausalLM": _CAUSAL,
     GEMMA3: Architecture(generator=GemmaDecoder),
+    PHI3: Architecture(generator=PhiDecoder),
     QWEN2_5_VL: _WITH_IMAGES,
     QWEN3_VL: _WITH_IMAGES,
     MLLAMA: Architecture(

@@ -80,9 +80,10 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return float(value)
 
 
-def parse_rope(raw: dict[str, Any]) -> RopeConfig:
+def parse_rope(raw: dict[str, Any], *, partial: bool = False) -> RopeConfig:
     """Read the rope settings of a config.json, in the old (``rope_scaling``) or new layout.
 
+    ``partial``: whether the model may rotate only the first channels of a head.
     If both are there, ``rope_scaling`` replaces ``rope_parameters``, as in transformers. A user
     may have added it to a file that transformers wrote. Raises CheckpointError if that would
     replace the base too.
@@ -113,9 +114,34 @@ def parse_rope(raw: dict[str, Any]) -> RopeConfig:
             f"config.json: unsupported rope type '{config.rope_type}'; "
             f"supported are {', '.join(SCALINGS)}"
         )
-    if config.partial_rotary_factor != 1.0 and config.rope_type != "proportional":
+    if config.partial_rotary_factor != 1.0 and config.rope_type != "proportional" and not partial:
         raise CheckpointError("config.json: partial_rotary_factor other than 1 is not supported")
     return config
+
+
+def rotated_channels(config: RopeConfig, head_dim: int) -> int:
+    """Return how many of a head's channels rotate. Raises CheckpointError for an odd number."""
+    if config.rope_type == "proportional":
+        return head_dim
+    rotated = int(head_dim * config.partial_rotary_factor)
+    if not 2 <= rotated <= head_dim or rotated % 2:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor {config.partial_rotary_factor:g} gives {rotated} "
+            f"rotary channels of {head_dim}"
+        )
+    return rotated
+
+
+def paired_channels(rotated: int, head_dim: int) -> list[int]:
+    """Return the channels of a head in the order in which kernels rotate pairs.
+
+    Kernels pair each channel of the first half with one of the second half; a model that rotates
+    fewer channels pairs the halves of those.
+    """
+    half, rest = rotated // 2, (head_dim - rotated) // 2
+    first, second = range(half), range(half, rotated)
+    kept = range(rotated, head_dim)
+    return [*first, *kept[:rest], *second, *kept[rest:]]
 
 
 def frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, float]:
@@ -128,13 +154,20 @@ def frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple[F32, fl
 
 
 def cos_sin_table(config: RopeConfig, head_dim: int, length: int) -> F32:
-    """Return the table ``[length, head_dim]``: cosines, then sines, with the attention factor."""
-    inv_freq, scale = frequencies(config, head_dim, length)
+    """Return the table ``[length, head_dim]``: cosines, then sines, with the attention factor.
+
+    Pairs that do not rotate come last in each half; the factor is not for them.
+    """
+    rotated = rotated_channels(config, head_dim)
+    inv_freq, scale = frequencies(config, rotated, length)
     angles = np.arange(length, dtype=np.float32)[:, None] * inv_freq
     # As in transformers, the angle is rounded to float32; its cosine is computed in float64.
     exact = angles.astype(np.float64)
-    table = np.concatenate([np.cos(exact), np.sin(exact)], axis=1).astype(np.float32)
-    return np.ascontiguousarray(table * np.float32(scale))
+    turned = [part(exact).astype(np.float32) * np.float32(scale) for part in (np.cos, np.sin)]
+    still = [(length, (head_dim - rotated) // 2)] * 2
+    parts = zip(turned, (np.ones, np.zeros), still, strict=True)
+    table = [np.concatenate([a, fill(n, np.float32)], axis=1) for a, fill, n in parts]
+    return np.ascontiguousarray(np.concatenate(table, axis=1))
 
 
 def _powers(theta: float, head_dim: int, count: int | None = None) -> F32:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
-MODELS = ("llama", "llama_plain", "mistral", "qwen2", "qwen3", "gemma3")
+MODELS = ("llama", "llama_plain", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
 PROMPTS = 8
 NEAR_TIE = 1e-4
 """Margin of two logits up to which their order is rounding; reference logits agree to 1e-4."""

@@ -72,6 +72,8 @@ def settings(architecture, part, **more):
 def other(key, value):
     if key in OTHERS:
         return OTHERS[key]
+    if value is None:
+        return 64
     return not value if isinstance(value, bool) else 2 * value
 
 

@@ -19,7 +19,8 @@ from baton.proto.sampling import SamplingParams
 from baton.text.tokenizer import Tokenizer
 
 from .gguf_cases import floats, gguf, random_tensor, write
-from .gguf_models import DEMO, demo_tokenizer, quantized, sizes, write_file, write_reference
+from .gguf_models import DEMO, NORMAL, demo_tokenizer, quantized, sizes, write_file, write_reference
+from .test_models import logits_of
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +180,71 @@ def test_rope_settings(tmp_path):
     rope = config_of(tmp_path, keys, tensors | {"rope_freqs.weight": floats(factors)}).rope
     assert rope.default_length() == 2048
     np.testing.assert_allclose(rope.short_factor, factors, rtol=1e-6)
+
+
+PHI = Path(__file__).parents[1] / "data" / "checkpoints" / "phi3"
+PHI_NAMES = {
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
+    "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def phi_file(folder: Path) -> Path:
+    """The checkpoint phi3 as a GGUF file, as llama.cpp's converter writes it."""
+    config = json.loads((PHI / "config.json").read_text())
+    rope = config["rope_parameters"]
+    store = load_checkpoint(PHI).tensors
+    tensors = {
+        "token_embd.weight": store.tensor("model.embed_tokens.weight"),
+        "output.weight": store.tensor("lm_head.weight"),
+        "output_norm.weight": store.tensor("model.norm.weight"),
+        "rope_factors_short.weight": np.array(rope["short_factor"]),
+        "rope_factors_long.weight": np.array(rope["long_factor"]),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        for usual, own in PHI_NAMES.items():
+            tensor = store.tensor(f"model.layers.{layer}.{usual}.weight")
+            tensors[f"blk.{layer}.{own}.weight"] = tensor
+    scale = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
+    keys = {
+        "general.architecture": "phi3",
+        "phi3.context_length": config["max_position_embeddings"],
+        "phi3.embedding_length": config["hidden_size"],
+        "phi3.feed_forward_length": config["intermediate_size"],
+        "phi3.block_count": config["num_hidden_layers"],
+        "phi3.attention.head_count": config["num_attention_heads"],
+        "phi3.attention.head_count_kv": config["num_key_value_heads"],
+        "phi3.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "phi3.attention.sliding_window": config["sliding_window"],
+        "phi3.rope.dimension_count": 12,
+        "phi3.rope.freq_base": rope["rope_theta"],
+        "phi3.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "phi3.rope.scaling.attn_factor": float(np.sqrt(1 + np.log(scale) / np.log(2048))),
+        **demo_tokenizer(),
+    }
+    texts, kinds = (keys[f"tokenizer.ggml.{name}"][:255] for name in ("tokens", "token_type"))
+    keys |= {
+        "tokenizer.ggml.tokens": [*texts, "ab"],
+        "tokenizer.ggml.token_type": [*kinds, NORMAL],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    return write(folder, gguf(keys, {name: floats(tensor) for name, tensor in tensors.items()}))
+
+
+@pytest.mark.parametrize("length", [1, 300, 1500])
+def test_phi_computes_the_logits_of_transformers(length, tmp_path, cache):
+    """Fused matrices, 12 of 16 channels that rotate, longrope factors, a sliding window of 40."""
+    file = phi_file(tmp_path)
+    config, own = load_checkpoint(file).config, load_checkpoint(PHI).config
+    assert config.windows == own.windows == (40, 40, 40)
+    np.testing.assert_allclose(config.rope.short_factor, own.rope.short_factor, rtol=1e-6)
+    recorded = np.load(PHI / "reference.npz")
+    index = next(i for i in range(8) if len(recorded[f"prompt_{i}"]) == length)
+    runner = load_runner(RunnerConfig(model=str(file), num_blocks=100, max_length=2048))
+    rows = recorded[f"rows_{index}"]
+    found = logits_of(runner, recorded[f"prompt_{index}"], rows, 100)
+    np.testing.assert_allclose(found, recorded[f"logits_{index}"], atol=2e-3)
 
 
 REFUSED = {

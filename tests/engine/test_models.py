@@ -15,7 +15,7 @@ from baton.proto.sampling import SamplingParams
 from . import folder_mutations
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
-MODELS = ("llama", "llama_plain", "mistral", "qwen2", "qwen3", "gemma3")
+MODELS = ("llama", "llama_plain", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
 UNBOUNDED = 1 << 20
 GREEDY = SamplingParams(temperature=0)
 EMPTY = np.empty(0, np.int32)

@@ -79,6 +79,26 @@ MODELS: dict[str, tuple[str, dict]] = {
         },
     ),
     "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "phi3": (
+        "Phi3",
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "sliding_window": 40,
+            "tie_word_embeddings": False,
+            "original_max_position_embeddings": 2048,
+            "max_position_embeddings": 8192,
+            "partial_rotary_factor": 0.75,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+            },
+        },
+    ),
 }
 
 ROPES: dict[str, dict] = {

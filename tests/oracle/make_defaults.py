@@ -25,6 +25,7 @@ CLASSES = {
     "MistralForCausalLM": ("mistral", {"": "MistralConfig"}),
     "Qwen2ForCausalLM": ("qwen2", {"": "Qwen2Config"}),
     "Qwen3ForCausalLM": ("qwen3", {"": "Qwen3Config"}),
+    "Phi3ForCausalLM": ("phi3", {"": "Phi3Config"}),
     "Gemma3ForCausalLM": ("gemma3", {"": "Gemma3TextConfig"}),
     "Qwen2_5_VLForConditionalGeneration": (
         "qwen2_5_vl",
@@ -57,7 +58,7 @@ WITHOUT_EFFECT = {
     "hidden_dropout_prob", "initializer_range", "pad_token_id", "pretraining_tp", "use_cache",
     "text_config", "vision_config", "add_cross_attention", "video_token_id",
     "vision_start_token_id", "vision_end_token_id", "bos_token_id", "tokens_per_second",
-    "rope_parameters",
+    "rope_parameters", "embd_pdrop", "resid_pdrop",
 }  # fmt: skip
 """Settings of training, of generation that nothing here does, and nested objects."""
 
