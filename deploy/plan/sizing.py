@@ -25,7 +25,7 @@ from baton.runtime.process.cores import plural
 from ..messages import mebibytes
 from .memory import model_memory, process_bytes
 
-ROWS = (1, 8, 128)
+ROWS = (1, 8, 512)
 """Rows of the measured products: one stream, eight streams, a chunk of a prompt."""
 PROMPT, ANSWER = 512, 128
 """Tokens of the request for which the pools are sized."""
@@ -192,6 +192,9 @@ def _seconds_per_byte(
     packed = backend.pack_linear([weights])
     found = {}
     for rows in numbers:
+        if rows == max(ROWS):  # many rows are bound by computation, whatever the caches hold
+            weights, nbytes = _sample(rng, kind, sample_bytes // 8)
+            packed = backend.pack_linear([weights])
         x = rng.standard_normal((rows, _COLUMNS), dtype=np.float32)
         out = np.empty((rows, packed.out_features), np.float32)
         seconds = _least_seconds(partial(backend.linear, x, packed, out))
