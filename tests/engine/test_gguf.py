@@ -274,6 +274,7 @@ def test_mutated_files_are_read_or_refused(tmp_path):
         path = write(tmp_path, mutated(content, header, draw), f"{index % 2}.gguf")
         try:
             file = GgufFile(path)
+            file.metadata.texts("general.names")  # decoded only now
             opened = GgufTensors(file, file.metadata)
             values = [opened.tensor(name) for name in opened.entries]
             raws = [opened.raw(name) for name in opened.entries]
