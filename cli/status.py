@@ -21,7 +21,14 @@ from baton.deploy.controller.backend import GATEWAY, POOLS, ROUTER
 from baton.deploy.controller.health import DEGRADED
 from baton.deploy.local.banner import dashboard_of
 from baton.deploy.messages import counted, duration, mebibytes
-from baton.deploy.report import DRAINED, ClusterReport, HandoffRecord, RouterReport, WorkerReport
+from baton.deploy.report import (
+    DRAINED,
+    ClusterReport,
+    ExtensionReport,
+    HandoffRecord,
+    RouterReport,
+    WorkerReport,
+)
 from baton.deploy.supervise.core import Phase
 from baton.proto.errors import BatonError, ConnectionLost, VersionMismatch
 from baton.runtime.process.memory import command_of, family_of, parent_of, share_of
@@ -216,6 +223,7 @@ def describe(report: ClusterReport, *, verbose: bool = False, memory: str = "") 
     totals = report.handoffs
     return [
         *_requests(report.router),
+        *_extensions(report),
         *([f"threads      {report.threads}"] if report.threads else []),
         *([f"weights      {report.shared_weights}"] if report.shared_weights else []),
         *([f"memory       {memory}"] if memory else []),
@@ -261,6 +269,18 @@ def _requests(router: RouterReport) -> list[str]:
         f"throughput   {throughput}",
         f"uptime       {duration(router.uptime_s)}, {restarts}",
     ]
+
+
+def _extensions(report: ClusterReport) -> list[str]:
+    """Lines about the calls of users' classes in the router and in the workers."""
+    found = [("", one) for one in report.router.extensions]
+    found += [(f" at {worker.id}", one) for worker in report.workers for one in worker.extensions]
+    return [f"{one.point:<12} {one.name}{where}: {_calls(one)}" for where, one in found]
+
+
+def _calls(one: ExtensionReport) -> str:
+    failed = f", {one.failures} failed, the last by {one.error}" if one.failures else ""
+    return counted(one.calls, "call") + failed + (f", {one.skipped} skipped" * bool(one.skipped))
 
 
 def _failed_pairs(report: ClusterReport) -> list[str]:

@@ -218,9 +218,13 @@ def _reason(role: str, route: dict[str, Any] | None) -> str:
     if "candidates" not in side:
         only = "in turn" if route["policy"] == "round_robin" else "the only candidate"
         return f": {only} ({facts})"
+    by, candidates = side.get("chosen_by", route["policy"]), f"{side['candidates']} candidates"
+    if "cost" not in side:
+        return f": chosen by {by}, {candidates} ({facts})"
+    missed = f", because {side['instead_of']} {side['because']}" if "instead_of" in side else ""
     return (
-        f": {route['policy']} cost {side['cost']:g}, next best {side['next_best']} "
-        f"{side['next_cost']:g}, {side['candidates']} candidates ({facts})"
+        f": {by} cost {side['cost']:g}, next best {side['next_best']} "
+        f"{side['next_cost']:g}, {candidates}{missed} ({facts})"
     )
 
 

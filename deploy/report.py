@@ -27,6 +27,17 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
     p99: float | None = None
 
 
+class ExtensionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of a user's own class since the start of its process; ``error``: the last one."""
+
+    point: str = ""
+    name: str = ""
+    calls: int = 0
+    failures: int = 0
+    skipped: int = 0
+    error: str = ""
+
+
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """One worker. Token counts are since its start."""
 
@@ -60,6 +71,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: Percentiles | None = None  # prefill workers only
     between_tokens_s: Percentiles | None = None  # decode workers only
     dropped: dict[str, int] = {}
+    extensions: list[ExtensionReport] = []  # users' classes in the worker
     restarts: int = 0  # successors of this name after deaths
     handoff_bytes: int = 0  # sent or received for requests of this router
     handoff_seconds: float = 0.0
@@ -176,12 +188,14 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     ``queued_picture_rows``: of the steps not yet computed.
     ``cached_tokens``: prompt tokens of finished requests that came from a prefix cache.
     ``restarts``: of all workers. ``mode``: how requests are distributed over prefill and decode
-    workers. ``serving``: whether requests are served at once, or wait for workers.
+    workers. ``extensions``: users' classes in the router. ``serving``: whether requests are served
+    at once, or wait for workers.
     """
 
     name: str = ""
     model: str = ""
     mode: str = "disaggregated"
+    extensions: list[ExtensionReport] = []
     serving: bool = False
     uptime_s: float = 0.0
     clients: int = 0

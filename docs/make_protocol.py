@@ -44,6 +44,7 @@ PARTS = (
     messages.GrammarSpec,
     messages.RequestState,
     messages.WorkerLoad,
+    messages.ExtensionCounts,
     messages.KVFrame,
 )
 

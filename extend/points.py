@@ -45,13 +45,17 @@ class Placing(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``role``: of the workers to choose from. ``decode``: the decode worker chosen before, while a
     prefill worker is chosen; else None. ``prompt_tokens``: tokens to compute, with those that a
     replayed request has generated. ``max_new_tokens``: most tokens that it still generates.
-    ``router``: name of this router.
+    ``prefix``: digest of the first 32 tokens of its prompt, or of all if it has fewer, and of its
+    cache salt; equal in all processes. ``cache_salt``: empty: none. ``router``: name of this
+    router.
     """
 
     request_id: str
     role: str
     prompt_tokens: int
     max_new_tokens: int
+    prefix: str = ""
+    cache_salt: str = ""
     decode: WorkerFacts | None = None
     pool: str | None = None
     router: str = ""

@@ -27,11 +27,11 @@ class CustomTransport:
     def __init__(self, name: str, folder: str, report: Report) -> None:
         self._transport: Transport = resolve(TRANSPORT, name, folder)
         # Without a clock: its calls move megabytes, and there is nothing else to call meanwhile.
-        self._guard = Guard(TRANSPORT, name, report)
+        self.guard = Guard(TRANSPORT, name, report)
 
     def put(self, payload: Bytes) -> Bytes | None:
         """Return a ticket for the payload, or None: send the payload itself."""
-        return self._guard.call(lambda: self._put(payload))
+        return self.guard.call(lambda: self._put(payload))
 
     def _put(self, payload: Bytes) -> Bytes:
         ticket = self._transport.put(payload.data.toreadonly())
@@ -43,7 +43,7 @@ class CustomTransport:
 
     def get(self, ticket: bytes, size: int) -> Bytes | None:
         """Return the payload of ``size`` bytes for a ticket, or None: it is lost."""
-        return self._guard.call(lambda: self._get(ticket, size))
+        return self.guard.call(lambda: self._get(ticket, size))
 
     def _get(self, ticket: bytes, size: int) -> Bytes:
         payload = np.frombuffer(self._transport.get(ticket, size), np.uint8)

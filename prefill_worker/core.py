@@ -108,6 +108,8 @@ class PrefillCore(PromptCore[Job]):
         ranked = None if order is None or urgency is None else order.bound(urgency)
         self._queue = Queue(limits.max_active, urgency, ranked)
         super().__init__(member, self._queue, limits.max_queue)
+        if order is not None:
+            member.extensions.append(order.guard.counts)
         self._scheduler = scheduler
         self._sender = sender
         self._limits = limits

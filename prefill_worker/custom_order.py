@@ -26,11 +26,11 @@ class CustomOrder:
         self, name: str, folder: str, report: Report, clock: Callable[[], float] | None = None
     ) -> None:
         self._order: Order = resolve(ORDER, name, folder)
-        self._guard = Guard(ORDER, name, report, clock)
+        self.guard = Guard(ORDER, name, report, clock)
 
     def bound(self, urgency: Urgency) -> Callable[[Job, float], float | None]:
         """Return the function that ranks a job of this worker, or returns None."""
-        return lambda job, now: self._guard.call(lambda: self._asked(job, urgency, now))
+        return lambda job, now: self.guard.call(lambda: self._asked(job, urgency, now))
 
     def _asked(self, job: Job, urgency: Urgency, now: float) -> float:
         prompt = Prompt(

@@ -105,6 +105,8 @@ MAX_POOL_CHARS = 256
 MAX_LABELS = 32
 """Labels of a worker."""
 MAX_DROP_REASONS = 64
+MAX_EXTENSIONS = 8
+"""Classes of users in one worker."""
 MAX_HISTOGRAMS = 16
 """Maximum histograms in a worker's report of its load."""
 MAX_BUCKETS = 64

@@ -62,9 +62,7 @@ def _metrics(config: RouterConfig, loop: Loop, shell: RouterShell) -> MetricsLis
     def families() -> list[Family]:
         own = shell.core.families(loop.now())
         compatible = vllm_families(own) if config.metrics_compat else []
-        taken = {family.name for family in (*own, *compatible)}
-        users = [family for family in shell.own_families() if family.name not in taken]
-        return [*own, *compatible, *users]
+        return [*own, *compatible, *shell.own_families([*own, *compatible])]
 
     listener = MetricsListener(
         loop.asyncio_loop, config.metrics_host, (config.metrics_port,), families,

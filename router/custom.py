@@ -33,11 +33,13 @@ from baton.extend import (
     resolve,
 )
 from baton.extend.guard import Guard, Report
+from baton.proto.wire.messages import ExtensionCounts
+from baton.proto.work import prefix_hashes
 from baton.runtime.metrics.families import Row, Values
 
 from .config import PolicyConfig, RouterConfig
 from .decider import Costs, streams_of
-from .policy import Margin, PrefixAware
+from .policy import Chosen, Preference, PrefixAware
 from .requests import Request
 from .workers import Worker
 
@@ -48,7 +50,10 @@ MAX_FAMILIES = 64
 """Metrics of one extension."""
 MAX_ROWS = 1024
 """Series of one such metric."""
+PREFIX_TOKENS = 32
+"""Tokens of a prompt whose digest a policy gets."""
 _OWN = "baton_"
+_DEFAULT = "prefix_aware"
 
 
 class Extensions:
@@ -70,7 +75,7 @@ class Extensions:
         self._metrics: list[tuple[str, Metric]] = [
             (name, resolve(METRIC, name, folder)) for name in config.metrics
         ]
-        self._guards: list[tuple[str, str, Guard]] = []
+        self._guards: list[Guard] = []
 
     def policy(self, report: Report) -> CustomPolicy | None:
         """Return the policy, or None for one of Baton's own."""
@@ -92,13 +97,22 @@ class Extensions:
             CustomMetric(made, self._guard(METRIC, name, report)) for name, made in self._metrics
         ]
 
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The guards of all extensions in use."""
+        return tuple(self._guards)
+
+    def counts(self) -> list[ExtensionCounts]:
+        """Return the numbers of calls of each extension."""
+        return [guard.counts() for guard in self._guards]
+
     def families(self) -> list[Family]:
         """Return the counts of failed and skipped calls; empty without extensions."""
         if not self._guards:
             return []
         labels = ("extension", "name")
-        failed: Values = {(point, name): guard.failures for point, name, guard in self._guards}
-        skipped: Values = {(point, name): guard.skipped for point, name, guard in self._guards}
+        failed: Values = {(one.point.name, one.name): one.failures for one in self._guards}
+        skipped: Values = {(one.point.name, one.name): one.skipped for one in self._guards}
         return [
             counter(
                 "baton_extension_failures_total",
@@ -116,7 +130,7 @@ class Extensions:
 
     def _guard(self, point: Point, name: str, report: Report) -> Guard:
         guard = Guard(point, name, report, self._clock)
-        self._guards.append((point.name, name, guard))
+        self._guards.append(guard)
         return guard
 
 
@@ -129,30 +143,33 @@ class CustomPolicy:
     wants_hashes = True
 
     def __init__(self, policy: Policy, guard: Guard, config: PolicyConfig, router: str) -> None:
-        self.margin: Margin | None = None
+        self.margin: Preference = None
         self._policy = policy
         self._guard = guard
-        self._default = PrefixAware(msgspec.structs.replace(config, name="prefix_aware"))
+        self._default = PrefixAware(msgspec.structs.replace(config, name=_DEFAULT))
         self._block_tokens = config.block_tokens
         self._router = router
         self._request: Request | None = None
         self._decode: Worker | None = None
+        self._prefix = ""  # of the request; empty until it is needed
 
     def begin(self, request: Request) -> None:
         """Set the request for which :meth:`choose` is called next."""
-        self._request, self._decode = request, None
+        self._request, self._decode, self._prefix = request, None, ""
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
         """Return the extension's choice, or the default's."""
-        found = None
-        if len(workers) > 1 and self._request is not None:
-            request = self._request
+        found, request, count = None, self._request, len(workers)
+        if count > 1 and request is not None:
             found = self._guard.call(lambda: self._asked(request, workers, hashes))
-        if found is None:
-            found = self._default.choose(workers, hashes)
-            self.margin = self._default.margin
+        if found is not None:
+            self.margin = Chosen(self._guard.name, count)
         else:
-            self.margin = None
+            found = self._default.choose(workers, hashes)
+            self.margin = why = self._default.margin
+            if isinstance(why, tuple):
+                missed = self._guard.missed
+                self.margin = Chosen(_DEFAULT, count, self._guard.name, missed, why)
         if found.role == "decode":
             self._decode = found
         return found
@@ -162,12 +179,17 @@ class CustomPolicy:
     ) -> Worker:
         """Ask the extension. Raises ExtensionError for a result that is none of ``workers``."""
         facts = [self._facts(worker, hashes) for worker in workers]
-        decode = self._decode
+        decode, context = self._decode, request.context
+        if not self._prefix:
+            first = max(1, min(PREFIX_TOKENS, request.base))
+            self._prefix = "".join(one.hex() for one in prefix_hashes(context, first, 1))
         placing = Placing(
             request_id=request.request_id,
             role=workers[0].role,
             prompt_tokens=request.next,
             max_new_tokens=request.remaining,
+            prefix=self._prefix,
+            cache_salt=context.cache_salt,
             decode=None if decode is None else self._facts(decode, hashes),
             pool=request.pool,
             router=self._router,
@@ -221,15 +243,16 @@ class CustomDecider:
         self._decider = decider
         self._guard = guard
 
-    def prefers_local(
+    def decided(
         self, request: Request, costs: Costs, uncached: Callable[[Worker], int]
-    ) -> bool:
-        """Return the extension's decision, or the default's."""
+    ) -> tuple[bool, str]:
+        """Return the extension's decision, or the default's, and why as text."""
         decode = costs.decode
         if decode is None:
-            return False
+            return False, costs.explain()
         decision = self._guard.call(lambda: self._asked(request, costs, decode, uncached))
-        return costs.prefers_local if decision is None else decision
+        why = costs.explain_own(self._guard.name, self._guard.missed)
+        return costs.prefers_local if decision is None else decision, why
 
     def _asked(
         self, request: Request, costs: Costs, decode: Worker, uncached: Callable[[Worker], int]
@@ -276,20 +299,32 @@ class CustomMetric:
         )  # fmt: skip
         self._guard.call(lambda: self._metric.ended(ended))
 
-    def families(self) -> list[Family]:
-        """Return the extension's metrics; none if one of them is wrong."""
-        return self._guard.call(self._checked) or []
+    def families(self, taken: dict[str, str]) -> list[Family]:
+        """Return the extension's metrics; none if one of them is wrong.
 
-    def _checked(self) -> list[Family]:
+        ``taken``: names of other metrics, and whose they are; the new names are added.
+        """
+        return self._guard.call(lambda: self._checked(taken)) or []
+
+    def _checked(self, taken: dict[str, str]) -> list[Family]:
         found = list(self._metric.families())
         if len(found) > MAX_FAMILIES:
             raise ExtensionError(f"families() returned {len(found)} metrics, limit {MAX_FAMILIES}")
+        names: dict[str, str] = {}
         for family in found:
             check_family(family)
-        names = [family.name for family in found]
-        if len(names) != len(set(names)):
-            raise ExtensionError("families() returned two metrics with one name")
+            name = exposed_name(family)
+            owner = taken.get(name) or names.get(name)
+            if owner is not None:
+                raise ExtensionError(f"{name} is the name of two metrics; the other is of {owner}")
+            names[name] = self._guard.name
+        taken |= names
         return found
+
+
+def exposed_name(family: Family) -> str:
+    """Return the name under which a scrape has the metric: a counter's gets ``_total``."""
+    return family.name.removesuffix("_total") + "_total" * (family.kind == "counter")
 
 
 def check_family(family: object) -> None:

@@ -46,6 +46,8 @@ from .workers import Worker
 COLOCATED = "colocated workers"
 NO_PREFILL = "no prefill worker was ready"
 ADAPTIVE = "adaptive"
+PREDICTED = "predicted first token"
+"""What chooses the worker of a way in mode adaptive."""
 MARGIN = 0.9
 """Part of the time over a prefill worker within which a local request must be predicted."""
 NEW = 0.2
@@ -82,12 +84,22 @@ class Costs:
 
     def explain(self) -> str:
         """Return the predictions as text, for the story of the request."""
+        return f"{ADAPTIVE}: {self._predictions()}"
+
+    def explain_own(self, name: str, missed: str) -> str:
+        """Return the same of a user's decider; ``missed``: why it did not decide, or empty."""
+        if missed:
+            return f"{self.explain()}, because {name} {missed}"
+        way = "local" if self.prefers_local else "handoff"
+        return f"{ADAPTIVE}: chosen by {name} (Baton: {way}, {self._predictions()})"
+
+    def _predictions(self) -> str:
         if not self.per_token:
-            return f"{ADAPTIVE}: no prefill worker has measured its speed yet"
+            return "no prefill worker has measured its speed yet"
         over = self.over_prefill + self.handoff
         if math.isinf(self.alone):
-            return f"{ADAPTIVE}: {over:.3f} s with handoff, alone it delays streams too long"
-        return f"{ADAPTIVE}: {over:.3f} s with handoff, {self.alone:.3f} s alone"
+            return f"{over:.3f} s with handoff, alone it delays streams too long"
+        return f"{over:.3f} s with handoff, {self.alone:.3f} s alone"
 
 
 def at_prefill(worker: Worker, uncached: int, per_token: float, now: float) -> float:

@@ -76,6 +76,7 @@ def families_of(sources: Sources) -> list[Family]:
         *_latencies(sources.metrics),
         *_handoffs(sources),
         *_workers(live, sources.registry.listed()),
+        *_extensions(live),
         *_totals(sources.registry, live),
     ]
 
@@ -254,6 +255,28 @@ def _handoffs(sources: Sources) -> list[Family]:
             "baton_failed_pairs",
             "Pairs of live workers that cannot reach each other.",
             sources.failed_pairs,
+        ),
+    ]
+
+
+def _extensions(live: list[Worker]) -> list[Family]:
+    """Calls of users' classes in workers; no family without such a class."""
+    found = [((w.id, w.role, one.point, one.name), one) for w in live for one in w.extensions]
+    if not found:
+        return []
+    labels = (*_WORKER, "extension", "name")
+    return [
+        counter(
+            "baton_worker_extension_failures_total",
+            "Calls of an extension in the worker that raised or returned nonsense.",
+            {key: one.failures for key, one in found},
+            labels,
+        ),
+        counter(
+            "baton_worker_extension_skipped_calls_total",
+            "Calls of an extension in the worker that were not made: it had taken too long.",
+            {key: one.skipped for key, one in found},
+            labels,
         ),
     ]
 

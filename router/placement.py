@@ -22,16 +22,16 @@ from baton.runtime.liveness import HEARTBEAT_S
 
 from .config import RouterConfig
 from .custom import CustomDecider, CustomPolicy
-from .decider import Decider, HandoffTails, able
+from .decider import PREDICTED, Decider, HandoffTails, able
 from .pairs import FailedPairs
-from .policy import NO_HASHES, Margin, Policy, make_policy
+from .policy import NO_HASHES, Chosen, Policy, Preference, make_policy
 from .registry import Registry
 from .requests import Request
 from .workers import Worker
 
 HEARD_S = 2.5 * HEARTBEAT_S
 """A request that is placed again prefers workers that sent a message in these last seconds."""
-Route = tuple[str, int, int, Margin | None, int, int, Margin | None, str]
+Route = tuple[str, int, int, Preference, int, int, Preference, str]
 """Why a pair was chosen: the role of the pinned worker, or empty. Then of the prefill worker, and
 again of the decode worker (zeros without one): its load in tokens before the request, the tokens of
 the prompt that it has probably cached, and the margin by which it was preferred. Last, why the
@@ -60,7 +60,7 @@ class Placement:
         self._policy: Policy = own_policy or make_policy(config.policy, config.name)
         self.failed_pairs = FailedPairs()
         self._decider = Decider(config, tails or HandoffTails())
-        self._margins: tuple[Margin | None, Margin | None] = (None, None)  # of the last pair
+        self._margins: tuple[Preference, Preference] = (None, None)  # of the last pair
         self._why = ""  # the last pair takes its way
         self._late = False  # the last pair is expected to serve the request late
 
@@ -160,15 +160,20 @@ class Placement:
             prefills, decodes = pair[:1], pair[1:]
         if request.pin is not None:
             prefills = pair[:1] if request.pin[0] == "prefill" else prefills
-        costs = self._decider.costs(prefills, able(request, decodes), pair, uncached, now)
-        self._why, own = costs.explain(), self._own_decider
-        local = costs.prefers_local if own is None else own.prefers_local(request, costs, uncached)
+        alone = able(request, decodes)
+        costs = self._decider.costs(prefills, alone, pair, uncached, now)
+        own = self._own_decider
+        if own is None:
+            self._why, local = costs.explain(), costs.prefers_local
+        else:
+            local, self._why = own.decided(request, costs, uncached)
         if local and costs.decode is not None:
-            self._margins = None, None
+            same = costs.decode is pair[1]
+            self._margins = None, self._margins[1] if same else _predicted(alone)
             return None, costs.decode
         self._late = costs.over_prefill > costs.limit
         if costs.prefill is not pair[0]:
-            self._margins = None, self._margins[1]
+            self._margins = _predicted(prefills), self._margins[1]
         return costs.prefill, pair[1]
 
     def _alone(self, request: Request, decodes: list[Worker]) -> Pair | None:
@@ -308,6 +313,11 @@ class Placement:
         if request.hashes is None:
             request.hashes = prefix_hashes(request.context, size, self._config.match_blocks)
         return request.hashes
+
+
+def _predicted(workers: Sequence[Worker]) -> Preference:
+    """Return why mode adaptive chose one of ``workers``; None for the only one."""
+    return Chosen(PREDICTED, len(workers)) if len(workers) > 1 else None
 
 
 def _narrowed(

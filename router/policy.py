@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from baton.proto.errors import ConfigError
 
 from .config import PolicyConfig
@@ -25,12 +27,30 @@ Margin = tuple[float, str, float, int]
 """Cost of the chosen worker, id and cost of the next best one, and the number of candidates."""
 
 
+class Chosen(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What else than the costs of a policy has chosen a worker.
+
+    ``by``: what chose it. ``candidates``: number of workers to choose from. ``instead_of``: a
+    user's class that should have chosen; ``because``: why it did not. ``margin``: of ``by``.
+    """
+
+    by: str
+    candidates: int
+    instead_of: str = ""
+    because: str = ""
+    margin: Margin | None = None
+
+
+Preference = Margin | Chosen | None
+"""Why a worker was chosen; None without an alternative or cost."""
+
+
 class Policy(Protocol):
     """What the placement asks; :class:`baton.extend.Policy` is the interface for users' own."""
 
     wants_hashes: bool
     """True if the policy needs block hashes of the prompt."""
-    margin: Margin | None
+    margin: Preference
     """By how much :meth:`choose` preferred its last worker; None without an alternative or cost."""
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
@@ -56,7 +76,7 @@ class RoundRobin:
     """Chooses the workers of a role in turn."""
 
     wants_hashes = False
-    margin: Margin | None = None
+    margin: Preference = None
 
     def __init__(self, first: int = 0) -> None:
         self._first = first
@@ -87,7 +107,7 @@ class LeastLoaded:
     wants_hashes = False
 
     def __init__(self, first: int = 0) -> None:
-        self.margin: Margin | None = None
+        self.margin: Preference = None
         self._turn = first
 
     def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
@@ -175,7 +195,7 @@ class PrefixAware:
     wants_hashes = True
 
     def __init__(self, config: PolicyConfig, first: int = 0) -> None:
-        self.margin: Margin | None = None
+        self.margin: Preference = None
         self._config = config
         self._weights = {"prefill": config.prefill_load, "decode": config.decode_load}
         self._indexes: dict[int, PrefixIndex] = {}

@@ -375,6 +375,7 @@ class Registry:
         worker.report(beat.load, self._config.name)
         self._others = None
         worker.dropped = beat.dropped
+        worker.extensions = beat.extensions
         if beat.draining:
             self.drain(worker)
         return self.health.progresses(worker, now) and self.clear(worker)

@@ -10,7 +10,7 @@ slowly, and messages above the bound are dropped.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -45,7 +45,7 @@ from baton.runtime.process.otlp import OtlpSender, Span, SpanExporter
 from .authorization import ANYBODY, Caller, client_refusals, hello_refusal, without_drains
 from .config import RouterConfig
 from .core import RouterCore
-from .custom import Extensions
+from .custom import Extensions, exposed_name
 from .events import (
     Action,
     ClientFull,
@@ -189,13 +189,16 @@ class RouterShell:
         self._closing = True
         self._feed(StopRequested())
 
-    def own_families(self) -> list[Family]:
-        """Return the metrics of extensions, and the counts of their failures."""
-        found = self._extensions.families()
+    def own_families(self, others: Sequence[Family]) -> list[Family]:
+        """Return the metrics of extensions, and the counts of their failures.
+
+        ``others``: metrics of the same scrape, whose names an extension cannot use.
+        """
+        found: list[Family] = []
+        taken = {exposed_name(family): "Baton" for family in others}
         for metric in self._own_metrics:
-            names = {family.name for family in found}
-            found += [family for family in metric.families() if family.name not in names]
-        return found
+            found += metric.families(taken)
+        return [*self._extensions.families(), *found]
 
     # ------------------------------------------------------------------ in
 
@@ -377,9 +380,12 @@ class RouterShell:
         self._report_as(INTERNAL, error, fields)
 
     def _report_as(self, event: str, error: Exception, fields: dict[str, object]) -> None:
-        """Log an exception with its traceback: at most one of an event every few seconds."""
-        text = f"{type(error).__name__}: {error}"
-        if self._log_limit.passes(event, self._loop.now(), error=text, **fields):
+        """Log an exception with its traceback: at most one of an event every few seconds.
+
+        Those of each extension are counted apart.
+        """
+        text, own = f"{type(error).__name__}: {error}", str(fields.get("extension", ""))
+        if self._log_limit.passes(event, self._loop.now(), own, error=text, **fields):
             _log.error(event, exc_info=error, error=text, **fields)
 
     def _note(self, action: Log) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from itertools import islice
 
 import msgspec
+from msgspec.structs import replace
 
-from baton.proto.wire.messages import Status
+from baton.proto.wire.messages import ExtensionCounts, Status
 from baton.runtime.metrics.families import Family
 
 from .authorization import ANYBODY, Caller
@@ -50,6 +51,7 @@ class Reporter:
         self._stories = state.stories
         self._history = state.history
         self._started_at = state.started_at
+        self._extensions = state.extensions
 
     def report(self, asked: Status, now: float, caller: Caller = ANYBODY) -> bytes:
         """Return the report as JSON text, with as many handoffs and requests as asked for.
@@ -63,11 +65,12 @@ class Reporter:
                 _worker(worker, now)
                 | {"restarts": restarts[worker.id, worker.role]}
                 | _handed_over(handed.get(worker.id))
+                | {"extensions": _shown(worker.extensions, caller)}
                 for worker in self._registry.listed()
             ],
             "handoffs": self._handoffs.listed(asked.handoffs, caller),
             "failed_pairs": [_failed_pair(pair, now) for pair in self._failed_pairs.listed(now)],
-            "router": self._router(now),
+            "router": self._router(now) | {"extensions": _shown(self._extensions.counts(), caller)},
             "requests": self._requests(asked, now, caller),
         }
         if asked.failed:
@@ -179,6 +182,11 @@ class Reporter:
                 "generated_tokens_per_s": round(admission.tokens.rate, 3),
             },
         }
+
+
+def _shown(counts: list[ExtensionCounts], caller: Caller) -> list[ExtensionCounts]:
+    """Return the counts; errors of users' classes, which may name requests, for operators only."""
+    return counts if caller.operator else [replace(one, error="") for one in counts]
 
 
 def _handed_over(found: Transferred | None) -> dict[str, object]:

@@ -14,7 +14,7 @@ import msgspec
 
 from baton.proto.wire.messages import WorkerTimes
 
-from .policy import Margin
+from .policy import Chosen, Preference
 from .requests import NEVER
 from .stories import Story, StoryAttempt, StoryHandoff
 
@@ -195,9 +195,14 @@ def _way(attempt: StoryAttempt) -> str:
     return "handoff" if attempt.decode else "prefill"  # alone, for embeddings
 
 
-def _side(load: int, cached: int, margin: Margin | None) -> Record:
-    """Load and probably cached tokens of a chosen worker; with costs if there was a choice."""
+def _side(load: int, cached: int, why: Preference) -> Record:
+    """Load and probably cached tokens of a chosen worker, and why it was chosen, if known."""
     found: Record = {"load_tokens": load, "cached_tokens": cached}
+    margin = why.margin if isinstance(why, Chosen) else why
+    if isinstance(why, Chosen):
+        found |= {"chosen_by": why.by, "candidates": why.candidates}
+        if why.instead_of:
+            found |= {"instead_of": why.instead_of, "because": why.because}
     if margin is not None:
         cost, rival, rival_cost, candidates = margin
         found |= {

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from baton.proto.errors import InternalError
 from baton.proto.layout import ModelCard
 from baton.proto.requests import computes_prompts
-from baton.proto.wire.messages import Hello, RequestState, WorkerLoad
+from baton.proto.wire.messages import ExtensionCounts, Hello, RequestState, WorkerLoad
 from baton.proto.wire.proofs import Holder
 from baton.runtime.liveness import suspect_after
 
@@ -101,7 +101,8 @@ class Worker:
     its connection is open. ``draining``: it takes no new requests, also after it was suspect.
     ``doubted``: requests that moved when its connection closed; if it is declared dead, they count
     this death. ``latency``: TTFT of a prefill worker, ITL of a decode worker. ``dropped``: counts
-    of messages dropped by the worker, by reason. ``holder``: its incarnation and key. ``vouched``:
+    of messages dropped by the worker, by reason. ``extensions``: calls of users' classes in it.
+    ``holder``: its incarnation and key. ``vouched``:
     the key list names this worker literally, so no other key may use its name.
     ``computes_prompts``: it is a decode worker that serves requests without a prefill worker.
     """
@@ -118,6 +119,7 @@ class Worker:
         "draining",
         "dropped",
         "endpoint",
+        "extensions",
         "finished",
         "holder",
         "hung_up",
@@ -177,6 +179,7 @@ class Worker:
         self.kv_events = hello.kv_events
         self.load: WorkerLoad = hello.load
         self.dropped: dict[str, int] = {}
+        self.extensions: list[ExtensionCounts] = []
         self.latency = Latency()
         self.state = WorkerState.JOINING
         self.reason = ""

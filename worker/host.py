@@ -193,9 +193,12 @@ class WorkerHost(ABC):
             self._exit(f"{name} failed; see its log", EXIT_RESTART)
 
     def _fault(self, event: str, error: Exception, fields: dict[str, object]) -> None:
-        """Log an exception of our own code with its traceback: at most one every few seconds."""
-        text = f"{type(error).__name__}: {error}"
-        if self._log_limit.passes(event, self._loop.now(), error=text, **fields):
+        """Log an exception with its traceback: at most one of an event every few seconds.
+
+        Those of each extension are counted apart.
+        """
+        text, own = f"{type(error).__name__}: {error}", str(fields.get("extension", ""))
+        if self._log_limit.passes(event, self._loop.now(), own, error=text, **fields):
             _log.error(event, exc_info=error, error=text, **fields)
 
     def _tick(self) -> float | None:

@@ -21,6 +21,7 @@ from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.wire.messages import (
     Abort,
     Aborted,
+    ExtensionCounts,
     Heartbeat,
     Hello,
     Message,
@@ -173,6 +174,8 @@ class Membership:
         self.draining = False
         self.dropped: Counter[str] = Counter()
         """Messages this worker could not use, by reason; heartbeats report them."""
+        self.extensions: list[Callable[[], ExtensionCounts]] = []
+        """What counts the calls of users' classes; heartbeats report the counts."""
 
     # ------------------------------------------------------------------ links
 
@@ -442,6 +445,7 @@ class Membership:
                 draining=self.draining,
                 load=load(),
                 dropped=dict(self.dropped),
+                extensions=[counts() for counts in self.extensions],
             )
             actions += [ToRouter(router, beat) for router in self._up]
         self._expire(now)

@@ -11,6 +11,7 @@ from ..layout import ModelCard
 from ..limits import (
     MAX_BUCKETS,
     MAX_DROP_REASONS,
+    MAX_EXTENSIONS,
     MAX_HISTOGRAMS,
     MAX_LABELS,
     MAX_LIST_ITEMS,
@@ -61,6 +62,17 @@ class Buckets(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     counts: Annotated[list[Count], Meta(max_length=MAX_BUCKETS)]
     total: Total  # sum of all values
+
+
+class ExtensionCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Calls of a user's own class since the start of its process."""
+
+    point: Name  # such as "policy"
+    name: Name  # module:Class
+    calls: Count = 0
+    failures: Count = 0  # of these calls
+    skipped: Count = 0  # calls that were not made, because the class had taken too long
+    error: Name = ""  # of the last failure
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -120,6 +132,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     draining: bool = False
     load: WorkerLoad = WorkerLoad()
     dropped: Annotated[dict[Name, Count], Meta(max_length=MAX_DROP_REASONS)] = {}  # since start
+    extensions: Annotated[list[ExtensionCounts], Meta(max_length=MAX_EXTENSIONS)] = []
 
 
 class Accepted(Message, frozen=True, kw_only=True):

@@ -29,13 +29,17 @@ class LogLimit:
     def __init__(self, interval_s: float = INTERVAL_S, burst: int = 1) -> None:
         self._interval_s = interval_s
         self._burst = burst
-        self._events: dict[str, _Event] = {}
+        self._events: dict[tuple[str, str], _Event] = {}
 
-    def passes(self, event: str, now: float, **keys: object) -> bool:
-        """Whether to log this occurrence now; otherwise a later :meth:`due` line counts it."""
-        known = self._events.get(event)
+    def passes(self, event: str, now: float, of: str = "", /, **keys: object) -> bool:
+        """Whether to log this occurrence now; otherwise a later :meth:`due` line counts it.
+
+        ``of``: what the event is about, if each such thing has lines of its own. Peers must not
+        choose it.
+        """
+        known = self._events.get((event, of))
         if known is None:
-            self._events[event] = _Event(now + self._interval_s)
+            self._events[event, of] = _Event(now + self._interval_s)
             return True
         if known.passed < self._burst:
             known.passed += 1
@@ -52,14 +56,14 @@ class LogLimit:
     def due(self, now: float) -> list[tuple[str, dict[str, object]]]:
         """Return the summary lines that are due: event, latest keys, and ``count``."""
         lines: list[tuple[str, dict[str, object]]] = []
-        for name, event in list(self._events.items()):
+        for key, event in list(self._events.items()):
             if now < event.until:
                 continue
             if not event.count:
-                del self._events[name]
+                del self._events[key]
                 continue
-            lines.append((name, {**event.keys, "count": event.count}))
-            self._events[name] = _Event(now + self._interval_s)
+            lines.append((key[0], {**event.keys, "count": event.count}))
+            self._events[key] = _Event(now + self._interval_s)
         return lines
 
 

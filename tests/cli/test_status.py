@@ -1,8 +1,8 @@
 """The lines of ``baton status`` above its table."""
 
-from baton.cli.status import describe_controller
+from baton.cli.status import describe, describe_controller
 from baton.deploy.controller.admin import MemberLine, Overview
-from baton.deploy.report import ClusterReport, WorkerReport
+from baton.deploy.report import ClusterReport, ExtensionReport, RouterReport, WorkerReport
 
 FOUND = Overview(
     targets={"prefill": 1, "decode": 2},
@@ -38,3 +38,16 @@ def test_a_worker_that_a_router_suspects_is_not_ready_above_the_table():
 
 def test_without_a_router_the_controllers_view_stands_alone():
     assert describe_controller(FOUND)[-1] == "decode       2 of 2 ready"
+
+
+def test_users_classes_are_shown_with_their_failures():
+    policy = ExtensionReport(
+        point="policy", name="own:Rack", calls=16, failures=3, skipped=2, error="KeyError: 'rack'"
+    )
+    order = ExtensionReport(point="prefill_order", name="own:Short", calls=1)
+    worker = WorkerReport(id="prefill-0", role="prefill", extensions=[order])
+    lines = describe(ClusterReport(router=RouterReport(extensions=[policy]), workers=[worker]))
+    assert (
+        "policy       own:Rack: 16 calls, 3 failed, the last by KeyError: 'rack', 2 skipped"
+    ) in lines
+    assert "prefill_order own:Short at prefill-0: 1 call" in lines

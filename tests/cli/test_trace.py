@@ -67,6 +67,28 @@ def test_a_story_tells_route_waits_bytes_and_transport():
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [
+        ({"chosen_by": "own:Class", "candidates": 2}, "prefill-0: chosen by own:Class, 2 cand"),
+        (
+            {
+                "chosen_by": "prefix_aware", "candidates": 2, "instead_of": "own:Class",
+                "because": "failed", "cost": 25.0, "next_best": "prefill-1", "next_cost": 50.0,
+            },
+            "next best prefill-1 50, 2 candidates, because own:Class failed (about",
+        ),
+        ({}, "prefill-0: the only candidate (about"),
+    ],
+)  # fmt: skip
+def test_a_story_names_what_chose_a_worker(side, text):
+    found = story()
+    route = found["attempts"][0]["route"]
+    route["policy"] = "own:Class"
+    route["prefill"] = {"load_tokens": 0, "cached_tokens": 0, **side}
+    assert text in "\n".join(describe(found))
+
+
 def test_a_replay_and_a_refusal_tell_their_cause():
     lost = story()["attempts"][0] | {"cause": "worker prefill-0 was lost", "handoff": None}
     text = "\n".join(describe(story(attempts=[lost, story()["attempts"][0] | {"number": 2}])))

@@ -65,6 +65,7 @@ def test_a_long_call_counts_and_the_extension_then_rests():
     assert bench.take(0.05) == "result"
     assert [event for event, *_ in bench.reports] == ["policy.slow"]
     assert "50.0 ms in the last call" in str(bench.reports[0][1])
+    assert "not called for up to 0.20 s" in str(bench.reports[0][1])
     assert bench.take(0.05) is None
     assert bench.guard.skipped == 1
     bench.now += (0.05 - BURST_S) / SHARE + 0.001
@@ -87,3 +88,25 @@ def test_it_takes_its_share_of_the_time_and_one_call_at_most(seconds):
 def test_without_a_clock_calls_take_no_time():
     guard = Guard(POLICY, "own:Class", pytest.fail, None)
     assert guard.call(lambda: sys.intern("result")) == "result"
+
+
+class Silent(Exception):
+    """An exception without a text."""
+
+    def __str__(self):
+        raise LookupError("no text")
+
+
+def test_an_exception_that_has_no_text_is_reported():
+    bench = Bench()
+    assert bench.guard.call(raising(Silent())) is None
+    assert "own:Class raised Silent; it has no text" in str(bench.reports[0][1])
+
+
+def test_the_last_error_is_one_printable_line():
+    bench = Bench()
+    bench.guard.call(raising(ValueError("two\nlines \x1b[2J \ud800" + 500 * "x")))
+    found = bench.guard.counts()
+    assert (found.calls, found.failures, found.skipped) == (1, 1, 0)
+    assert found.error.startswith("ValueError: two lines ?[2J ?xxx")
+    assert len(found.error) == 200

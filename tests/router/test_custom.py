@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from baton.extend import Ended, ExtensionError, WorkerFacts
 from baton.proto.errors import ConfigError
-from baton.proto.wire.messages import Assign, WorkerLoad
+from baton.proto.wire.messages import Assign, ExtensionCounts, Status, StatusReport, WorkerLoad
+from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
+from baton.router.authorization import Caller
 from baton.router.config import PolicyConfig
 from baton.router.custom import Extensions
 from baton.router.story_report import RequestLine
@@ -14,6 +18,7 @@ from baton.runtime.metrics.families import Family, Histogram, Row, counter, gaug
 
 from .conftest import Bench
 from .test_local import ALONE
+from .test_stories import told
 
 ROOT = Path(__file__).parents[2]
 FAULTY = str(ROOT / "tests" / "extend")
@@ -81,6 +86,11 @@ def test_its_failure_is_logged_with_the_traceback(own):
     fault = next(action for action in seen if type(action).__name__ == "Fault")
     assert fault.event == "policy.failed"
     assert fault.fields == {"extension": "faulty_classes:Raises"}
+    (found,) = msgspec.to_builtins(bench.core.extensions.counts())
+    assert found == {
+        "point": "policy", "name": "faulty_classes:Raises", "calls": 2, "failures": 2, "skipped": 0,
+        "error": "KeyError: 'no rack for r'",
+    }  # fmt: skip
     assert fault.error.__traceback__ is not None
     assert any(type(getattr(action, "message", None)) is Assign for action in seen)
 
@@ -112,6 +122,64 @@ def test_a_slow_policy_rests_and_the_router_goes_on(config):
     failed, skipped = bench.core.extensions.families()
     assert (failed.rows[0].value, skipped.rows[0].value) == (0.0, 12.0)
     assert not bench.core.broken
+    route = route_of(bench, "r1")
+    assert route["prefill"]["instead_of"] == "faulty_classes:Slow"
+    assert route["prefill"]["because"] == "was skipped"
+
+
+def route_of(bench, request):
+    (story,) = told(bench, request)
+    return story["attempts"][0]["route"]
+
+
+def test_the_story_names_the_class_that_chose(own):
+    bench = own("rack_policy:RackPolicy", EXAMPLES)
+    served(bench, 1)
+    route = route_of(bench, "r0")
+    for role in ("prefill", "decode"):
+        side = route[role]
+        assert (side["chosen_by"], side["candidates"]) == ("rack_policy:RackPolicy", 2)
+        assert "cost" not in side
+
+
+def test_the_story_says_that_the_class_failed(own):
+    bench = own("faulty_classes:Raises")
+    served(bench, 1)
+    side = route_of(bench, "r0")["decode"]
+    assert (side["chosen_by"], side["candidates"]) == ("prefix_aware", 2)
+    assert (side["instead_of"], side["because"]) == ("faulty_classes:Raises", "failed")
+    assert side["next_best"].startswith("decode-")
+
+
+def test_status_and_metrics_have_the_counts_of_router_and_workers(make_bench):
+    callers = {b"client": Caller(b"A", operator=False), b"operator": Caller(b"C", operator=True)}
+    bench = make_bench(
+        policy=PolicyConfig(name="rack_policy:RackPolicy"), extensions=EXAMPLES,
+        caller_of=lambda identity: callers[identity],
+    )  # fmt: skip
+    prefill, _ = bench.pair()
+    counts = ExtensionCounts(
+        point="prefill_order", name="own:Short", calls=9, failures=2, skipped=3, error="KeyError: 1"
+    )
+    prefill.beat(extensions=[counts])
+    for identity, error in ((b"operator", "KeyError: 1"), (b"client", "")):
+        bench.client(Status(), identity)
+        report = msgspec.json.decode(bench.one(identity, StatusReport).report)
+        (found,) = report["router"]["extensions"]
+        assert (found["point"], found["name"]) == ("policy", "rack_policy:RackPolicy")
+        (found,) = next(one for one in report["workers"] if one["id"] == prefill.id)["extensions"]
+        assert found == msgspec.to_builtins(counts) | {"error": error}
+    families = {family.name: family.rows for family in bench.core.families(bench.now)}
+    labels = (prefill.id, "prefill", "prefill_order", "own:Short")
+    assert families["baton_worker_extension_failures_total"] == [Row(labels, 2.0)]
+    assert families["baton_worker_extension_skipped_calls_total"] == [Row(labels, 3.0)]
+
+
+def test_one_candidate_is_no_choice_of_the_class(make_bench):
+    bench = make_bench(policy=PolicyConfig(name="rack_policy:RackPolicy"), extensions=EXAMPLES)
+    bench.pair()
+    served(bench, 1)
+    assert "chosen_by" not in route_of(bench, "r0")["decode"]
 
 
 def test_one_candidate_needs_no_choice(make_bench):
@@ -167,6 +235,29 @@ def test_mode_adaptive_keeps_the_choice_of_a_users_policy(own, monkeypatch):
         assert (prefill.id, bench.decode_of(assign).id) == ("prefill-1", "decode-1")
 
 
+def test_the_prefix_is_that_of_the_first_tokens_and_the_salt(own, monkeypatch):
+    bench = own("faulty_classes:Remembers")
+    policy, seen = bench.core.placement._own_policy._policy, []
+    monkeypatch.setattr(policy, "choose", lambda one, them: seen.append(one) or them[0])
+    first = list(range(1, 33))
+    for name, prompt, salt in (
+        ("a", [*first, 7, 8, 9], ""),
+        ("b", [*first, 1], ""),
+        ("c", [*first, 7, 8, 9], "session-1"),
+        ("d", [9, *first], ""),
+        ("e", [1, 2, 3], ""),
+    ):
+        tokens = WireTokens(np.array(prompt, np.int32))
+        sampling = WireSampling(max_new_tokens=5)
+        context = WireContext(tokens=tokens, sampling=sampling, cache_salt=salt, max_length=4096)
+        bench.submit(name, context=context)
+    prefixes = {one.request_id: one.prefix for one in seen}
+    assert prefixes["a"] == prefixes["b"]
+    assert len(set(prefixes.values())) == 4
+    assert all(len(one) == 32 for one in prefixes.values())
+    assert {one.cache_salt for one in seen} == {"", "session-1"}
+
+
 # ------------------------------------------------------------------ decider
 
 
@@ -201,6 +292,18 @@ def test_a_decider_that_fails_costs_a_default_decision(name, adaptive):
     assert not bench.core.broken
     failed, _ = bench.core.extensions.families()
     assert failed.rows == [Row(("decider", f"faulty_classes:{name}"), 1.0)]
+    why = route_of(bench, "r")["why"]
+    assert why.startswith("adaptive: ")
+    assert why.endswith(f", because faulty_classes:{name} failed")
+
+
+def test_the_story_names_the_decider(adaptive):
+    bench = adaptive("length_decider:LengthDecider", EXAMPLES)
+    bench.submit(prompt=100)
+    assert route_of(bench, "r")["why"].startswith(
+        "adaptive: chosen by length_decider:LengthDecider (Baton: handoff, "
+    )
+    assert set(bench.core.metrics.local) == {"adaptive"}
 
 
 # ------------------------------------------------------------------ metric
@@ -208,7 +311,7 @@ def test_a_decider_that_fails_costs_a_default_decision(name, adaptive):
 LINE = RequestLine("finished", "r", new_tokens=3, ttft_s=0.2, itl_s=0.01, prefill="p", decode="d")
 
 
-def metrics(config, name, folder=FAULTY, report=None):
+def metrics(config, name, folder=FAULTY):
     settings = config(metrics=(name,), extensions=folder)
     reports = []
     extensions = Extensions(settings)
@@ -220,7 +323,7 @@ def test_the_example_counts_requests_within_limits(config):
     metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
     metric.ended(LINE)
     metric.ended(RequestLine("failed", "s", code="internal"))
-    (family,) = metric.families()
+    (family,) = metric.families({})
     assert family.rows == [Row(("d", "yes"), 1.0)]
     assert reports == []
 
@@ -229,7 +332,7 @@ def test_the_example_counts_requests_within_limits(config):
 def test_a_metric_that_fails_is_left_out(name, config):
     metric, reports = metrics(config, f"faulty_classes:{name}")
     metric.ended(LINE)
-    assert metric.families() == []
+    assert metric.families({}) == []
     assert {event for event, *_ in reports} == {"metric.failed"}
 
 
@@ -250,7 +353,7 @@ def test_a_metric_that_fails_is_left_out(name, config):
 def test_a_metric_that_no_scrape_could_contain(family, config, monkeypatch):
     metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
     monkeypatch.setattr(metric._metric, "families", lambda: [family])
-    assert metric.families() == []
+    assert metric.families({}) == []
     ((_, error, _),) = reports
     assert isinstance(error, ExtensionError)
 
@@ -261,7 +364,27 @@ def test_counters_and_histograms_pass(config, monkeypatch):
     times.observe(1.5)
     found = [counter("own_total", "", 1.0), histogram("own_seconds", "", times)]
     monkeypatch.setattr(metric._metric, "families", lambda: found)
-    assert metric.families() == found
+    assert metric.families({}) == found
+
+
+@pytest.mark.parametrize("name", ["own_total", "own"])
+def test_the_name_of_another_metric_is_reported(name, config, monkeypatch):
+    metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
+    monkeypatch.setattr(metric._metric, "families", lambda: [counter(name, "", 1.0)])
+    assert metric.families({"own_total": "another:Class"}) == []
+    ((event, error, _),) = reports
+    assert event == "metric.failed"
+    assert str(error) == "own_total is the name of two metrics; the other is of another:Class"
+
+
+def test_two_classes_with_one_name(config, monkeypatch):
+    settings = config(metrics=("slo_metric:SloMetric",) * 2, extensions=EXAMPLES)
+    reports = []
+    first, second = Extensions(settings).metrics(lambda *given: reports.append(given))
+    taken = {}
+    assert len(first.families(taken)) == 1
+    assert second.families(taken) == []
+    assert "the other is of slo_metric:SloMetric" in str(reports[0][1])
 
 
 def test_ended_has_every_field_of_the_log_line():

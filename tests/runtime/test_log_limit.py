@@ -31,6 +31,14 @@ def test_after_a_quiet_interval_the_next_one_passes_at_once():
     assert not limit.passes("other", 10.5)
 
 
+def test_each_thing_that_an_event_is_about_has_its_own_lines():
+    limit = LogLimit(interval_s=10.0)
+    assert [limit.passes("bad", 0.0, of, of=of) for of in ("a", "b", "a", "b", "b")] == [
+        True, True, False, False, False,
+    ]  # fmt: skip
+    assert limit.due(10.0) == [("bad", {"of": "a", "count": 1}), ("bad", {"of": "b", "count": 2})]
+
+
 def test_limited_warnings_are_logged_without_a_further_call(loop, drive, capsys):
     log = LimitedLog(loop, interval_s=0.05)
     for number in range(500):
