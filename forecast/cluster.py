@@ -228,6 +228,7 @@ class Replay:
         for worker in self._ready["decode"]:
             entry = worker.entry
             entry.step_s = worker.step_s(self.now)
+            entry.report(worker.load(), "")
             if not worker.computes:
                 entry.stream_step_s = entry.step_s
 

@@ -18,10 +18,11 @@ from baton.engine.scheduling.step_time import ChunkBudget
 from baton.loadgen.traces import BLOCK_TOKENS, Arrival
 from baton.prefill_worker.start_order import Pace, StartOrder, latest_start
 from baton.proto.layout import KVLayout, ModelCard
-from baton.proto.wire.messages import Hello, WorkerLoad
+from baton.proto.wire.messages import Buckets, Hello, WorkerLoad
 from baton.router.policy import PrefixIndex
 from baton.router.requests import Attempt
 from baton.router.workers import Worker, WorkerState
+from baton.runtime.metrics.families import STEP_SECONDS
 
 from .service import ServiceModel
 
@@ -238,8 +239,8 @@ class DecodeWorker:
         self._until = 0.0  # end of the running step with chunks
         self._context = 0.0
         self._reserved = 0
-        self._tokens = self._hits = 0
-        self._step_s = 0.0
+        self._tokens = self._hits = self._generated = 0
+        self._seconds = self._step_s = 0.0
 
     @property
     def idle(self) -> bool:
@@ -302,6 +303,16 @@ class DecodeWorker:
             step_s=self.step_s(now),
         )
 
+    def load(self) -> WorkerLoad:
+        """Return what a heartbeat would report of the steps that have ended."""
+        return WorkerLoad(
+            tokens_waiting=int(bool(self._chunks)),
+            prompt_tokens=self._tokens,
+            generated_tokens=self._generated,
+            compute_seconds=self._seconds,
+            histograms={STEP_SECONDS: Buckets([self._steps], self._seconds)},
+        )
+
     def step_s(self, now: float) -> float:
         """Seconds of the running step; 0 without one."""
         if self._chunks:
@@ -322,6 +333,8 @@ class DecodeWorker:
         self._budget.learn(new + rows, self._step_s, rows)
         self._tokens += new
         self._steps += 1
+        self._seconds += self._step_s
+        self._generated += rows
         self._context += rows
         self._at = now
         started = []
@@ -399,6 +412,8 @@ class DecodeWorker:
     def _advance(self, now: float) -> None:
         if self._ends:
             steps = self._steps_until(now)
+            self._seconds += self._span(steps)
+            self._generated += steps * len(self._ends)
             self._context += steps * len(self._ends)
             self._steps += steps
         self._at = now

@@ -10,9 +10,11 @@ every prefill worker and, alone, at every decode worker, and takes the earliest 
   is the time since its last first token.
 * A decode worker computes the prompt in chunks, one per step, and each step also generates a token
   for each of its streams. So only the rest of a step's target time is left for the chunk, and the
-  prompt takes as many such steps as it has chunks. The speed is that of the prefill workers,
-  because all have the same model. A step without prompt tokens takes as long as the last such
-  step that the worker reported.
+  prompt takes as many such steps as it has chunks. A step without prompt tokens takes as long as
+  the last such step that the worker reported. Its reports also tell by how much a prompt token
+  makes a step longer (``Worker.added_s``: less than it takes alone, where a step waits for its
+  weights anyway), and how fast prompts are computed beside streams (``Worker.local_s``). Before
+  that, and without streams, the speed is that of the prefill workers.
 * The streams of a decode worker wait for each step with a chunk. The target of such steps must
   be within the ITL limit (``step_time_s``). If not even the least chunk fits, the worker takes no
   local request, however early its first token came.
@@ -121,12 +123,17 @@ def alone_at(worker: Worker, uncached: int, per_token: float, target: float) -> 
     """
     waiting = worker.uncached if not worker.others_requests else worker.load.tokens_waiting
     work = (max(waiting, worker.uncached) + uncached) * per_token
-    step = worker.stream_step_s
-    chunk = target - step if target else math.inf
-    if chunk < LEAST_CHUNK * per_token:
+    step, added = worker.stream_step_s, worker.added_s
+    if added < 0:  # until it is measured, one prompt at a time may try
+        added = per_token if worker.prompts else 0.0
+    left = target - step if target else math.inf
+    if left < LEAST_CHUNK * added:
         return math.inf  # also without a stream at present: the next one would wait as long
-    streams = streams_of(worker)
-    return work + max(1, math.ceil(work / chunk)) * step if streams > 0 else work
+    if streams_of(worker) <= 0 or not step:
+        return work
+    if worker.local_s:
+        return work * max(1.0, worker.local_s / per_token)
+    return work + max(1, math.ceil(work / max(left, LEAST_CHUNK * per_token))) * step
 
 
 def streams_of(worker: Worker) -> int:

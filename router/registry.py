@@ -370,9 +370,9 @@ class Registry:
         worker.progress = beat.progress
         worker.busy = beat.busy
         worker.step_s = beat.step_s
+        worker.report(beat.load, self._config.name)
         if not beat.load.tokens_waiting:
             worker.stream_step_s = beat.step_s
-        worker.report(beat.load, self._config.name)
         self._others = None
         worker.dropped = beat.dropped
         worker.extensions = beat.extensions

@@ -22,6 +22,7 @@ from baton.proto.requests import computes_prompts
 from baton.proto.wire.messages import ExtensionCounts, Hello, RequestState, WorkerLoad
 from baton.proto.wire.proofs import Holder
 from baton.runtime.liveness import suspect_after
+from baton.runtime.metrics.families import STEP_SECONDS
 
 from .config import RouterConfig
 from .latency import Latency
@@ -47,6 +48,10 @@ STALL_S = 0.25
 Workers may have closed their connections during the pause."""
 AFTER_STALL_S = 1.0
 """Seconds after such a pause in which no worker becomes suspect."""
+
+
+NEW = 0.25
+"""Weight of the latest report in :attr:`Worker.added_s`."""
 
 
 class WorkerState(Enum):
@@ -94,21 +99,23 @@ class Worker:
     uncached tokens of the prompts that it has still to compute, those of late prompts, and their
     number, of this router in mode adaptive; ``turned``: when the last of them left. ``others``,
     ``others_requests``: tokens and requests of other routers, from the last heartbeat.
-    ``stream_step_s``: its last reported step without prompt tokens. ``recent``: recently assigned
-    tokens, as of the policy's placement number ``recent_at``. ``requests``: requests whose current
-    attempt needs this worker. ``reported``: requests listed in its last Hello. ``aborts``:
-    unconfirmed Aborts by request: ``(attempt, time to repeat, time to give up)``. ``connected``:
-    its connection is open. ``draining``: it takes no new requests, also after it was suspect.
-    ``doubted``: requests that moved when its connection closed; if it is declared dead, they count
-    this death. ``latency``: TTFT of a prefill worker, ITL of a decode worker. ``dropped``: counts
-    of messages dropped by the worker, by reason. ``extensions``: calls of users' classes in it.
-    ``holder``: its incarnation and key. ``vouched``:
-    the key list names this worker literally, so no other key may use its name.
-    ``computes_prompts``: it is a decode worker that serves requests without a prefill worker.
+    ``stream_step_s``: its last reported step without prompt tokens; ``added_s``: by how much a
+    prompt token makes the steps of its streams longer, -1: not measured; ``local_s``: seconds per
+    prompt token of steps with streams. ``recent``: recently assigned tokens, as of the policy's
+    placement number ``recent_at``. ``requests``: requests whose current attempt needs this worker.
+    ``reported``: requests listed in its last Hello. ``aborts``: unconfirmed Aborts by request:
+    ``(attempt, time to repeat, time to give up)``. ``connected``: its connection is open.
+    ``draining``: it takes no new requests, also after it was suspect. ``doubted``: requests that
+    moved when its connection closed; if it is declared dead, they count this death. ``latency``:
+    TTFT of a prefill worker, ITL of a decode worker. ``dropped``: counts of messages dropped by the
+    worker, by reason. ``extensions``: calls of users' classes in it. ``holder``: its incarnation
+    and key. ``vouched``: the key list names this worker literally, so no other key may use its
+    name. ``computes_prompts``: it is a decode worker that serves requests without a prefill worker.
     """
 
     __slots__ = (
         "aborts",
+        "added_s",
         "busy",
         "card",
         "computes_prompts",
@@ -131,6 +138,7 @@ class Worker:
         "late",
         "latency",
         "load",
+        "local_s",
         "max_batch",
         "others",
         "others_requests",
@@ -187,6 +195,8 @@ class Worker:
         self.progress = -1
         self.busy = False
         self.step_s = self.stream_step_s = 0.0
+        self.added_s = -1.0
+        self.local_s = 0.0
         self.outstanding = self.uncached = self.late = self.prompts = 0
         self.turned = now
         self.others = self.others_requests = 0
@@ -215,10 +225,28 @@ class Worker:
 
     def report(self, load: WorkerLoad, router: str) -> None:
         """Store the worker's load; ``router``: name of this router."""
+        if self.role == "decode" and load.prompt_tokens > self.load.prompt_tokens:
+            self._learn_added(self.load, load)
         self.load = load
         others = [share for name, share in load.shares.items() if name != router]
         self.others = sum(share.tokens for share in others)
         self.others_requests = sum(share.requests for share in others)
+
+    def _learn_added(self, before: WorkerLoad, load: WorkerLoad) -> None:
+        """Learn by how much the prompt tokens of the last steps made them longer."""
+        steps = _steps(load) - _steps(before)
+        streamed = load.generated_tokens - before.generated_tokens
+        if not self.stream_step_s or steps <= 0 or streamed < steps:
+            return  # nothing to compare with, or steps without a stream
+        seconds = load.compute_seconds - before.compute_seconds
+        seconds -= load.encode_seconds - before.encode_seconds
+        tokens = load.prompt_tokens - before.prompt_tokens
+        added = max(0.0, seconds - steps * self.stream_step_s) / tokens
+        known = self.added_s
+        self.added_s = added if known < 0 else known + NEW * (added - known)
+        if before.tokens_waiting and load.tokens_waiting:  # each of the steps had a chunk
+            each, known = seconds / tokens, self.local_s
+            self.local_s = each if not known else known + NEW * (each - known)
 
     @property
     def key(self) -> bytes:
@@ -234,6 +262,12 @@ class Worker:
     def live(self) -> bool:
         """True if the worker is registered: it may hold requests and receive messages."""
         return self.state in _LIVE
+
+
+def _steps(load: WorkerLoad) -> int:
+    """Return the number of steps since the worker's start."""
+    found = load.histograms.get(STEP_SECONDS)
+    return sum(found.counts) if found is not None else 0
 
 
 def roles_for(task: str) -> tuple[str, ...]:

@@ -119,8 +119,11 @@ def test_an_adaptive_cluster_sends_a_burst_to_both_pools():
 def test_prompts_stay_away_from_streams_that_have_no_time_left():
     tight = replace(ADAPTIVE, step_s=0.04)  # 20 ms are less than the least chunk
     stream, more = Arrival(0.0, 100, 1000), [Arrival(1.0, 1000, 2) for _ in range(6)]
-    assert all(r.prefill for r in served([stream, *more], ONE_OF_EACH, tight))
-    assert not all(r.prefill for r in served([stream, *more], ONE_OF_EACH, ADAPTIVE))
+    local = [
+        sum(r.prefill is None for r in served([stream, *more], ONE_OF_EACH, setup))
+        for setup in (tight, ADAPTIVE)
+    ]
+    assert local[0] <= 1 < local[1]  # one tries, before it is measured how long streams wait
 
 
 def test_a_prompt_that_is_late_anyway_waits_at_a_prefill_worker_for_the_others():

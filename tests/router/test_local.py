@@ -14,6 +14,7 @@ from baton.proto.wire.messages import (
     Accepted,
     Adopt,
     Assign,
+    Buckets,
     Busy,
     HandoffReport,
     PeerLost,
@@ -302,7 +303,7 @@ def worker(name="w", **fields):
     idle = {
         "id": name, "uncached": 0, "late": 0, "prompts": 0, "turned": 0.0,
         "others": 0, "others_requests": 0,
-        "stream_step_s": 0.0, "requests": {}, "load": WorkerLoad(),
+        "stream_step_s": 0.0, "added_s": -1.0, "local_s": 0.0, "requests": {}, "load": WorkerLoad(),
     }  # fmt: skip
     return SimpleNamespace(**{**idle, **fields})
 
@@ -339,8 +340,15 @@ def test_a_prefill_worker_computes_its_prompts_first(prefill, seconds):
         (streams(4, stream_step_s=0.01), 0.05, 0.1 + 3 * 0.01),  # 40 ms of prompt a step
         (streams(4, stream_step_s=0.01), 0.0, 0.1 + 0.01),  # one step of the whole prompt
         (streams(2, stream_step_s=0.01, prompts=2), 0.05, 0.1),  # both compute their prompts
-        (streams(4, stream_step_s=0.02), 0.05, float("inf")),  # 30 ms hold less than 32 tokens
-        (worker(stream_step_s=0.02), 0.05, float("inf")),  # the next stream would wait as long
+        # 30 ms hold less than 32 tokens. One prompt may try, which takes 4 steps of 32 ms.
+        (streams(4, stream_step_s=0.02), 0.05, 0.1 + 4 * 0.02),
+        (streams(4, stream_step_s=0.02, prompts=1), 0.05, float("inf")),
+        (streams(4, stream_step_s=0.02, added_s=0.001), 0.05, float("inf")),
+        (worker(stream_step_s=0.02, added_s=0.001), 0.05, float("inf")),  # the next stream waits
+        (streams(4, stream_step_s=0.06), 0.05, float("inf")),  # nothing is left
+        # Measured: prompt tokens cost less beside streams, and a prompt takes three times as long.
+        (streams(4, stream_step_s=0.02, added_s=0.0005, local_s=0.003), 0.05, 0.3),
+        (streams(4, stream_step_s=0.02, added_s=0.0, local_s=0.0001), 0.05, 0.1),
         (worker(load=WorkerLoad(tokens_waiting=300)), 0.05, 0.1),  # they are its own
         (worker(load=WorkerLoad(tokens_waiting=300), others_requests=2), 0.05, 0.4),
     ],
@@ -366,7 +374,8 @@ def ways(prefills, decodes, uncached=100, *, handoff=0.0, limit=0.0, now=0.0):
         ({}, {}, {"handoff": 0.05}, True),
         ({"uncached": 200}, {}, {}, True),  # it is busy
         ({"uncached": 200}, {"uncached": 200}, {}, False),
-        ({"uncached": 200}, {"stream_step_s": 0.02}, {}, False),  # it would delay its streams
+        # It would delay its streams.
+        ({"uncached": 200}, {"stream_step_s": 0.02, "added_s": 0.001}, {}, False),
         ({"uncached": 200}, {}, {"limit": 0.05}, False),  # late on either way
         ({"uncached": 200}, {}, {"limit": 0.2}, True),
     ],
@@ -434,6 +443,30 @@ def test_a_prompt_counts_from_its_placement_to_its_first_token(adaptive):
     assert known[prefill.id].uncached == 0  # it is computed after prompts that can be in time
     assert known[prefill.id].late == 1500 - 64  # its first block is cached
     adaptive.core.check_integrity()
+
+
+def loaded(steps, seconds, prompt_tokens, generated, waiting=0):
+    return WorkerLoad(
+        prompt_tokens=prompt_tokens, generated_tokens=generated, compute_seconds=seconds,
+        tokens_waiting=waiting, histograms={"step_seconds": Buckets([steps], seconds)},
+    )  # fmt: skip
+
+
+def test_reports_tell_how_prompts_are_computed_beside_streams(adaptive):
+    decode = adaptive.workers[1]
+    known = {one.id: one for one in adaptive.core.registry.live()}[decode.id]
+    decode.beat(load=loaded(10, 0.2, 0, 40), step_s=0.02)
+    decode.beat(load=loaded(14, 0.4, 0, 56, 400))  # no prompt token yet
+    assert (known.added_s, known.local_s) == (-1.0, 0.0)
+    decode.beat(load=loaded(18, 0.6, 200, 72, 200))  # 4 steps of 50 ms, 20 of them without
+    assert known.added_s == pytest.approx(0.12 / 200)
+    assert known.local_s == pytest.approx(0.2 / 200)
+    decode.beat(load=loaded(22, 0.8, 260, 88))  # some steps may have had no chunk
+    assert known.added_s == pytest.approx((3 * 0.12 / 200 + 0.12 / 60) / 4)
+    assert known.local_s == pytest.approx(0.2 / 200)
+    before = known.added_s
+    decode.beat(load=loaded(26, 1.2, 500, 88))  # no stream
+    assert known.added_s == before
 
 
 def test_only_a_step_without_prompts_tells_how_long_streams_take(adaptive):
