@@ -223,3 +223,9 @@ def test_a_call_that_fails_does_not_end_the_watch(world):
     watching.put(lambda: ray.no_such_thing())
     ray.reports["decode-0"] = report()
     assert cycle() == [MemberStarted("decode-0", "h", 11)]
+
+
+def test_a_change_of_role_is_refused_with_the_command_to_use_instead():
+    one = object.__new__(backend.RayBackend)
+    assert "cannot change its role" in one.turn_refusal()
+    assert "baton scale" in one.turn_refusal()
