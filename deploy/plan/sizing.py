@@ -35,8 +35,8 @@ _SLOW_BYTES = 8 << 20
 """Weights for the NumPy kernels, which take seconds for more."""
 _COLUMNS = 2048
 _PRODUCTS_SHARE = 0.78
-"""Share of a step's time that products take; attention, norms and sampling take the rest. Measured
-with Qwen2.5-1.5B and Gemma 3 270M at contexts of 128 to 512 tokens."""
+"""Share of a step's time that products take; attention, norms and sampling take the rest. Fitted to
+Qwen2.5-1.5B and Gemma 3 270M at contexts of 128 to 512 tokens."""
 _LEAST_SHARE = 0.02
 """A type with less of the weights is measured with the others."""
 _MOST_S = 0.15

@@ -292,7 +292,8 @@ class CudaBackend(_BlockMoves):
             for scales in found
         ])  # fmt: skip
         missing = -len(codes) % _LOGITS_AT_ONCE
-        codes, scales = (np.pad(a, ((0, missing), (0, 0))) for a in (codes, scales))
+        codes = np.pad(codes, ((0, missing), (0, 0)))
+        scales = np.pad(scales, ((0, missing), (0, 0)))
         bias = None if bias is None else np.pad(bias, (0, missing))
         laid, depth = in_pieces(codes), codes.shape[1]
         widths = [part.group for part in parts if part.scales is not None and groups > 1
