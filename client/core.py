@@ -372,14 +372,17 @@ class Queries:
         if query.modelless:
             return CapacityError(f"the router at {address} has no worker yet", retry_after=1.0)
         about, setting = _ABOUT[type(query.ask.message)]
-        if now >= query.asked_at + self._patience > query.expires:
+        limit = query.ask.timeout
+        if self._link.met:
+            if now >= query.asked_at + self._patience > query.expires:
+                limit, setting = self._patience, "reconnect_timeout"
             return ConnectionLost(
                 f"the router at {address} runs, but has not answered the query for {about}"
-                f" within {self._patience:g} s (reconnect_timeout)"
+                f" within {round(limit, 2):g} s ({setting})"
             )
         return ConnectionLost(
             f"no answer from {address} to the query for {about} within "
-            f"{query.ask.timeout:g} s ({setting}); is a cluster running there? "
+            f"{round(limit, 2):g} s ({setting}); is a cluster running there? "
             f"start one with: baton serve{self._link.hint}"
         )
 

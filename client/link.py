@@ -34,6 +34,7 @@ class Link:
         self.heard_at = float("-inf")  # last message of the router
         self.alive_at = float("-inf")  # last message or connection: the router runs
         self.hint = ""  # why the last handshake failed
+        self.met = False  # a router has accepted a connection since the start
         self._quiet_since = 0.0  # last message, connection or start of activity
         self._ping_at = 0.0
         self._pinged_at = 0.0
@@ -57,7 +58,7 @@ class Link:
     def opened(self, identity: bytes, now: float) -> None:
         """Record that the connection is open."""
         self.identity = identity
-        self.connected = True
+        self.connected = self.met = True
         self.hint = ""
         self.routers.connected(now)
         self._quiet_since = self.alive_at = now

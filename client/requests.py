@@ -585,6 +585,11 @@ class Requests:
                 f"no connection to the router at {routers} for"
                 f" {self._reconnect_timeout:g} s (reconnect_timeout){hint}"
             )
+        if self._link.met:
+            return ConnectionLost(
+                f"the router at {routers} has accepted connections, but has sent nothing for"
+                f" {self._connect_timeout:g} s (connect_timeout){hint}"
+            )
         return ConnectionLost(
             f"no answer from {routers} within {self._connect_timeout:g} s"
             f" (connect_timeout); is a cluster running there? start one with: baton serve{hint}"

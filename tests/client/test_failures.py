@@ -341,3 +341,22 @@ def test_a_router_that_runs_is_also_waited_for_with_the_query_for_the_model():
     bench.do(Ask(3, Status(), 5.0))
     (failed,) = reconnecting(bench, 5.2)
     assert "the query for the status within 5 s (timeout)" in str(failed.answer)
+    assert "is a cluster running" not in str(failed.answer)
+
+
+@pytest.mark.parametrize("timeout", [3.99997, 4.0])
+def test_a_router_that_never_was_there_does_not_run(timeout):
+    bench = Bench(connected=False, reconnect_timeout=timeout)
+    bench.do(Ask(1, Status(), timeout))
+    bench.now += 61.0  # past both limits at once, as after a busy moment
+    (failed,) = [one for one in bench.do(Tick()) if isinstance(one, Answered)]
+    assert "no answer from ipc:///x to the query for the status within 4 s" in str(failed.answer)
+    assert "is a cluster running there? start one with: baton serve" in str(failed.answer)
+
+
+def test_a_router_that_hangs_is_not_taken_for_none():
+    bench = Bench()
+    bench.do(Start(spec()))
+    (end,) = [one for one in bench.later(30.0) if isinstance(one, Ended)]
+    assert "is a cluster running" not in str(end.error)
+    assert "has accepted connections, but has sent nothing for 5 s" in str(end.error)
