@@ -6,6 +6,8 @@ import argparse
 import math
 import re
 
+from baton.deploy.config import ANY_HTTP_PORT
+
 _LIMIT = re.compile(r"(ttft|itl)=(\d+(?:\.\d+)?)(ms|s)?")
 _MOST = 2**63 - 1  # the largest integer that every message can carry
 
@@ -54,6 +56,11 @@ def count(text: str) -> int:
     if not text.strip().isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 0 or more")
     return whole(text)
+
+
+def http_port(text: str) -> int:
+    """Parse a port of gateways, or -1 for the default port if it is free."""
+    return ANY_HTTP_PORT if text.strip() == str(ANY_HTTP_PORT) else count(text)
 
 
 def at_least_one(text: str) -> int:

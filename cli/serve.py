@@ -20,7 +20,7 @@ from baton.deploy.plan.prepare import check_start, make_plan, sizing_of, with_wo
 from baton.extend import is_extension
 from baton.proto.errors import RequestFailed
 
-from .numbers import count, seconds
+from .numbers import count, http_port, seconds
 from .parser import one_of, shown, warn
 from .settings import ENV_PREFIX, GROUPS, HELP, flag, resolve
 
@@ -77,6 +77,8 @@ def _type(field: str, kind: type) -> Callable[[str], object]:
         return one_of_or_own(CHOICES[field])
     if field in CHOICES:
         return one_of(CHOICES[field])
+    if field == "http_port":
+        return http_port
     return {int: count, float: seconds}.get(kind, str)
 
 

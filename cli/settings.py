@@ -88,11 +88,13 @@ HELP = {
     "policy": "how the router chooses workers; module:Class: as your own class does "
     "(docs/extend.md)",
     "decider": "your own class that decides in mode adaptive which worker computes a prompt "
+    "(docs/extend.md) "
     "(default: the way with the earlier predicted first token)",
     "prefill_order": "order of waiting prompts; fcfs: by arrival; edf: prompts that can still meet "
     "slo_ttft run before late prompts; auto: edf with autoscale and in mode adaptive, else "
     "fcfs; module:Class: as your own class ranks them",
-    "metric": "your own classes for /metrics of the routers, separated by commas (default: none)",
+    "metric": "your own classes for /metrics of the routers, separated by commas; needs "
+    "metrics_port (docs/extend.md) (default: none)",
     "labels": "labels of workers for your own policy, such as rack=r1,zone=a; with a worker's name "
     "before it, decode-1:rack=r2, of that worker alone (default: BATON_LABELS on each host)",
     "kv_transport": "your own class that moves KV blocks from prefill to decode workers (default: "

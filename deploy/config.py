@@ -270,6 +270,8 @@ def _check_http(settings: ServeSettings) -> None:
     _require(ports, "http_port", "must be 0 to 65535")
     _require(bool(settings.http_host), "http_host", "must not be empty")
     last = settings.metrics_port + settings.routers + settings.gateways - 1
+    no_scrapes = settings.metric and not settings.metrics_port
+    _require(not no_scrapes, "metric", "needs metrics_port, where its metrics are served")
     _require(last <= MAX_PORT, "metrics_port", "must be at most 65535, also for the last gateway")
     for name, other in (("ssl_certfile", "ssl_keyfile"), ("ssl_keyfile", "ssl_certfile")):
         complete = getattr(settings, other) or not getattr(settings, name)
@@ -283,6 +285,9 @@ def _check_mode(settings: ServeSettings) -> None:
     enforced = settings.enforce_disaggregation == "on"
     adaptive = settings.mode == "adaptive"
     _require(adaptive or not settings.decider, "decider", "needs mode adaptive")
+    ranked = is_extension(settings.prefill_order)
+    for name, given in (("prefill_order", ranked), ("kv_transport", settings.kv_transport)):
+        _require(not (alone and given), name, f"needs prefill workers, not mode {COLOCATED}")
     apart = settings.mode == "disaggregated"
     _require(apart or not enforced, "enforce_disaggregation", "needs mode disaggregated")
 

@@ -166,6 +166,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.decider and self.mode != "adaptive":
             raise ConfigError(f"decider needs mode adaptive, not {self.mode}")
+        if self.metrics and not self.metrics_port:
+            raise ConfigError("metrics needs metrics_port")
         if len(self.metrics) > MAX_EXTENSIONS:
             raise ConfigError(f"{len(self.metrics)} metrics, limit {MAX_EXTENSIONS}")
         if self.trace_requests > MAX_TRACE_REQUESTS:

@@ -66,6 +66,22 @@ def test_an_unknown_order_of_prompts_is_refused():
         check(ServeSettings(prefill_order="random"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"metric": "own:Metric"}, "metric needs metrics_port"),
+        (
+            {"mode": "colocated", "prefill_order": "own:Order"},
+            "prefill_order needs prefill workers",
+        ),
+        ({"mode": "colocated", "kv_transport": "own:Way"}, "kv_transport needs prefill workers"),
+    ],
+)
+def test_a_class_that_would_never_be_called_is_refused(settings, rule):
+    with pytest.raises(ConfigError, match=rule):
+        check(ServeSettings(**settings))
+
+
 def test_addresses_are_distinct_and_workers_know_the_router():
     plan = plan_for(prefill=2, decode=2)
     router, *workers = (msgspec.to_builtins(spec.config) for spec in plan.processes)

@@ -312,7 +312,7 @@ LINE = RequestLine("finished", "r", new_tokens=3, ttft_s=0.2, itl_s=0.01, prefil
 
 
 def metrics(config, name, folder=FAULTY):
-    settings = config(metrics=(name,), extensions=folder)
+    settings = config(metrics=(name,), metrics_port=9100, extensions=folder)
     reports = []
     extensions = Extensions(settings)
     made = extensions.metrics(lambda *given: reports.append(given))
@@ -378,7 +378,7 @@ def test_the_name_of_another_metric_is_reported(name, config, monkeypatch):
 
 
 def test_two_classes_with_one_name(config, monkeypatch):
-    settings = config(metrics=("slo_metric:SloMetric",) * 2, extensions=EXAMPLES)
+    settings = config(metrics=("slo_metric:SloMetric",) * 2, metrics_port=9100, extensions=EXAMPLES)
     reports = []
     first, second = Extensions(settings).metrics(lambda *given: reports.append(given))
     taken = {}
@@ -404,3 +404,8 @@ def test_a_class_that_is_missing_is_an_error_at_the_start(make_bench):
 def test_a_decider_needs_mode_adaptive(config):
     with pytest.raises(ConfigError, match="decider needs mode adaptive"):
         config(decider="length_decider:LengthDecider")
+
+
+def test_a_metric_needs_a_port_for_scrapes(config):
+    with pytest.raises(ConfigError, match="metrics needs metrics_port"):
+        config(metrics=("slo_metric:SloMetric",), extensions=EXAMPLES)
