@@ -64,7 +64,9 @@ def resolve(point: Point, name: str, folder: str = "") -> Any:
     try:
         made = found()
     except BaseException as error:
-        raise ExtensionError(f"{said}: {class_name}() raised {_told(error)}") from error
+        began = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+        place = "" if began else _place_of(found)  # its constructor wants arguments
+        raise ExtensionError(f"{said}: {class_name}() raised {_told(error)}{place}") from error
     for method, arguments in point.methods.items():
         _check_method(made, method, arguments, said)
     return made
@@ -103,10 +105,22 @@ def _check_method(made: object, method: str, arguments: int, said: str) -> None:
 
 def _told(error: BaseException) -> str:
     """Return an exception as text, with the last place in the extension's own file."""
+    if isinstance(error, SyntaxError) and error.filename:
+        text = f"{type(error).__name__}: {error.msg}"
+        return f"{text} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    last = next((f for f in reversed(frames) if "importlib" not in f.filename), None)
+    ours = ("importlib", __file__)
+    last = next((f for f in reversed(frames) if not any(o in f.filename for o in ours)), None)
     place = f" ({last.filename}, line {last.lineno})" if last is not None else ""
     return f"{type(error).__name__}: {str(error)[:500]}{place}"
+
+
+def _place_of(found: type) -> str:
+    """Return where a class begins, in parentheses; empty if its source cannot be read."""
+    try:
+        return f" ({inspect.getsourcefile(found)}, line {inspect.getsourcelines(found)[1]})"
+    except (OSError, TypeError):
+        return ""
 
 
 def _file_of(module: ModuleType) -> str:
