@@ -6,7 +6,8 @@ Prints results per scenario and the violation of every failing seed. Exit code 1
 for very many seeds, and repeat a seed that fails without it.
 
 ``--policy``, ``--decider`` and ``--prefill-order`` run the scenarios with a class of your own, as
-``module:Class``. Exit code 1 also if it failed; the first traceback is printed.
+``module:Class``. Exit code 1 also if it failed; the first traceback is printed. A warning is
+printed if its calls take long.
 
 ``--record FILE`` writes a digest of the events and actions of all cores, one line per run. After a
 change that should not change behaviour, the files of both versions are equal. ``--text FILE``
@@ -26,13 +27,17 @@ from typing import TextIO
 
 from .invariants import Violation
 from .recording import Recording, observed
-from .run import run
+from .run import Calls, run
 from .scenarios import SCENARIOS, Scenario, with_extensions
 
 GARBAGE = 200_000
 """Objects after which Python looks for cycles: a few runs."""
 OWN_SCENARIOS = ("plain", "noise", "crash", "drain", "adaptive")
 """Scenarios for users' own classes: few, since each shows the classes other states."""
+SLOW_S = 0.002
+"""Mean seconds of a call of a user's class above which a warning is printed.
+
+A call of 50 microseconds is fine; the rest is for busy machines."""
 SHOWN = 5
 """Maximum violations printed per scenario."""
 
@@ -42,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     own = options.policy or options.decider or options.prefill_order
     names = options.scenario or list(OWN_SCENARIOS if own else SCENARIOS)
-    failed, failures = 0, dict[str, str]()
+    failed, failures, calls = 0, dict[str, str](), Calls()
     records = options.record.open("w") if options.record else None
     text: list[str] | None = [] if options.text else None
     with records or nullcontext(), observed() as coverage:
@@ -51,13 +56,22 @@ def main(argv: list[str] | None = None) -> int:
             scenario = with_extensions(
                 SCENARIOS[name], options.policy, options.decider, options.prefill_order
             )
-            failed += _play((name, scenario), seeds, records, text, options.check_every, failures)
+            failed += _play(
+                (name, scenario), seeds, records, text, options.check_every, failures, calls
+            )
     if options.text:
         options.text.write_text("".join(text or ()))
-    taken, missing = coverage.report()
-    sys.stdout.write(f"steps taken: {len(taken)} of {len(taken) + len(missing)}\n")
-    for step in sorted(missing):
-        sys.stdout.write(f"  not taken: {step}\n")
+    if not own:  # the steps are Baton's
+        taken, missing = coverage.report()
+        sys.stdout.write(f"steps taken: {len(taken)} of {len(taken) + len(missing)}\n")
+        for step in sorted(missing):
+            sys.stdout.write(f"  not taken: {step}\n")
+    for name, (count, seconds) in calls.items():
+        if seconds > SLOW_S * count:
+            sys.stdout.write(
+                f"warning: {name} takes {seconds / count * 1e3:.1f} ms per call; every stream of "
+                "its process waits meanwhile, so that it would often be skipped\n"
+            )
     for event, text_ in failures.items():
         sys.stdout.write(f"{event}\n{text_}")
     return 1 if failed or failures else 0
@@ -65,9 +79,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _play(
     named: tuple[str, Scenario], seeds: range, records: TextIO | None, text: list[str] | None,
-    check_every: int, problems: dict[str, str],
+    check_every: int, problems: dict[str, str], calls: Calls,
 ) -> int:  # fmt: skip
-    """Run one scenario and return the number of failed seeds. ``problems``: of users' classes."""
+    """Run one scenario and return the number of failed seeds.
+
+    ``problems``, ``calls``: of users' classes.
+    """
     name, scenario = named
     started, sums, failures = time.perf_counter(), Counter[str](), []
     for seed in seeds:
@@ -75,7 +92,7 @@ def _play(
             text.clear()
         recording = Recording(text) if records or text is not None else None
         try:
-            sums += run(seed, scenario, recording, check_every, problems)
+            sums += run(seed, scenario, recording, check_every, problems, calls)
         except Violation as violation:
             failures.append(str(violation))
         if records and recording:

@@ -11,6 +11,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from baton.extend.guard import Guard
 from baton.proto.wire.messages import Assign, Message
 from baton.router.config import PolicyConfig, RouterConfig
 from baton.router.core import RouterCore
@@ -80,6 +81,7 @@ class Cluster:
         self.shape = shape = shape or Shape()
         self.stats: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
+        self.guards: list[Guard] = []  # of users' classes
         """The first traceback of each event of users' own classes."""
         self.twins: list[WorkerNode[Any]] = []
         self.watcher = Watcher(self, check_every)
@@ -153,14 +155,17 @@ class Cluster:
         )
         node.cluster_key = config.key
         if not self.shape.rogues:
-            return RouterCore(config, incarnation=node.incarnation, now=node.now)
-        return RouterCore(
-            config,
-            incarnation=node.incarnation,
-            now=node.now,
-            caller_of=client_caller,
-            worker_of=worker_caller,
-        )
+            core = RouterCore(config, incarnation=node.incarnation, now=node.now)
+        else:
+            core = RouterCore(
+                config,
+                incarnation=node.incarnation,
+                now=node.now,
+                caller_of=client_caller,
+                worker_of=worker_caller,
+            )
+        self.guards += core.extensions.guards
+        return core
 
     # ------------------------------------------------------------------ connections
 

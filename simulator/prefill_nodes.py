@@ -75,6 +75,7 @@ class PrefillNode(EngineNode[PrefillCore]):
         shape, order = self.cluster.shape, None
         if shape.order:
             order = CustomOrder(shape.order, shape.extensions, self.extension_failed)
+            self.cluster.guards.append(order.guard)
         self.core = PrefillCore(
             self.member, self.scheduler, self.sender, limits, warm_times(), ticket, order=order
         )

@@ -18,6 +18,7 @@ from .recording import Recording
 from .scenarios import Scenario
 from .toy_model import KILLS_DECODE, KILLS_PREFILL, MUTE, expected_tokens
 
+Calls = dict[str, tuple[int, float]]
 IDLE_S = 700.0
 """Seconds after which every table has expired its entries."""
 MUTED = 0.1
@@ -32,7 +33,7 @@ class Run:
 
     ``aim``: additional faults for single messages. ``at_event``: calls made after event numbers.
     ``recording``: gets what every core is given and returns. ``check_every``: as in
-    :class:`.invariants.Watcher`. ``failures``: as in :func:`run`.
+    :class:`.invariants.Watcher`. ``failures``, ``calls``: as in :func:`run`.
     """
 
     seed: int
@@ -42,6 +43,7 @@ class Run:
     recording: Recording | None = None
     check_every: int = 1
     failures: dict[str, str] = field(default_factory=dict)
+    calls: Calls = field(default_factory=dict)
     cluster: Cluster = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +77,16 @@ class Run:
         except Exception as error:
             text = f"seed {self.seed}: {type(error).__name__}: {error}"
             raise Violation(text) from error
+        finally:
+            self._time_calls()
         return figures(cluster)
+
+    def _time_calls(self) -> None:
+        """Add the calls of users' classes and their seconds."""
+        for guard in self.cluster.guards:
+            key = f"{guard.point.name} {guard.name}"
+            calls, seconds = self.calls.get(key, (0, 0.0))
+            self.calls[key] = calls + guard.calls, seconds + guard.seconds
 
     def _settle(self, limit: float) -> None:
         network = self.cluster.network
@@ -126,14 +137,16 @@ def run(
     recording: Recording | None = None,
     check_every: int = 1,
     failures: dict[str, str] | None = None,
+    calls: Calls | None = None,
 ) -> Counter[str]:
     """Run a scenario and return its results. Raises Violation with the seed.
 
-    ``failures``: gets the first traceback of each kind of failure of users' own classes.
+    ``failures``: gets the first traceback of each kind of failure of users' own classes. ``calls``:
+    gets their numbers of calls and the seconds of these on this machine, by point and name.
     """
-    failures = {} if failures is None else failures
+    failures, calls = {} if failures is None else failures, {} if calls is None else calls
     return Run(
-        seed, scenario, recording=recording, check_every=check_every, failures=failures
+        seed, scenario, recording=recording, check_every=check_every, failures=failures, calls=calls
     ).play()
 
 

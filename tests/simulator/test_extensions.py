@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.simulator.__main__ import main
+from baton.simulator.__main__ import SLOW_S, main
 from baton.simulator.cluster import Shape
 from baton.simulator.run import run
 from baton.simulator.scenarios import SCENARIOS, Scenario, with_extensions
@@ -66,6 +66,19 @@ def test_a_failure_is_printed_and_is_exit_code_1(monkeypatch, capsys):
     words = ["--seeds", "1", "--scenario", "plain", "--policy", "faulty_classes:Raises"]
     assert main(words) == 1
     assert "KeyError: 'no rack for " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "warned"), [(SLOW_S, True), (1000.0, False)])
+def test_slow_calls_are_warned_of(limit, warned, monkeypatch, capsys):
+    monkeypatch.chdir(FAULTY)
+    monkeypatch.setattr("baton.simulator.__main__.SLOW_S", limit)
+    short = replace(SCENARIOS["plain"], requests=4)
+    monkeypatch.setitem(SCENARIOS, "plain", short)
+    words = ["--seeds", "1", "--scenario", "plain", "--policy", "faulty_classes:Slow"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert ("warning: policy faulty_classes:Slow takes " in printed) == warned
+    assert "steps taken" not in printed
 
 
 def test_without_classes_a_scenario_is_as_it_was():
