@@ -75,7 +75,7 @@ class DecodeShell(TextHost):
         transport = None
         if config.kv_transport:
             transport = CustomTransport(config.kv_transport, config.extensions, self._fault)
-            member.extensions.append(transport.guard.counts)
+            member.extensions.append(transport.guard)
         self._data = DataSocket(
             data, loop, runner, device, self.core.receiver, member.dropped, transport
         )

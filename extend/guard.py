@@ -42,7 +42,7 @@ class Guard:
         self.point = point
         self.name = name
         self._report = report
-        self._clock = time.perf_counter if clock is None else clock
+        self.now = time.perf_counter if clock is None else clock
         self._limited = clock is not None
         self._left = BURST_S  # as of the end of the last call
         self._ended = float("-inf")  # that end
@@ -61,7 +61,7 @@ class Guard:
 
     def call(self, call: Callable[[], T]) -> T | None:
         """Return the result, or None if the extension failed or rests."""
-        began, left = self._clock(), BURST_S
+        began, left = self.now(), BURST_S
         if self._limited:
             left = min(BURST_S, self._left + SHARE * (began - self._ended))
             if left < 0:
@@ -71,7 +71,7 @@ class Guard:
         self.began = began
         result = self._tried(call)
         self.began = None
-        self._ended = ended = self._clock()
+        self._ended = ended = self.now()
         self._left = left - (ended - began)
         self.seconds += ended - began
         if self._limited and self._left < 0:

@@ -109,7 +109,7 @@ class PrefillCore(PromptCore[Job]):
         self._queue = Queue(limits.max_active, urgency, ranked)
         super().__init__(member, self._queue, limits.max_queue)
         if order is not None:
-            member.extensions.append(order.guard.counts)
+            member.extensions.append(order.guard)
         self._scheduler = scheduler
         self._sender = sender
         self._limits = limits

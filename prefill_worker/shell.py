@@ -56,7 +56,7 @@ class PrefillShell(TextHost):
         self._transport: CustomTransport | None = None
         if config.kv_transport:
             self._transport = CustomTransport(config.kv_transport, config.extensions, self._fault)
-            member.extensions.append(self._transport.guard.counts)
+            member.extensions.append(self._transport.guard)
         self.core = _make_core(config, runner, member, ticket, order)
         super().__init__(
             self.core, config, runner, config.runner.model, config.frame_bytes,

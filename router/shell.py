@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from baton.extend.watch import CallWatch
 from baton.proto.errors import DecodeFailed, ProtocolError
 from baton.proto.limits import MAX_DESCRIBED_BYTES
 from baton.proto.wire.envelope import EnvelopeDecoder, SalvagingDecoder
@@ -99,6 +100,11 @@ _LATEST_COUNTS = frozenset((Described, StatusReport))
 _log = get_logger()
 
 
+def _hangs(event: str, fields: dict[str, object]) -> None:
+    """Log that a user's class does not return; called on another thread."""
+    _log.error(event, **fields)
+
+
 class RouterShell:
     """One router process."""
 
@@ -112,6 +118,7 @@ class RouterShell:
         doors: Doorkeeper | None = None,
     ) -> None:
         self._extensions = Extensions(config, loop.now)
+        self._watch: CallWatch | None = None  # from the start on
         self._own_metrics = self._extensions.metrics(self._report_as)
         self.core = RouterCore(
             config,
@@ -170,11 +177,14 @@ class RouterShell:
         self.clients.attach(self._loop, self._hear_client, self._client_gone)
         self.workers.attach(self._loop, self._hear_worker, self._worker_gone)
         self._loop.on_turn_end(self._flush)
+        self._watch = CallWatch(self._extensions.guards, _hangs)
         self._clock.start()
 
     def close(self) -> None:
         """Close the sockets."""
         self._tell_requests(self.core.stories.take_fresh())
+        if self._watch is not None:
+            self._watch.stop()
         self.clients.close()
         self.workers.close()
         if self._spans is not None:

@@ -77,6 +77,8 @@ class WorkerCore(ABC):
         self.errors = OwnErrors(member.dropped)
         self.dropped = member.dropped
         """Messages that this worker could not use, by reason; heartbeats report them."""
+        self.extensions = member.extensions
+        """Users' classes in this worker."""
 
     # ------------------------------------------------------------------ of the role
 

@@ -22,6 +22,7 @@ from baton.engine.grammar.constraint import (
 )
 from baton.engine.loading.loader import StepRunner, queuing
 from baton.engine.scheduling.plan import OnLayers, StepPlan, StepResult, failed_step
+from baton.extend.watch import CallWatch
 from baton.kv_transfer.device_frames import MoveQueue
 from baton.proto.block_moves import BlockMove
 from baton.proto.errors import InternalError
@@ -114,6 +115,7 @@ class WorkerHost(ABC):
         self._clock = Clock(loop, self._tick, lambda: core.errors.unowned, self._break)
         self._log_limit = LogLimit()
         self._drained_code = 0
+        self._watch: CallWatch | None = None  # from the start on
         self.exit_code = 0
         self.own_error = False
 
@@ -151,6 +153,7 @@ class WorkerHost(ABC):
     def start(self) -> None:
         """Start the timers; a role also attaches its sockets."""
         self._loop.on_turn_end(self._flush)
+        self._watch = CallWatch(self._core.extensions, _hangs)
         self._clock.start()
 
     def drain(self) -> None:
@@ -169,6 +172,8 @@ class WorkerHost(ABC):
     def close(self) -> bool:
         """Stop computing, then close the sockets. Return False if a step still runs."""
         ended = self._compute.stop()
+        if self._watch is not None:
+            self._watch.stop()
         self._links.close()
         self._control.close()
         return ended
@@ -223,6 +228,11 @@ class WorkerHost(ABC):
         self.exit_code = code
         self._flush()
         self._loop.stop()
+
+
+def _hangs(event: str, fields: dict[str, object]) -> None:
+    """Log that a user's class does not return; called on another thread."""
+    _log.error(event, **fields)
 
 
 class TextHost(WorkerHost):

@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from baton.extend.guard import Guard
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.layout import ModelCard
 from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.wire.messages import (
     Abort,
     Aborted,
-    ExtensionCounts,
     Heartbeat,
     Hello,
     Message,
@@ -174,8 +174,8 @@ class Membership:
         self.draining = False
         self.dropped: Counter[str] = Counter()
         """Messages this worker could not use, by reason; heartbeats report them."""
-        self.extensions: list[Callable[[], ExtensionCounts]] = []
-        """What counts the calls of users' classes; heartbeats report the counts."""
+        self.extensions: list[Guard] = []
+        """Users' classes in this worker; heartbeats report the counts of their calls."""
 
     # ------------------------------------------------------------------ links
 
@@ -445,7 +445,7 @@ class Membership:
                 draining=self.draining,
                 load=load(),
                 dropped=dict(self.dropped),
-                extensions=[counts() for counts in self.extensions],
+                extensions=[guard.counts() for guard in self.extensions],
             )
             actions += [ToRouter(router, beat) for router in self._up]
         self._expire(now)

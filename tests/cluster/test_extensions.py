@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from baton.deploy.plan.addresses import free_ports
+from baton.proto.errors import BatonError
 from baton.proto.sampling import SamplingParams
 
 from ..processes import wait_until
@@ -70,6 +73,7 @@ def test_classes_that_fail_cost_no_request(cluster, lasting_cluster):
     failing = cluster(
         prefill=2, decode=2, extensions=FAULTY, policy="faulty_classes:ByTurns",
         prefill_order="faulty_classes:Raises", metric="faulty_classes:Raises",
+        metrics_port=free_ports(1)[0],
     )  # fmt: skip
     router = failing.pids()["router"]
     assert tokens(run(failing.address, WORK)) == wanted
@@ -83,6 +87,23 @@ def test_classes_that_fail_cost_no_request(cluster, lasting_cluster):
         failing.wait_said(error)
     assert "Traceback" in failing.text()
     assert failing.pids()["router"] == router
+
+
+def test_a_class_that_never_returns_is_named(start_cluster):
+    hung = start_cluster(extensions=FAULTY, policy="faulty_classes:Hangs").wait_ready()
+    with hung.client() as client:
+        request = threading.Thread(target=asked, args=(client,), daemon=True)
+        request.start()
+        hung.wait_said("policy.hangs")
+        hung.wait_said("faulty_classes:Hangs has not returned for ")
+        hung.wait_said("faulty_classes.py, line ")
+    request.join(60)
+    hung.end()
+
+
+def asked(client):
+    with contextlib.suppress(BatonError):
+        client.complete([1, 2, 3], SamplingParams(max_new_tokens=4))
 
 
 def test_blocks_move_by_the_examples_transport(cluster, lasting_cluster, tmp_path, monkeypatch):
@@ -123,7 +144,8 @@ def test_modules_of_the_working_directory(tmp_path):
     [
         (["--policy=gone:Gone"], "policy gone:Gone: no module gone in"),
         (["--prefill-order=rack_policy:RackPolicy"], "RackPolicy has no method rank"),
-        (["--metric=slo_metric:Gone"], "slo_metric.py has no Gone"),
+        (["--metric=slo_metric:Gone", "--metrics-port=9100"], "slo_metric.py has no Gone"),
+        (["--metric=slo_metric:SloMetric"], "--metric needs metrics_port"),
         (["--decider=length_decider:LengthDecider"], "--decider needs mode adaptive"),
         (["--policy=fastest"], "must be one of round_robin, least_loaded, prefix_aware, module"),
         (["--labels=rack"], "labels has 'rack', not of the form rack=r1"),

@@ -38,5 +38,10 @@ def test_every_example_is_short_and_on_the_page():
         assert f"examples/extend/{file.name})" in PAGE
 
 
+def test_the_page_shows_the_whole_policy():
+    code = (ROOT / "examples" / "extend" / "rack_policy.py").read_text()
+    assert f"```python\n{code[code.index('import os') :]}```" in PAGE
+
+
 def test_what_is_exported_exists():
     assert all(hasattr(baton.extend, name) for name in baton.extend.__all__)

@@ -87,6 +87,14 @@ class Remembers:
         return self.first.setdefault(request.role, workers[0])
 
 
+class Hangs:
+    """Never returns."""
+
+    def choose(self, request, workers):
+        while True:
+            pass
+
+
 class Slow:
     """Takes 50 ms for every call."""
 
