@@ -324,7 +324,8 @@ class CustomMetric:
 
 def exposed_name(family: Family) -> str:
     """Return the name under which a scrape has the metric: a counter's gets ``_total``."""
-    return family.name.removesuffix("_total") + "_total" * (family.kind == "counter")
+    name = family.name
+    return name.removesuffix("_total") + "_total" if family.kind == "counter" else name
 
 
 def check_family(family: object) -> None:
@@ -335,10 +336,16 @@ def check_family(family: object) -> None:
     if not (name.isascii() and name.replace(":", "_").isidentifier()) or name.startswith(_OWN):
         text = f"{name!r:.80} is no name of a metric, or begins with {_OWN}"
         raise ExtensionError(text)
+    labels = family.labels
+    named = all(isinstance(one, str) and one.isascii() and one.isidentifier() for one in labels)
+    if not named or len({*labels}) < len(labels) or "le" in labels:
+        raise ExtensionError(f"{name}: {labels!r:.80} are no different names of labels without le")
     if len(family.rows) > MAX_ROWS:
         raise ExtensionError(f"{name} has {len(family.rows)} series, limit {MAX_ROWS}")
     for row in family.rows:
         _check_row(family, row)
+    if len({row.labels for row in family.rows}) < len(family.rows):
+        raise ExtensionError(f"{name} has two series with the same labels")
 
 
 def _check_row(family: Family, row: Row) -> None:

@@ -344,6 +344,11 @@ def test_a_metric_that_fails_is_left_out(name, config):
         gauge("baton_own", "", 1.0),
         gauge("own", "", {("a",): 1.0}),
         gauge("own", "", {(3,): 1.0}, ("label",)),
+        gauge("own", "", {("a",): 1.0}, ("two words",)),
+        gauge("own", "", {("a",): 1.0}, ("le",)),
+        gauge("own", "", {("a", "b"): 1.0}, ("label", "label")),
+        gauge("own", "", {("a",): 1.0}, (3,)),
+        Family("own", "gauge", "", (), [Row((), 1.0), Row((), 2.0)]),
         gauge("own", "", float("nan")),
         gauge("own", "", "3"),
         gauge("own", "", {(str(n),): 1.0 for n in range(1025)}, ("n",)),
@@ -367,10 +372,13 @@ def test_counters_and_histograms_pass(config, monkeypatch):
     assert metric.families({}) == found
 
 
-@pytest.mark.parametrize("name", ["own_total", "own"])
-def test_the_name_of_another_metric_is_reported(name, config, monkeypatch):
+@pytest.mark.parametrize(
+    "family",
+    [counter("own_total", "", 1.0), counter("own", "", 1.0), gauge("own_total", "", 1.0)],
+)
+def test_the_name_of_another_metric_is_reported(family, config, monkeypatch):
     metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
-    monkeypatch.setattr(metric._metric, "families", lambda: [counter(name, "", 1.0)])
+    monkeypatch.setattr(metric._metric, "families", lambda: [family])
     assert metric.families({"own_total": "another:Class"}) == []
     ((event, error, _),) = reports
     assert event == "metric.failed"
