@@ -1,5 +1,7 @@
 """A policy, decider and metric of the user's own; each failure costs at most a default choice."""
 
+import re
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -256,6 +258,28 @@ def test_the_prefix_is_that_of_the_first_tokens_and_the_salt(own, monkeypatch):
     assert len(set(prefixes.values())) == 4
     assert all(len(one) == 32 for one in prefixes.values())
     assert {one.cache_salt for one in seen} == {"", "session-1"}
+
+
+def test_the_line_of_the_page_for_session_affinity(own, monkeypatch):
+    page = (ROOT / "docs" / "extend.md").read_text()
+    (line,) = re.findall(r"^return (max\(.*request\.prefix.*)$", page, re.MULTILINE)
+    bench = own("faulty_classes:Remembers")
+    policy = bench.core.placement._own_policy._policy
+    choice = eval(f"lambda request, workers: {line}", {"zlib": zlib})
+    monkeypatch.setattr(policy, "choose", choice)
+    chosen = {}
+    for number in range(24):
+        first = number % 8
+        tokens = WireTokens(np.arange(first, first + 32 + number, dtype=np.int32))
+        sampling = WireSampling(max_new_tokens=5)
+        bench.submit(
+            f"r{number}",
+            context=WireContext(tokens=tokens, sampling=sampling, max_length=4096),
+        )
+        prefill, assign = bench.find(Assign)
+        chosen.setdefault(first, set()).add((prefill.id, bench.decode_of(assign).id))
+    assert [len(pairs) for pairs in chosen.values()] == [1] * 8
+    assert len(set.union(*chosen.values())) > 1
 
 
 # ------------------------------------------------------------------ decider
