@@ -17,7 +17,6 @@ import msgspec
 
 from baton.client import Client
 from baton.deploy.controller.admin import Overview
-from baton.deploy.controller.backend import GATEWAY, POOLS, ROUTER
 from baton.deploy.controller.health import DEGRADED
 from baton.deploy.local.banner import dashboard_of
 from baton.deploy.messages import counted, duration, mebibytes
@@ -29,6 +28,7 @@ from baton.deploy.report import (
     RouterReport,
     WorkerReport,
 )
+from baton.deploy.roles import GATEWAY, POOLS, ROUTER
 from baton.deploy.supervise.core import Phase
 from baton.proto.errors import BatonError, ConnectionLost, VersionMismatch
 from baton.runtime.process.memory import command_of, family_of, parent_of, share_of

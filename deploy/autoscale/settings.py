@@ -8,8 +8,8 @@ import msgspec
 
 from baton.proto.errors import ConfigError
 
-from ..controller.backend import POOLS
 from ..plan.bounds import Bounds
+from ..roles import POOLS
 
 
 class ScaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

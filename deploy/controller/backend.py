@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from ..report import ClusterReport
     from ..supervise.process import ProcessSpec
 
-ROUTER, PREFILL, DECODE, GATEWAY = "router", "prefill", "decode", "gateway"
-POOLS = (PREFILL, DECODE)
-"""The roles whose number of members can change while the cluster runs."""
-
 
 class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One member to start. ``process``: its module and config.

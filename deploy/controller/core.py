@@ -22,19 +22,9 @@ from baton.router.workers import last_worker
 from ..config import ServeSettings
 from ..plan.bounds import Bounds, clamped, describe_targets, scale_refusal
 from ..plan.plan import router_names
+from ..roles import DECODE, GATEWAY, POOLS, PREFILL, ROUTER
 from ..supervise.core import Log, Phase, Reported, Tick
-from .backend import (
-    DECODE,
-    GATEWAY,
-    POOLS,
-    PREFILL,
-    ROUTER,
-    MemberDown,
-    MemberEnded,
-    MemberServes,
-    MemberStarted,
-    MemberUnplaced,
-)
+from .backend import MemberDown, MemberEnded, MemberServes, MemberStarted, MemberUnplaced
 from .events import (
     Action,
     Answer,

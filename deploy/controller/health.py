@@ -6,7 +6,7 @@ listed here keeps serving and is *degraded*.
 
 from __future__ import annotations
 
-from .backend import GATEWAY, POOLS, ROUTER
+from ..roles import GATEWAY, POOLS, ROUTER
 from .members import Member, Stage
 from .pools import Pools
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..report import DRAINED, ClusterReport
-from .backend import POOLS, ROUTER
+from ..roles import POOLS, ROUTER
 
 
 class Stage(enum.Enum):

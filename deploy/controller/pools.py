@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ..roles import GATEWAY, POOLS, ROUTER
 from ..supervise.core import Log
 from ..supervise.restart import RestartPolicy
-from .backend import GATEWAY, POOLS, ROUTER
 from .events import Action, DrainMember, StartMember, StopMember, TurnMember
 from .members import Member, Members, Stage
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .backend import GATEWAY, POOLS, ROUTER
+from ..roles import GATEWAY, POOLS, ROUTER
 from .events import Action
 from .members import Member, Stage
 from .pools import Pools

@@ -30,6 +30,7 @@ from ..plan.plan import ClusterPlan, key_folder
 from ..plan.prepare import turn_refusal
 from ..plan.revisions import Revisions
 from ..report import ClusterReport, parse_report
+from ..roles import POOLS
 from ..supervise.core import Log, Phase, Reported, Tick
 from . import events
 from .admin import (
@@ -46,7 +47,7 @@ from .admin import (
     ScalePools,
     TurnWorker,
 )
-from .backend import POOLS, Backend, MemberEnded, MemberEvent, MemberSpec
+from .backend import Backend, MemberEnded, MemberEvent, MemberSpec
 from .core import ControllerCore
 from .events import Action, Answer, Event, Outcome
 from .health import DEGRADED, OK, problems

@@ -24,10 +24,10 @@ from baton.runtime.keys.api_keys import KEY_VARIABLE
 from baton.text.model_files import TokenizerSettings
 
 from ..config import ANY_HTTP_PORT, HTTP_PORT, ServeSettings, kv_size, shares_memory
-from ..controller.backend import GATEWAY
 from ..messages import mebibytes
 from ..plan.plan import ClusterPlan
 from ..report import ClusterReport, WorkerReport
+from ..roles import GATEWAY
 
 
 class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import msgspec
 from baton.engine.loading.embedding_config import EMBED
 
 from ..config import MAX_GATEWAYS, MAX_MEMBERS, MAX_PORT, ServeSettings
-from ..controller.backend import DECODE, GATEWAY, POOLS, PREFILL
+from ..roles import DECODE, GATEWAY, POOLS, PREFILL
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,7 +24,7 @@ from baton.engine.pictures.loading import (
 from baton.engine.pictures.memory import USUAL_PIXELS, picture_bytes
 from baton.runtime.process.control_groups import groups_of, text_of
 
-from ..controller.backend import DECODE
+from ..roles import DECODE
 
 _FAIR, _MOST = 0.5, 0.8
 """Share of the free memory for all processes: normally, and if needed for one whole context."""

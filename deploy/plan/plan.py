@@ -38,7 +38,7 @@ from ..config import (
     parse_size,
     shares_memory,
 )
-from ..controller.backend import DECODE, GATEWAY, POOLS, PREFILL, ROUTER
+from ..roles import DECODE, GATEWAY, POOLS, PREFILL, ROUTER
 from ..supervise.process import ProcessSpec
 
 if TYPE_CHECKING:

@@ -36,9 +36,9 @@ from ..config import (
     parse_size,
     with_colocated_workers,
 )
-from ..controller.backend import GATEWAY
 from ..local.run_folder import RunFolder
 from ..messages import mebibytes
+from ..roles import GATEWAY
 from ..supervise.core import describe_exit
 from ..supervise.process import child_environment
 from .addresses import client_addresses, free_ports

@@ -12,7 +12,8 @@ import msgspec
 
 from baton.proto.errors import ConnectionLost
 
-from ..controller.backend import DECODE, GATEWAY, POOLS, PREFILL, ROUTER, MemberSpec
+from ..controller.backend import MemberSpec
+from ..roles import DECODE, GATEWAY, POOLS, PREFILL, ROUTER
 from .actors import PoolMember
 from .backend import ActorGone
 from .connect import NAMESPACE

@@ -23,7 +23,6 @@ from baton.runtime.net.loop import Loop
 from baton.runtime.process.log import get_logger
 
 from ..controller.backend import (
-    GATEWAY,
     MemberDown,
     MemberEnded,
     MemberEvent,
@@ -33,6 +32,7 @@ from ..controller.backend import (
     MemberUnplaced,
 )
 from ..report import ClusterReport
+from ..roles import GATEWAY
 from ..supervise.hangs import HangLimits, Hangs
 from .member import MemberReport, State
 

@@ -21,7 +21,6 @@ from baton.runtime.net.loop import Loop
 
 from ..config import ServeSettings
 from ..controller.admin import Overview
-from ..controller.backend import GATEWAY, ROUTER
 from ..controller.core import ControllerCore
 from ..controller.events import Down, Drain
 from ..controller.members import Stage
@@ -31,6 +30,7 @@ from ..plan.addresses import HttpPort, admin_address, check_metrics_ports, claim
 from ..plan.plan import role_of
 from ..plan.prepare import check_keys, with_task
 from ..plan.revisions import Revisions
+from ..roles import GATEWAY, ROUTER
 from ..supervise.core import Log
 from .backend import RayApi, RayBackend
 from .plan import ray_plan, ray_settings

@@ -20,8 +20,9 @@ from baton.proto.errors import BatonError, ConfigError
 from baton.router.config import RouterConfig
 
 from ..config import demo_model_folder
-from ..controller.backend import DECODE, GATEWAY, PREFILL, ROUTER, MemberSpec
+from ..controller.backend import MemberSpec
 from ..plan.memory import PROCESS_BYTES, folder_memory, free_memory, kv_share, picture_share
+from ..roles import DECODE, GATEWAY, PREFILL, ROUTER
 from ..supervise.process import ProcessSpec
 
 CONFIGS: dict[str, type[msgspec.Struct]] = {

@@ -14,11 +14,11 @@ import msgspec
 from baton.proto.errors import ConfigError
 
 from ..config import ServeSettings
-from ..controller.backend import GATEWAY, POOLS, ROUTER
 from ..controller.core import ControllerCore
 from ..controller.members import Stage
 from ..controller.rollout import Replacement
 from ..plan.plan import role_of
+from ..roles import GATEWAY, POOLS, ROUTER
 from ..supervise.core import Phase
 
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from ..controller.backend import GATEWAY, POOLS, MemberDown, MemberEnded, MemberServes
+from ..controller.backend import MemberDown, MemberEnded, MemberServes
 from ..report import ClusterReport
+from ..roles import GATEWAY, POOLS
 from .hangs import HangLimits, Hangs
 from .restart import RestartLimits, RestartPolicy
 

@@ -19,8 +19,8 @@ import msgspec
 
 from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
 
-from ..controller.backend import GATEWAY, ROUTER
 from ..report import DEAD, DRAINED, ClusterReport, WorkerReport
+from ..roles import GATEWAY, ROUTER
 
 _PAUSE = 2.0  # a longer gap between the supervisor's checks means that it was suspended
 _AWAY = 1.5  # after a longer gap between a router's reports, its observation restarts

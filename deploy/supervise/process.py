@@ -27,7 +27,7 @@ from baton.proto.wire.proofs import seal_of
 from baton.runtime.keys.api_keys import KEY_VARIABLE
 from baton.runtime.process.main import TURN_SIGNAL
 
-from ..controller.backend import POOLS
+from ..roles import POOLS
 from .certificates import new_secret
 from .oom import let_die_first
 

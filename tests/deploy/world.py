@@ -8,9 +8,6 @@ import random
 
 from baton.deploy.config import ServeSettings
 from baton.deploy.controller.backend import (
-    GATEWAY,
-    POOLS,
-    ROUTER,
     MemberDown,
     MemberEnded,
     MemberServes,
@@ -41,6 +38,7 @@ from baton.deploy.controller.pools import ControllerLimits
 from baton.deploy.plan.bounds import Bounds
 from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
 from baton.deploy.report import ClusterReport, WorkerReport
+from baton.deploy.roles import GATEWAY, POOLS, ROUTER
 from baton.deploy.supervise.core import Log, Phase, Reported, Tick
 
 GRACE = 10.0
