@@ -51,6 +51,7 @@ def config_json(parts: list[GgufFile]) -> dict[str, Any]:
     if not tables:
         raise CheckpointError(f"{metadata.path}: tensor '{_TABLE}' is missing")
     names = {name for part in parts for name in part.entries}
+    sizes = _sizes(metadata, family)
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -59,19 +60,25 @@ def config_json(parts: list[GgufFile]) -> dict[str, Any]:
         "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in names,
         "dtype": "bfloat16" if tables[0].dtype in (*BLOCKS, "BF16") else "float32",
         "eos_token_id": end_tokens(metadata) or None,
-        **_sizes(metadata, family),
+        **sizes,
         **_rope(parts, family),
         **(_gemma(metadata) if family == "gemma3" else {}),
-        **(_phi(metadata) if family == "phi3" else {}),
+        **(_phi(metadata, sizes["head_dim"]) if family == "phi3" else {}),
     }
 
 
 def _sizes(metadata: Metadata, family: str) -> dict[str, Any]:
     heads = metadata.integer(f"{family}.attention.head_count")
     hidden = metadata.integer(f"{family}.embedding_length")
-    if heads < 1 or metadata.integer(f"{family}.expert_count", 0):
+    if metadata.integer(f"{family}.expert_count", 0):
         raise CheckpointError(f"{metadata.path}: mixtures of experts are not supported")
-    head_dim = metadata.integer(f"{family}.attention.key_length", hidden // heads)
+    head_dim = 0
+    if heads > 0:
+        head_dim = metadata.integer(f"{family}.attention.key_length", hidden // heads)
+    if head_dim < 1:
+        raise CheckpointError(
+            f"{metadata.path}: {heads} heads of {head_dim}: both numbers must be positive"
+        )
     turned = metadata.integer(f"{family}.rope.dimension_count", head_dim)
     values = metadata.integer(f"{family}.attention.value_length", head_dim)
     partly = family == "phi3" and 0 < turned <= head_dim
@@ -106,11 +113,8 @@ def _gemma(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _phi(metadata: Metadata) -> dict[str, Any]:
-    """Return the settings that only Phi-3 and Phi-4 have."""
-    head = metadata.integer("phi3.embedding_length") // metadata.integer(
-        "phi3.attention.head_count"
-    )
+def _phi(metadata: Metadata, head: int) -> dict[str, Any]:
+    """Return the settings that only Phi-3 and Phi-4 have. ``head``: size of a head."""
     turned = metadata.integer("phi3.rope.dimension_count", head)
     length = metadata.integer("phi3.context_length")
     return {

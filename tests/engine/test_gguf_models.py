@@ -190,8 +190,8 @@ PHI_NAMES = {
 }  # fmt: skip
 
 
-def phi_file(folder: Path) -> Path:
-    """The checkpoint phi3 as a GGUF file, as llama.cpp's converter writes it."""
+def phi_file(folder: Path, **changes: int) -> Path:
+    """The checkpoint phi3 as a GGUF file, as llama.cpp's converter writes it, with other keys."""
     config = json.loads((PHI / "config.json").read_text())
     rope = config["rope_parameters"]
     store = load_checkpoint(PHI).tensors
@@ -222,6 +222,7 @@ def phi_file(folder: Path) -> Path:
         "phi3.rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         "phi3.rope.scaling.attn_factor": float(np.sqrt(1 + np.log(scale) / np.log(2048))),
         **demo_tokenizer(),
+        **{f"phi3.attention.{name}": value for name, value in changes.items()},
     }
     texts, kinds = (keys[f"tokenizer.ggml.{name}"][:255] for name in ("tokens", "token_type"))
     keys |= {
@@ -245,6 +246,30 @@ def test_phi_computes_the_logits_of_transformers(length, tmp_path, cache):
     rows = recorded[f"rows_{index}"]
     found = logits_of(runner, recorded[f"prompt_{index}"], rows, 100)
     np.testing.assert_allclose(found, recorded[f"logits_{index}"], atol=2e-3)
+
+
+@pytest.mark.parametrize("heads", [4, 8, 16])
+def test_the_share_of_phi_that_rope_turns_is_of_the_stated_head_size(heads, tmp_path):
+    file = phi_file(tmp_path, head_count=heads, key_length=16, value_length=16)
+    assert load_checkpoint(file).config.rope.partial_rotary_factor == 12 / 16
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_count": 0}, {"head_count": 100_000}, {"head_count": -4},
+        {"key_length": 0, "value_length": 0}, {"key_length": -2, "value_length": -2},
+    ],
+)  # fmt: skip
+def test_heads_without_a_size_are_refused(changes, tmp_path):
+    with pytest.raises(CheckpointError, match="both numbers must be positive"):
+        load_checkpoint(phi_file(tmp_path, **changes))
+
+
+def test_more_heads_of_phi_than_its_tensors_have_are_refused(tmp_path):
+    file = phi_file(tmp_path, head_count=100_000, key_length=16, value_length=16)
+    with pytest.raises(CheckpointError, match=r"qkv_proj\.weight' .*requires"):
+        load_runner(RunnerConfig(model=str(file), num_blocks=8))
 
 
 REFUSED = {
