@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -33,9 +34,10 @@ from baton.extend import (
     resolve,
 )
 from baton.extend.guard import Guard, Report
+from baton.proto.limits import MAX_LABELS
 from baton.proto.wire.messages import ExtensionCounts
 from baton.proto.work import prefix_hashes
-from baton.runtime.metrics.families import Row, Values
+from baton.runtime.metrics.families import Bounds, Kind, Row, Values
 
 from .config import PolicyConfig, RouterConfig
 from .decider import Costs, streams_of
@@ -50,6 +52,10 @@ MAX_FAMILIES = 64
 """Metrics of one extension."""
 MAX_ROWS = 1024
 """Series of one such metric."""
+MAX_BOUNDS = 256
+"""Bounds of a histogram of an extension."""
+MAX_CHARS = 1024
+"""Characters of a name, a text or a label of such a metric."""
 PREFIX_TOKENS = 32
 """Tokens of a prompt whose digest a policy gets."""
 _OWN = "baton_"
@@ -307,12 +313,12 @@ class CustomMetric:
         return self._guard.call(lambda: self._checked(taken)) or []
 
     def _checked(self, taken: dict[str, str]) -> list[Family]:
-        found = list(self._metric.families())
-        if len(found) > MAX_FAMILIES:
-            raise ExtensionError(f"families() returned {len(found)} metrics, limit {MAX_FAMILIES}")
+        given = list(islice(self._metric.families(), MAX_FAMILIES + 1))
+        if len(given) > MAX_FAMILIES:
+            raise ExtensionError(f"families() returned more than {MAX_FAMILIES} metrics")
+        found = [checked(family) for family in given]
         names: dict[str, str] = {}
         for family in found:
-            check_family(family)
             name = exposed_name(family)
             owner = taken.get(name) or names.get(name)
             if owner is not None:
@@ -328,34 +334,72 @@ def exposed_name(family: Family) -> str:
     return name.removesuffix("_total") + "_total" if family.kind == "counter" else name
 
 
-def check_family(family: object) -> None:
-    """Raise ExtensionError if a scrape could not contain this metric."""
+def checked(family: object) -> Family:
+    """Return a copy of a metric, of plain texts and numbers.
+
+    Raises ExtensionError, or any other Exception, if a scrape could not contain the metric.
+    """
     if not isinstance(family, Family):
         raise ExtensionError(f"families() returned {family!r:.80}, which is no Family")
-    name = family.name
+    name, kind = _text(family.name, "a name"), family.kind
     if not (name.isascii() and name.replace(":", "_").isidentifier()) or name.startswith(_OWN):
         text = f"{name!r:.80} is no name of a metric, or begins with {_OWN}"
         raise ExtensionError(text)
-    labels = family.labels
-    named = all(isinstance(one, str) and one.isascii() and one.isidentifier() for one in labels)
+    if kind not in get_args(Kind):
+        raise ExtensionError(f"{name}: {kind!r:.80} is none of {', '.join(get_args(Kind))}")
+    if len(family.labels) > MAX_LABELS:
+        raise ExtensionError(f"{name} has {len(family.labels)} labels, limit {MAX_LABELS}")
+    labels = tuple(_text(one, f"{name}: the label") for one in family.labels)
+    named = all(one.isascii() and one.isidentifier() for one in labels)
     if not named or len({*labels}) < len(labels) or "le" in labels:
         raise ExtensionError(f"{name}: {labels!r:.80} are no different names of labels without le")
     if len(family.rows) > MAX_ROWS:
         raise ExtensionError(f"{name} has {len(family.rows)} series, limit {MAX_ROWS}")
-    for row in family.rows:
-        _check_row(family, row)
-    if len({row.labels for row in family.rows}) < len(family.rows):
+    bounds = _bounds(name, family.bounds) if kind == "histogram" else ()
+    rows = [_row(family, row, len(bounds) + 1) for row in family.rows]
+    if len({row.labels for row in rows}) < len(rows):
         raise ExtensionError(f"{name} has two series with the same labels")
+    return Family(name, kind, _text(family.text, f"{name}: the text"), labels, rows, bounds)
 
 
-def _check_row(family: Family, row: Row) -> None:
-    texts = all(isinstance(label, str) for label in row.labels)
-    if not texts or len(row.labels) != len(family.labels):
+def _row(family: Family, row: Row, buckets: int) -> Row:
+    if len(row.labels) != len(family.labels):
         raise ExtensionError(f"{family.name}: labels {row.labels!r:.80} do not fit")
-    if not isinstance(row.value, int | float) or math.isnan(row.value):
-        raise ExtensionError(f"{family.name}: {row.value!r:.80} is no number")
-    if family.kind == "histogram" and len(row.counts) != len(family.bounds) + 1:
+    labels = tuple(_text(one, f"{family.name}: the label") for one in row.labels)
+    value = _number(family.name, row.value)
+    if family.kind != "histogram":
+        return Row(labels, value)
+    if len(row.counts) != buckets:
         raise ExtensionError(f"{family.name}: {len(row.counts)} counts do not fit its bounds")
+    if not all(isinstance(one, int) for one in row.counts):
+        raise ExtensionError(f"{family.name}: {row.counts!r:.80} are no counts")
+    for count in row.counts:
+        _number(family.name, count)
+    return Row(labels, value, list(row.counts))
+
+
+def _bounds(name: str, bounds: Sequence[float]) -> Bounds:
+    if len(bounds) > MAX_BOUNDS:
+        raise ExtensionError(f"{name} has {len(bounds)} bounds, limit {MAX_BOUNDS}")
+    found = tuple(_number(name, one) for one in bounds)
+    if any(one >= other for one, other in pairwise((*found, math.inf))):
+        raise ExtensionError(f"{name}: {found!r:.80} are no bounds that rise")
+    return found
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, int | float) or math.isnan(value):
+        raise ExtensionError(f"{name}: {value!r:.80} is no number")
+    return float(value)
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_CHARS:
+        shown = repr(value[:80] if isinstance(value, str) else value)[:80]
+        raise ExtensionError(f"{what} {shown} is no text of at most {MAX_CHARS} characters")
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise ExtensionError(f"{what} {value!r:.80} is no UTF-8")
+    return value
 
 
 def host_of(endpoint: str) -> str:

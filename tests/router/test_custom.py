@@ -16,6 +16,7 @@ from baton.router.authorization import Caller
 from baton.router.config import PolicyConfig
 from baton.router.custom import Extensions
 from baton.router.story_report import RequestLine
+from baton.runtime.metrics.exposition import exposition
 from baton.runtime.metrics.families import Family, Histogram, Row, counter, gauge, histogram
 
 from .conftest import Bench
@@ -376,15 +377,43 @@ def test_a_metric_that_fails_is_left_out(name, config):
         gauge("own", "", float("nan")),
         gauge("own", "", "3"),
         gauge("own", "", {(str(n),): 1.0 for n in range(1025)}, ("n",)),
+        gauge("own", "", 10**400),
+        gauge("own", None, 1.0),
+        gauge("own", "\ud800", 1.0),
+        gauge("own", "x" * 1025, 1.0),
+        gauge("own", "", {("\ud800",): 1.0}, ("label",)),
+        gauge("own", "", {("x" * 10**7,): 1.0}, ("label",)),
+        gauge("own", "", {("x",) * 33: 1.0}, [f"l{n}" for n in range(33)]),
+        Family("own", "summary", "", (), [Row((), 1.0)]),
+        Family(None, "gauge", "", (), [Row((), 1.0)]),
+        Family("own", "gauge", "", (), None),
         Family("own", "histogram", "", (), [Row((), 1.0, [1])], (1.0, 2.0)),
+        Family("own", "histogram", "", (), [Row((), 1.0, ["1", "2"])], (1.0,)),
+        Family("own", "histogram", "", (), [Row((), 1.0, [1, 2])], ("1",)),
+        Family("own", "histogram", "", (), [Row((), 1.0, [1, 2, 3])], (2.0, 1.0)),
+        Family("own", "histogram", "", (), [], tuple(map(float, range(257)))),
     ],
 )
 def test_a_metric_that_no_scrape_could_contain(family, config, monkeypatch):
     metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
     monkeypatch.setattr(metric._metric, "families", lambda: [family])
     assert metric.families({}) == []
-    ((_, error, _),) = reports
-    assert isinstance(error, ExtensionError)
+    assert [event for event, *_ in reports] == ["metric.failed"]
+
+
+def test_an_endless_metric_is_not_read_to_its_end(config, monkeypatch):
+    metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
+    read = []
+
+    def families():
+        while len(read) < 1000:
+            read.append(1)
+            yield gauge(f"own_{len(read)}", "", 1.0)
+
+    monkeypatch.setattr(metric._metric, "families", families)
+    assert metric.families({}) == []
+    assert len(read) == 65
+    assert "more than 64 metrics" in str(reports[0][1])
 
 
 def test_counters_and_histograms_pass(config, monkeypatch):
@@ -394,6 +423,16 @@ def test_counters_and_histograms_pass(config, monkeypatch):
     found = [counter("own_total", "", 1.0), histogram("own_seconds", "", times)]
     monkeypatch.setattr(metric._metric, "families", lambda: found)
     assert metric.families({}) == found
+    assert b'own_seconds_bucket{le="2.0"} 1.0' in exposition(metric.families({}))
+
+
+def test_a_metric_that_passed_cannot_change_before_it_is_shown(config, monkeypatch):
+    metric, _ = metrics(config, "slo_metric:SloMetric", EXAMPLES)
+    family = gauge("own", "", 1.0)
+    monkeypatch.setattr(metric._metric, "families", lambda: [family])
+    found = metric.families({})
+    family.rows.append(Row((None,), "x"))
+    assert b"own 1.0" in exposition(found)
 
 
 @pytest.mark.parametrize(
