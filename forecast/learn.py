@@ -18,7 +18,7 @@ from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.errors import InputError
 from baton.proto.sampling import SamplingParams
 
-from .service import ServiceModel
+from .service import ServiceModel, least
 
 BLOCK = 16
 ROUNDS = 5
@@ -59,7 +59,8 @@ def steps(longest: int) -> list[Step]:
 def fitted(times: dict[Step, float]) -> tuple[dict[str, float], float]:
     """Return the parts of :class:`ServiceModel` that fit measured seconds, and the mean error.
 
-    No part is negative. ``hidden_s`` is what streams and prompt tokens save in one step.
+    No part is below :func:`least`, so that the model can be read again. ``hidden_s`` is what
+    streams and prompt tokens save in one step.
     """
     alone = [step for step in times if not step.rows]
     streams = [step for step in times if step.rows and not step.new]
@@ -74,7 +75,8 @@ def fitted(times: dict[Step, float]) -> tuple[dict[str, float], float]:
         base = stream[0] + stream[1] * step.rows + stream[2] * step.rows * step.context
         saved.append(min(base + work - times[step], work, base))
     hidden = max(0.0, statistics.median(saved)) if saved else 0.0
-    parts: dict[str, float] = dict(zip(_PARTS, (*prompt, *stream, hidden), strict=True))
+    found = zip(_PARTS, (*prompt, *stream, hidden), strict=True)
+    parts: dict[str, float] = {name: max(least(name), part) for name, part in found}
     model = ServiceModel(**parts)  # type: ignore[arg-type]  # all of them are floats
     errors = [abs(_predicted(model, step) / seconds - 1) for step, seconds in times.items()]
     return parts, statistics.mean(errors)

@@ -111,10 +111,15 @@ def read_service(path: Path) -> ServiceModel:
         raise InputError(f"{path}: unknown field {min(unknown)!r}")
     for name in ServiceModel.__dataclass_fields__:
         value = getattr(service, name)
-        least = 0 if name in _MAY_BE_ZERO else 1e-12
-        if not least <= value <= _MOST:
-            raise InputError(f"{path}: {name} is {value}, not a number from {least:g} to {_MOST:g}")
+        low = least(name)
+        if not low <= value <= _MOST:
+            raise InputError(f"{path}: {name} is {value}, not a number from {low:g} to {_MOST:g}")
     return service
+
+
+def least(name: str) -> float:
+    """Return the least value of a field of :class:`ServiceModel`."""
+    return 0.0 if name in _MAY_BE_ZERO else 1e-12
 
 
 _MOST = 1e15

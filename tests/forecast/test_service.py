@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import count
 
+import msgspec
 import pytest
 
 from baton.deploy.config import demo_model_folder
@@ -36,6 +37,18 @@ def test_no_part_is_negative_and_the_error_is_told():
     parts, error = fitted(times)
     assert min(parts.values()) >= 0
     assert error > 0.1
+
+
+@pytest.mark.parametrize("part", [0.0, 1e-20])
+@pytest.mark.parametrize("name", sorted(TRUE))
+def test_what_is_learned_can_be_read_again(name, part, tmp_path):
+    model = ServiceModel(**TRUE | {name: part})
+    parts, error = fitted({step: seconds(model, step) for step in steps(1024)})
+    assert error < 0.02
+    learned = ServiceModel(**parts)
+    file = tmp_path / "times.json"
+    file.write_bytes(msgspec.json.encode({"step_times": learned}))
+    assert read_service(file) == learned
 
 
 def test_every_step_fits_the_context():
