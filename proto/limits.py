@@ -107,6 +107,8 @@ MAX_LABELS = 32
 MAX_DROP_REASONS = 64
 MAX_EXTENSIONS = 8
 """Classes of users in one worker."""
+MAX_EXTENSION_CHARS = 256
+"""Characters of such a class's name, and of its last error."""
 MAX_HISTOGRAMS = 16
 """Maximum histograms in a worker's report of its load."""
 MAX_BUCKETS = 64

@@ -34,7 +34,7 @@ from .decider import NO_PREFILL
 from .latency import Latency, cumulated
 from .metrics import CANCELLED, OK, HandoffMetrics, Metrics
 from .registry import Registry
-from .worker_totals import COUNTERS
+from .worker_totals import COUNTERS, WorkerTotals
 from .workers import Worker, WorkerState
 
 _WORKER = ("worker", "role")
@@ -76,7 +76,7 @@ def families_of(sources: Sources) -> list[Family]:
         *_latencies(sources.metrics),
         *_handoffs(sources),
         *_workers(live, sources.registry.listed()),
-        *_extensions(live),
+        *_extensions(sources.registry.totals, live),
         *_totals(sources.registry, live),
     ]
 
@@ -259,23 +259,29 @@ def _handoffs(sources: Sources) -> list[Family]:
     ]
 
 
-def _extensions(live: list[Worker]) -> list[Family]:
+def _extensions(totals: WorkerTotals, live: list[Worker]) -> list[Family]:
     """Calls of users' classes in workers; no family without such a class."""
-    found = [((w.id, w.role, one.point, one.name), one) for w in live for one in w.extensions]
-    if not found:
+    failed: Counter[Labels] = Counter()
+    skipped: Counter[Labels] = Counter()
+    for worker in live:
+        for one in worker.extensions:
+            key = (*totals.owner(worker), *totals.extension(one))
+            failed[key] += one.failures
+            skipped[key] += one.skipped
+    if not failed:
         return []
     labels = (*_WORKER, "extension", "name")
     return [
         counter(
             "baton_worker_extension_failures_total",
             "Calls of an extension in the worker that raised or returned nonsense.",
-            {key: one.failures for key, one in found},
+            failed,
             labels,
         ),
         counter(
             "baton_worker_extension_skipped_calls_total",
             "Calls of an extension in the worker that were not made: it had taken too long.",
-            {key: one.skipped for key, one in found},
+            skipped,
             labels,
         ),
     ]

@@ -13,14 +13,16 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
-from baton.proto.wire.messages import Buckets, WorkerLoad
-from baton.runtime.metrics.families import WORKER_HISTOGRAMS, Histogram, Limited
+from baton.proto.wire.messages import Buckets, ExtensionCounts, WorkerLoad
+from baton.runtime.metrics.families import OTHER, WORKER_HISTOGRAMS, Histogram, Limited
 
 from .workers import Worker
 
 KEEP_INCARNATIONS = 256
 """Dead incarnations that may still return; what older ones counted is added up."""
 MAX_NAMES = 1024
+MAX_CLASSES = 64
+"""Users' classes of all workers, ever."""
 COUNTERS = (
     "prompt_tokens", "generated_tokens", "prefix_hit_tokens", "preemptions", "compute_seconds",
 )  # fmt: skip
@@ -42,12 +44,19 @@ class WorkerTotals:
         self._before: dict[Owner, list[float]] = {}  # of older incarnations
         self._histograms_before: dict[Series, Histogram] = {}
         self._name = Limited(MAX_NAMES)
+        self._class = Limited(MAX_CLASSES)
         self._lost: set[Owner] = set()  # died undrained, and have no successor yet
         self.restarts: Counter[Owner] = Counter()
 
     def owner(self, worker: Worker) -> Owner:
         """Return the labels of a worker's series."""
         return self._name(worker.id), worker.role
+
+    def extension(self, counts: ExtensionCounts) -> tuple[str, str]:
+        """Return the labels of a user's class: its extension point and its name."""
+        if self._class(f"{counts.point} {counts.name}") == OTHER:
+            return OTHER, OTHER
+        return counts.point, counts.name
 
     def joined(self, worker: Worker) -> None:
         """Record a registration: of a new incarnation, or of a dead incarnation that returns."""

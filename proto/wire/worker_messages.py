@@ -11,6 +11,7 @@ from ..layout import ModelCard
 from ..limits import (
     MAX_BUCKETS,
     MAX_DROP_REASONS,
+    MAX_EXTENSION_CHARS,
     MAX_EXTENSIONS,
     MAX_HISTOGRAMS,
     MAX_LABELS,
@@ -64,15 +65,18 @@ class Buckets(msgspec.Struct, frozen=True, array_like=True, gc=False):
     total: Total  # sum of all values
 
 
+ExtensionText = Annotated[str, Meta(max_length=MAX_EXTENSION_CHARS)]
+
+
 class ExtensionCounts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Calls of a user's own class since the start of its process."""
 
-    point: Name  # such as "policy"
-    name: Name  # module:Class
+    point: ExtensionText  # such as "policy"
+    name: ExtensionText  # module:Class
     calls: Count = 0
     failures: Count = 0  # of these calls
     skipped: Count = 0  # calls that were not made, because the class had taken too long
-    error: Name = ""  # of the last failure
+    error: ExtensionText = ""  # of the last failure
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -176,8 +176,12 @@ def histogram(
     return Family(name, "histogram", text, tuple(labels), rows, bounds)
 
 
+OTHER = "other"
+"""Stands for the values of a label above a limit."""
+
+
 class Limited:
-    """Keeps the number of a label's values small: a value above the limit becomes "other".
+    """Keeps the number of a label's values small: a value above the limit becomes :data:`OTHER`.
 
     Label values come from other processes, and every new value is a new series in Prometheus.
     """
@@ -187,10 +191,10 @@ class Limited:
         self._most = most
 
     def __call__(self, value: str) -> str:
-        """Return the value, or "other"."""
+        """Return the value, or :data:`OTHER`."""
         if value in self._known:
             return value
         if len(self._known) >= self._most:
-            return "other"
+            return OTHER
         self._known.add(value)
         return value

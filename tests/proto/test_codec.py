@@ -33,8 +33,10 @@ from baton.proto.wire.messages import (
     ClientToRouter,
     Commit,
     DecodeToPrefill,
+    ExtensionCounts,
     Fence,
     GrantRef,
+    Heartbeat,
     KVFrame,
     Ping,
     PrefillToDecode,
@@ -420,6 +422,18 @@ def test_what_a_receiver_would_refuse_is_not_sent():
         encoder.encode([Ping()] * 65_537)
     with pytest.raises(LimitExceeded):
         encoder.encode([Submit(request_id="x" * (17 << 20), context=submit(1).context)])
+
+
+@pytest.mark.parametrize("field", ["point", "name", "error"])
+def test_long_texts_of_a_users_class_are_refused(field):
+    for length in (256, 257):
+        counts = ExtensionCounts(**{"point": "policy", "name": "own:C", field: "x" * length})
+        frames = encoder.encode([Heartbeat(incarnation=1, progress=1, extensions=[counts])])
+        if length == 256:
+            assert decode(frames, WorkerToRouter)[0].extensions == [counts]
+        else:
+            with pytest.raises(DecodeFailed, match="256"):
+                decode(frames, WorkerToRouter)
 
 
 def test_long_lists_of_stops_are_refused_before_they_are_built():

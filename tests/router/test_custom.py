@@ -178,6 +178,22 @@ def test_status_and_metrics_have_the_counts_of_router_and_workers(make_bench):
     assert families["baton_worker_extension_skipped_calls_total"] == [Row(labels, 3.0)]
 
 
+def test_names_that_change_with_every_heartbeat_make_few_series(make_bench):
+    bench = make_bench()
+    prefill, _ = bench.pair()
+    name, labels = "baton_worker_extension_failures_total", set()
+    for beat in range(20):
+        counts = [
+            ExtensionCounts(point="p", name=f"own:C{beat}_{number}", failures=beat)
+            for number in range(8)
+        ]
+        prefill.beat(extensions=counts)
+        families = {family.name: family.rows for family in bench.core.families(bench.now)}
+        labels |= {row.labels for row in families[name]}
+    assert len(labels) == 65
+    assert families[name] == [Row((prefill.id, "prefill", "other", "other"), 8 * 19.0)]
+
+
 def test_one_candidate_is_no_choice_of_the_class(make_bench):
     bench = make_bench(policy=PolicyConfig(name="rack_policy:RackPolicy"), extensions=EXAMPLES)
     bench.pair()
