@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
+def printable(line: str) -> str:
+    """Return a line that cannot control the terminal: clients and workers choose names in it."""
+    return "".join(char if char.isprintable() else "?" for char in line)
+
+
 def _wait_writable(descriptor: int) -> None:
     poll = select.poll()  # select() fails for descriptors above 1023
     poll.register(descriptor, select.POLLOUT)

@@ -36,6 +36,7 @@ from baton.runtime.process.memory import command_of, family_of, parent_of, share
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count, seconds
 from .operator import add_operator, overview
+from .output import printable
 
 HANDOFFS = 16
 WATCH_S = 2.0
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             _show(arguments)
         except ConnectionLost as problem:  # the cluster may come back
-            print(f"baton: {problem}")
+            print(printable(f"baton: {problem}"))
         print(flush=True)
         time.sleep(max(LEAST_WATCH_S, arguments.watch))
 
@@ -120,7 +121,7 @@ def _show(arguments: argparse.Namespace) -> None:
         print("\n".join(describe_controller(controller, reports)), end="\n\n")
     for number, (address, answer) in enumerate(answers.items()):
         if len(answers) > 1:
-            print("" if number == 0 else "\n", _heading(address, answer), sep="")
+            print("" if number == 0 else "\n", printable(_heading(address, answer)), sep="")
         if isinstance(answer, dict):
             report = parsed(answer)
             memory = memory_on_this_host(report)
@@ -157,7 +158,9 @@ def describe_controller(found: Overview, reports: Sequence[ClusterReport] = ()) 
         lines.append(f"dashboard    {dashboard_of(found.http)}")
     if found.phase != Phase.SERVING.value:  # a serving cluster lists these among its problems
         lines += [f"{m.name}: waits for a host: {m.note}" for m in found.members if m.note]
-    return [*lines, f"rollout      {found.rollout}"] if found.rollout else lines
+    if found.rollout:
+        lines.append(f"rollout      {found.rollout}")
+    return [*map(printable, lines)]
 
 
 def _ask(address: str, arguments: argparse.Namespace) -> dict[str, Any] | BatonError:
@@ -221,7 +224,7 @@ def describe(report: ClusterReport, *, verbose: bool = False, memory: str = "") 
     """
     head = f"{'worker':<12} {'state':<9} {'pid':>7} {'running':>7} {'waiting':>7} {'KV blocks':>12}"
     totals = report.handoffs
-    return [
+    lines = [
         *_requests(report.router),
         *_extensions(report),
         *([f"threads      {report.threads}"] if report.threads else []),
@@ -245,6 +248,7 @@ def describe(report: ClusterReport, *, verbose: bool = False, memory: str = "") 
         *_failed_pairs(report),
         *(_dropped(report) if verbose else ()),
     ]
+    return [*map(printable, lines)]
 
 
 def _requests(router: RouterReport) -> list[str]:

@@ -18,6 +18,7 @@ from baton.router.story_slices import slices_of
 
 from .cluster import add_address, addresses_of, keys_of
 from .numbers import at_least_one
+from .output import printable
 
 LISTED = 20
 _BESIDE = "transfer"
@@ -76,17 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.json:
         print(json.dumps(stories, indent=2))
     elif arguments.request:
-        print("\n\n".join("\n".join(map(_printable, describe(story))) for story in stories))
+        print("\n\n".join("\n".join(map(printable, describe(story))) for story in stories))
     elif stories:
-        print("\n".join(map(_printable, listed(stories))))
+        print("\n".join(map(printable, listed(stories))))
     else:
         print("no requests")
     return 0
-
-
-def _printable(line: str) -> str:
-    """Return a line that cannot control the terminal: clients choose ids and names in it."""
-    return "".join(char if char.isprintable() else "?" for char in line)
 
 
 def _ask_all(arguments: argparse.Namespace) -> list[Story]:

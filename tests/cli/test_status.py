@@ -1,5 +1,7 @@
 """The lines of ``baton status`` above its table."""
 
+import msgspec
+
 from baton.cli.status import describe, describe_controller
 from baton.deploy.controller.admin import MemberLine, Overview
 from baton.deploy.report import ClusterReport, ExtensionReport, RouterReport, WorkerReport
@@ -51,3 +53,17 @@ def test_users_classes_are_shown_with_their_failures():
         "policy       own:Rack: 16 calls, 3 failed, the last by KeyError: 'rack', 2 skipped"
     ) in lines
     assert "prefill_order own:Short at prefill-0: 1 call" in lines
+
+
+def test_no_text_of_a_process_controls_the_terminal():
+    escape = "x\n\x1b]0;owned\x07"
+    own = ExtensionReport(point=escape, name=escape, failures=1, error=escape)
+    worker = WorkerReport(
+        id=escape, role=escape, state=escape, endpoint=escape, dropped={escape: 1},
+        extensions=[own],
+    )  # fmt: skip
+    lines = describe(ClusterReport(workers=[worker]), verbose=True, memory=escape)
+    overview = msgspec.structs.replace(FOUND, rollout=escape, problems=[escape])
+    lines += describe_controller(overview)
+    assert sum("x??]0;owned?" in line for line in lines) >= 6
+    assert all(line.isprintable() for line in lines)
