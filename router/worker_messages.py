@@ -255,8 +255,13 @@ class WorkerMessages:
                 worker.turned = now
             attempt.leave_prompt()
         self._admission.started(request, self._registry.prefills, now)
-        if request.gateway and not request.whole and request.client is not None:
-            request.client.begun.append(begun(request))
+        client = request.client
+        if (
+            request.gateway
+            and client is not None
+            and not (request.whole or request.embeds or client.behind)
+        ):  # the others send no run now, with which it would leave
+            client.begun.append(begun(request))
         if request.submitted_at != NEVER:
             seconds, metrics = now - request.submitted_at, self._metrics
             index = bucket(seconds)

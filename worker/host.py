@@ -114,7 +114,7 @@ class WorkerHost(ABC):
         )  # fmt: skip
         self._clock = Clock(loop, self._tick, lambda: core.errors.unowned, self._break)
         self._log_limit = LogLimit()
-        self._drained_code = 0
+        self._draining, self._drained_code = False, 0
         self._watch: CallWatch | None = None  # from the start on
         self.exit_code = 0
         self.own_error = False
@@ -161,13 +161,24 @@ class WorkerHost(ABC):
         self._drain_for(0)
 
     def turn(self) -> None:
-        """Drain for a change of role. After the grace, other workers take over the requests."""
-        self._drain_for(EXIT_TURN)
+        """Drain for a change of role. After the grace, other workers take over the requests.
+
+        An order to stop counts more, also one that comes later.
+        """
+        if not self._draining:
+            self._drain_for(EXIT_TURN)
+
+    @property
+    def turning(self) -> bool:
+        """Whether the process has to start an incarnation of another role next."""
+        return self._drained_code == EXIT_TURN
 
     def _drain_for(self, code: int) -> None:
-        self._drained_code = code
+        self._draining, self._drained_code = True, code
         self.feed(DrainRequested())
-        self._loop.call_later(self._drain_grace_s, lambda: self._exit("grace_over", code))
+        self._loop.call_later(
+            self._drain_grace_s, lambda: self._exit("grace_over", self._drained_code)
+        )
 
     def close(self) -> bool:
         """Stop computing, then close the sockets. Return False if a step still runs."""

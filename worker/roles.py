@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from baton.engine.loading.loader import StepRunner
+from baton.engine.loading.loader import StepRunner, with_folder
 from baton.proto.errors import ConfigError
 from baton.proto.wire.messages import PoolTicket
 from baton.runtime.keys.keyring import KeyRing
@@ -76,7 +76,8 @@ def _next_settings() -> Any:
         role = msgspec.json.decode(Path(path).read_bytes(), type=_Named).role
     except (OSError, msgspec.DecodeError) as problem:
         raise ConfigError(f"cannot read settings {path}: {problem}") from None
-    return load_settings(path, _module(role).CONFIG)
+    config: Any = load_settings(path, _module(role).CONFIG)
+    return msgspec.structs.replace(config, runner=with_folder(config.runner))
 
 
 def _module(role: str) -> RoleModule:

@@ -151,6 +151,11 @@ class Shell(Protocol):
     own_error: bool
     """Whether an exception of the worker's own code ended it."""
 
+    @property
+    def turning(self) -> bool:
+        """Whether an incarnation of another role is to follow, however this one ends."""
+        ...
+
     def start(self) -> None:
         """Listen and start the timers."""
         ...
@@ -213,7 +218,10 @@ def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool, bool]:
     loop.run()
     ended = shell.close()
     context.destroy(linger=0)
-    return shell.exit_code, ended, shell.own_error
+    code = shell.exit_code
+    if code == EXIT_RESTART and shell.turning:  # an error or a death while it drained
+        code = EXIT_TURN
+    return code, ended, shell.own_error
 
 
 def _stop(loop: Loop, shell: Shell, times: int) -> None:

@@ -12,6 +12,7 @@ from baton.engine.llm import LLMEngine
 from baton.engine.loading import gguf_folder
 from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.proto.contexts.text import TextContext
+from baton.proto.sampling import SamplingParams
 
 from ..engine.gguf_models import write_file
 from .driver import Answer, Job, ask_all, collect, greedy, lost_requests
@@ -34,7 +35,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(shared_cluster, folder):
     return shared_cluster(
-        prefill=1,
+        prefill=2,
         decode=1,
         address=f"ipc://{folder}/a.sock",
         model=folder / "Tiny-Q4_K_M.gguf",
@@ -80,3 +81,19 @@ def test_a_killed_decode_worker_changes_no_token(cluster, engine):
         collect(stream, answer)
     assert answer.tokens == expected(engine, job)
     assert lost_requests(cluster) == before + 1
+
+
+def test_a_worker_that_changes_its_role_has_the_files_tokenizer(cluster):
+    """The settings name the file; the tokenizer is in the folder made from it."""
+    cluster.command("role", "prefill-1", "decode", "--wait")
+    options = {
+        "json_schema": '{"enum": [7]}',
+        "target_endpoint": cluster.workers()["prefill-1"]["endpoint"],
+    }
+    with cluster.client() as client:
+        (answer,) = ask_all(
+            client, [Job(list(range(5, 30)), SamplingParams(max_new_tokens=8, top_k=1), options)]
+        )
+        text = client.model().tokenizer.decode(answer.tokens)
+    assert (text, answer.decode) == ("7", "prefill-1")
+    cluster.command("role", "prefill-1", "prefill", "--wait")

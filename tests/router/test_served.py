@@ -1,9 +1,12 @@
 """What a gateway learns about the way of its requests: workers and times."""
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from baton.proto.wire.messages import ServedTimes, Terminal, Tokens, WorkerTimes
+from baton.proto.wire.messages import Assign, ServedTimes, Terminal, Tokens, WorkerTimes
+from baton.proto.wire.wire_context import WireContext, WireTokens
+from baton.router.events import ClientFull
 
 TIMES = WorkerTimes(
     started=0.1, granted=0.15, computing=0.2, sending=0.25, computed=0.5, ended=0.75
@@ -36,6 +39,27 @@ def test_others_are_not_told(fields, bench):
     bench.pair()
     *_, message = first_tokens(bench, **fields)
     assert message.begun == []
+
+
+def test_embeddings_keep_nothing_for_a_later_message(bench, card):
+    worker = bench.join("prefill", model=replace(card, task="embed", embedding_size=3))
+    context = WireContext(
+        tokens=WireTokens(np.arange(5, dtype=np.int32)), max_length=5, task="embed"
+    )
+    key = bench.submit("r", context=context, gateway="gateway-0")
+    worker.accept(bench.one(worker, Assign))
+    worker.end(key, 5, embedding=np.ones(3, np.float32))
+    (client,) = bench.core.clients.all()
+    assert (len(bench.take(b"client", Terminal)), client.begun) == (1, [])
+
+
+def test_nothing_is_kept_for_a_client_that_reads_slowly(bench):
+    bench.pair()
+    key, _ = bench.run(gateway="gateway-0")
+    (client,) = bench.core.clients.all()
+    bench.feed(ClientFull(b"client"))
+    bench.workers[0].tokens(key, 10, 5)
+    assert client.begun == []
 
 
 def test_the_end_of_a_handed_over_request_has_all_times(bench):

@@ -18,6 +18,7 @@ class Shell:
         self.ended = ended
         self.exit_code = exit_code
         self.own_error = own_error
+        self.turning = False
         self._loop = loop
         self._itself = self
 
@@ -75,3 +76,18 @@ def test_another_role_needs_a_model_that_no_step_uses(ended, code):
         assert run_incarnations(None, shells) == code
     finally:
         gc.unfreeze()
+
+
+def test_an_incarnation_that_fails_in_its_change_of_role_is_the_last_of_its_role():
+    made = []
+
+    def make(loop, _context, _doors):
+        made.append(Shell(loop, EXIT_RESTART))
+        made[-1].turning = len(made) == 2
+        return made[-1]
+
+    try:
+        assert run_incarnations(None, make) == EXIT_TURN
+    finally:
+        gc.unfreeze()
+    assert len(made) == 2
