@@ -56,7 +56,7 @@ def resolve(point: Point, name: str, folder: str = "") -> Any:
         raise ExtensionError(f"{said}: not of the form package.module:Class")
     module_name, _, class_name = name.partition(":")
     module = _module(module_name, folder, said)
-    found = getattr(module, class_name, None)
+    found = _attribute(module, class_name, said)
     if found is None:
         raise ExtensionError(f"{said}: {_file_of(module)} has no {class_name}")
     if not isinstance(found, type):
@@ -89,18 +89,36 @@ def _module(name: str, folder: str, said: str) -> ModuleType:
 
 
 def _check_method(made: object, method: str, arguments: int, said: str) -> None:
-    call = getattr(made, method, None)
+    call = _attribute(made, method, said)
     if not callable(call):
         raise ExtensionError(f"{said}: {type(made).__name__} has no method {method}")
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError):
         return  # of a class in C: found at the first call
+    except BaseException as error:  # of the user's own __signature__
+        raise ExtensionError(f"{said}: {method} raised {_told(error)}") from error
     try:
         signature.bind(*range(arguments))
     except TypeError as error:
-        text = f"{said}: {method}{signature} does not take {arguments} arguments ({error})"
+        text = f"{said}: {method}{_shown(signature)} does not take {arguments} arguments ({error})"
         raise ExtensionError(text) from error
+
+
+def _attribute(owner: object, name: str, said: str) -> Any:
+    """Return an attribute, or None. Raises ExtensionError if the user's code for it raises."""
+    try:
+        return getattr(owner, name, None)
+    except BaseException as error:
+        raise ExtensionError(f"{said}: {name} raised {_told(error)}") from error
+
+
+def _shown(value: object) -> str:
+    """Return the text of a user's object, whose own ``__str__`` may raise."""
+    try:
+        return str(value)
+    except BaseException:
+        return "it has no text"
 
 
 def _told(error: BaseException) -> str:
@@ -112,7 +130,7 @@ def _told(error: BaseException) -> str:
     ours = ("importlib", __file__)
     last = next((f for f in reversed(frames) if not any(o in f.filename for o in ours)), None)
     place = f" ({last.filename}, line {last.lineno})" if last is not None else ""
-    return f"{type(error).__name__}: {str(error)[:500]}{place}"
+    return f"{type(error).__name__}: {_shown(error)[:500]}{place}"
 
 
 def _place_of(found: type) -> str:

@@ -34,6 +34,26 @@ CASES = {
         "\nclass C:\n    def __init__(self, size): ...", "{m}:C",
         "missing 1 required positional argument: 'size' ({folder}/{m}.py, line 2)",
     ),
+    "no_text": (
+        "class E(Exception):\n    def __str__(self):\n        raise OSError\nraise E", "{m}:C",
+        "importing {m} raised E: it has no text",
+    ),
+    "made_without_text": (
+        "class C(Exception):\n    def __init__(self):\n        raise self\n    __str__ = 1",
+        "{m}:C",
+        "C() raised C: it has no text",
+    ),
+    "raising_module": (
+        "def __getattr__(name):\n    raise KeyError(name)", "{m}:C", "C raised KeyError: 'C'",
+    ),
+    "raising_method": (
+        "class C:\n    @property\n    def choose(self):\n        raise OSError('no file')", "{m}:C",
+        "choose raised OSError: no file ({folder}/{m}.py, line 4)",
+    ),
+    "raising_default": (
+        "class C:\n    __repr__ = 1\nC.choose = lambda self, one=C(): 1", "{m}:C",
+        "does not take 2 arguments",
+    ),
     "no_method": ("class C: ...", "{m}:C", "C has no method choose"),
     "no_call": ("class C:\n    choose = 3", "{m}:C", "C has no method choose"),
     "few_arguments": (
