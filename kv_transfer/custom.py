@@ -42,7 +42,12 @@ class CustomTransport:
         return np.frombuffer(ticket, np.uint8)
 
     def get(self, ticket: bytes, size: int) -> Bytes | None:
-        """Return the payload of ``size`` bytes for a ticket, or None: it is lost."""
+        """Return the payload of ``size`` bytes for a ticket, or None: it is lost.
+
+        A ticket that is too long never reaches the extension, and is no failure of it.
+        """
+        if len(ticket) > MAX_TICKET:
+            return None
         return self.guard.call(lambda: self._get(ticket, size))
 
     def _get(self, ticket: bytes, size: int) -> Bytes:

@@ -8,6 +8,7 @@ a minute belongs to a handoff that failed, and is removed.
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
@@ -44,5 +45,6 @@ class FolderTransport:
             return
         self._swept = time.monotonic()
         for path in self._folder.glob(f"{PREFIX}*"):
-            if time.time() > path.stat().st_mtime + FORGET_S:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another worker has just removed it
+                if time.time() > path.stat().st_mtime + FORGET_S:
+                    path.unlink()

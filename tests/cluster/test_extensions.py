@@ -116,6 +116,12 @@ def test_blocks_move_by_the_examples_transport(cluster, lasting_cluster, tmp_pat
     assert "kv_transport" not in own.text()
     assert list(tmp_path.glob("baton-kv-*")) == []
 
+    def called():
+        found = [one for worker in own.workers().values() for one in worker["extensions"]]
+        return len(found) == 2 and all(one["calls"] > 0 for one in found)
+
+    wait_until(called, what="the heartbeats of both workers to count calls of the transport")
+
 
 @pytest.mark.parametrize("kind", ["FailsToPut", "LosesSome"])
 def test_a_transport_that_fails_costs_frames_and_no_token(kind, cluster, lasting_cluster):

@@ -1,11 +1,12 @@
 """A transport of the user's own: tickets for payloads. A failure is reported and costs a frame."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from baton.extend import ExtensionError
+from baton.extend import TRANSPORT, ExtensionError, resolve
 from baton.kv_transfer.custom import MAX_TICKET, CustomTransport
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,26 @@ def test_the_example_moves_a_payload_and_leaves_no_file(transport, reports, tmp_
 def test_a_ticket_of_nobody_is_a_lost_payload(ticket, transport, reports):
     assert transport.get(ticket, 5000) is None
     assert [event for event, *_ in reports] == ["kv_transport.failed"]
+
+
+def test_a_long_ticket_never_reaches_the_class(transport, reports, monkeypatch):
+    given = []
+    monkeypatch.setattr(transport._transport, "get", lambda ticket, size: given.append(ticket))
+    assert transport.get(b"x" * (MAX_TICKET + 1), 5000) is None
+    assert (given, reports, transport.guard.failures) == ([], [], 0)
+
+
+def test_the_sweep_passes_a_file_that_another_worker_removes(tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_FOLDER", str(tmp_path))
+    made = resolve(TRANSPORT, "folder_transport:FolderTransport", EXAMPLES)
+    made._swept -= 61
+    (tmp_path / "baton-kv-gone").symlink_to(tmp_path / "nowhere")  # stat() finds no file
+    old = tmp_path / "baton-kv-old"
+    old.touch()
+    os.utime(old, (0, 0))
+    ticket = made.put(b"abc")
+    assert made.get(ticket, 3) == b"abc"
+    assert not old.exists()
 
 
 def test_a_payload_of_another_size_is_lost(transport, reports):
