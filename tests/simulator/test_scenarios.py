@@ -180,7 +180,7 @@ def test_the_command_prints_figures_and_what_failed(capsys, monkeypatch):
     assert main(["--seeds", "1", "--scenario", "plain"]) == 0
     assert "plain: 1/1" in capsys.readouterr().out
 
-    def fail(seed, scenario, recording, check_every):
+    def fail(seed, *_arguments):
         raise Violation(f"seed {seed}: wrong tokens")
 
     monkeypatch.setattr("baton.simulator.__main__.run", fail)
