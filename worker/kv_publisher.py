@@ -5,9 +5,11 @@ A ROUTER socket answers a number with all later batches that are kept, each as `
 and then with :data:`END` and an empty batch. The sockets have no keys, so that any
 subscriber can use them.
 
-Invariant: a subscriber costs the worker nothing but its buffer. Neither socket ever blocks, a
-slow subscriber misses batches, and the kept batches are bounded in number and bytes. A separate
-thread owns the sockets, so a replay delays no step.
+Invariant: subscribers cost the worker bounded memory, whatever they send and however little they
+read. Neither socket ever blocks, and a slow subscriber misses batches. Replays are sent in pieces,
+one for each peer and :data:`REPLAYS` at once; further requests wait. The kept batches are bounded
+in number and bytes, and so is what waits in the queues of each socket. A separate thread owns the
+sockets, so a replay delays no step.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from urllib.parse import urlsplit
 
 import zmq
 
-from baton.engine.cache.kv_events import KvEventLog
+from baton.engine.cache.kv_events import BATCH_BYTES, KvEventLog
 from baton.proto.errors import ConfigError
 from baton.proto.layout import ModelCard
 from baton.runtime.process.log import get_logger
@@ -28,11 +34,31 @@ from baton.runtime.process.log import get_logger
 KEPT_BATCHES = 10_000
 KEPT_BYTES = 32 << 20
 """Batches that are kept for replays: at most so many, and so many bytes."""
-SUBSCRIBER_BATCHES = 1_000
+NEW_BATCHES = KEPT_BYTES // BATCH_BYTES
+"""Batches that wait for the thread."""
+SUBSCRIBER_BATCHES = 256
 """Batches in the queue of a subscriber that reads slowly; further ones are not sent to it."""
+REPLAY_BATCHES = 64
+"""Batches of a replay in the queue of its peer; the next ones follow as it reads."""
+REPLAYS = 16
+"""Replays at once. Further ones wait."""
+WANTED = 1_024
+"""Replays at once and waiting. Further requests are ignored."""
+REPLAY_TIMEOUT = 10.0
+"""Seconds after which a replay ends whose peer has read nothing."""
+QUEUED_BYTES = 64 << 20
+"""Bytes of batches in all queues of one socket; further ones are not sent."""
 END = (-1).to_bytes(8, "big", signed=True)
 _log = get_logger()
 _Batch = tuple[bytes, bytes]
+
+
+@dataclass(slots=True)
+class _Replay:
+    first: bytes
+    """Number of the next batch."""
+    progress: float = 0.0
+    """When its peer's queue last had room; 0 until the replay starts."""
 
 
 class KvPublisher:
@@ -50,13 +76,15 @@ class KvPublisher:
         self._new: deque[_Batch] = deque()  # not published yet
         self._number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._events = self._bound(zmq.PUB, address, SUBSCRIBER_BATCHES)
+        self._wanted: dict[bytes, _Replay] = {}  # by peer
         try:
-            self._replays = self._bound(zmq.ROUTER, next_port(address), KEPT_BATCHES + 1)
+            self._events = self._bound(zmq.PUB, address, SUBSCRIBER_BATCHES)
+            self._replays = self._bound(zmq.ROUTER, next_port(address), REPLAY_BATCHES)
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self.addresses = [_address_of(self._events), _address_of(self._replays)]
+        self._replays.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is an error
+        self.addresses = [_address_of(self._events.socket), _address_of(self._replays.socket)]
         """Of the PUB and of the ROUTER socket."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -75,10 +103,11 @@ class KvPublisher:
             _log.warning("kv_events.dropped", events=log.dropped)
             log.dropped = 0
             self._number += 1
-        batch = (self._number.to_bytes(8, "big"), log.take(time.time()))
-        self._number += 1
-        if len(self._new) < KEPT_BATCHES:  # else the thread is stuck: another gap
-            self._new.append(batch)
+        while log.pending:
+            batch = (self._number.to_bytes(8, "big"), log.take(time.time()))
+            self._number += 1
+            if len(self._new) < NEW_BATCHES:  # else the thread is stuck: another gap
+                self._new.append(batch)
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -95,15 +124,17 @@ class KvPublisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        poller.register(self._replays, zmq.POLLIN)
+        poller.register(self._replays.socket, zmq.POLLIN)
+        pause = _STALLED
         while not self._closing:
             try:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(int(pause * 1000) if self._wanted else None))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 self._publish()
-                if self._replays in ready:
-                    self._replay()
+                if self._replays.socket in ready:
+                    self._request()
+                pause = _TURN if self._continue(time.monotonic()) else _STALLED
             except Exception as error:
                 _log.error("kv_events.failed", exc_info=error)
                 time.sleep(1.0)  # whatever it is, no busy loop
@@ -112,7 +143,7 @@ class KvPublisher:
         while self._new:
             number, batch = self._new.popleft()
             self._keep(number, batch)
-            self._events.send_multipart((self._topic, number, batch), zmq.NOBLOCK)
+            self._events.send(self._topic, number, batch)
 
     def _keep(self, number: bytes, batch: bytes) -> None:
         self._kept.append((number, batch))
@@ -120,17 +151,56 @@ class KvPublisher:
         while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
-    def _replay(self) -> None:
-        frames = self._replays.recv_multipart(zmq.NOBLOCK)
+    def _request(self) -> None:
+        """Take a request, instead of the one that its peer may have.
+
+        Requests are read although they may have to wait: libzmq detects a closed connection only
+        after its last request.
+        """
+        frames = self._replays.socket.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 3 or len(frames[2]) != 8:
             return  # of no subscriber
-        peer, first = frames[0], frames[2]
-        for number, batch in self._kept:
-            if number >= first:  # big-endian numbers of one length compare as numbers do
-                self._replays.send_multipart((peer, b"", number, batch), zmq.NOBLOCK)
-        self._replays.send_multipart((peer, b"", END, b""), zmq.NOBLOCK)
+        if replay := self._wanted.get(frames[0]):
+            replay.first = frames[2]
+        elif len(self._wanted) < WANTED:
+            self._wanted[frames[0]] = _Replay(frames[2])
 
-    def _bound(self, kind: int, address: str, queue: int) -> zmq.Socket[bytes]:
+    def _continue(self, now: float) -> bool:
+        """Send a piece of each replay. Return whether any queue had room."""
+        progress = False
+        for peer, replay in list(islice(self._wanted.items(), REPLAYS)):
+            replay.progress = replay.progress or now
+            try:
+                sent, ended = self._piece(peer, replay)
+            except zmq.ZMQError as problem:
+                if problem.errno != zmq.EHOSTUNREACH:  # the peer is gone
+                    raise
+                sent, ended = False, True
+            if sent:
+                replay.progress, progress = now, True
+            elif now - replay.progress > REPLAY_TIMEOUT:
+                _log.warning("kv_events.replay_ended", seconds=REPLAY_TIMEOUT)
+                ended = True
+            if ended:
+                del self._wanted[peer]
+        return progress
+
+    def _piece(self, peer: bytes, replay: _Replay) -> tuple[bool, bool]:
+        """Send what a peer's queue has room for. Return whether anything, and whether all."""
+        sent = False
+        # Big-endian numbers of one length compare as numbers do.
+        start = bisect_left(self._kept, replay.first, key=itemgetter(0))
+        for number, batch in islice(self._kept, start, start + REPLAY_BATCHES):
+            if not self._replays.send(peer, b"", number, batch):
+                return sent, False
+            sent = True
+            replay.first = (int.from_bytes(number, "big") + 1).to_bytes(8, "big")
+        if start + REPLAY_BATCHES < len(self._kept):
+            return sent, False
+        ended = self._replays.send(peer, b"", END, b"")
+        return sent or ended, ended
+
+    def _bound(self, kind: int, address: str, queue: int) -> _Outbox:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, queue)
         socket.setsockopt(zmq.RCVHWM, 16)
@@ -141,7 +211,56 @@ class KvPublisher:
         except zmq.ZMQError as problem:
             socket.close()
             raise ConfigError(f"kv_events: cannot listen at {address}: {problem}") from problem
-        return socket
+        return _Outbox(socket)
+
+
+_TURN, _STALLED = 0.001, 0.02
+"""Seconds to the next piece of the replays, and if no queue had room."""
+
+
+class _Outbox:
+    """A socket whose queues hold at most :data:`QUEUED_BYTES` of batches.
+
+    The queues refer to the kept batches instead of copying them.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        socket.copy_threshold = _COPIED
+        self.queued = 0
+        """Bytes of batches in the queues, at most."""
+        self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
+        self._counted = 0.0
+
+    def send(self, *frames: bytes) -> bool:
+        """Send frames, of which the last is a batch. Return False if the queue is full."""
+        size = len(frames[-1])
+        self._count(size)
+        if self.queued + size > QUEUED_BYTES:
+            return False
+        try:
+            tracker = self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
+        except zmq.Again:
+            return False
+        if size >= _COPIED and tracker is not None:
+            self._sent.append((tracker, size))
+            self.queued += size
+        return True
+
+    def _count(self, size: int) -> None:
+        """Subtract the batches that have left the queues."""
+        sent = self._sent
+        while sent and sent[0][0].done:
+            self.queued -= sent.popleft()[1]
+        now = time.monotonic()
+        if self.queued + size > QUEUED_BYTES and now - self._counted > _STALLED:
+            self._counted = now
+            self._sent = deque(one for one in sent if not one[0].done)
+            self.queued = sum(size for _, size in self._sent)
+
+
+_COPIED = 4096
+"""Bytes below which a batch is copied into a queue: their number alone is a bound."""
 
 
 def kv_publisher(

@@ -16,6 +16,9 @@ from baton.proto.hashing import HASH_BYTES
 MAX_PENDING = 65_536
 """Events that wait to be taken. Further ones are dropped, and the batch's number is left out."""
 
+BATCH_BYTES = 1 << 15
+"""Most bytes of a batch, so that a queue of batches is bounded in bytes (or one block's event)."""
+
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True, gc=False):
     """Consecutive blocks that can be found from now on."""
@@ -68,12 +71,17 @@ class KvEventLog:
         """Note consecutive blocks. ``parent``: key of the block before; None at position 0."""
         above = None if parent is None else block_number(parent)
         hashes = [block_number(key) for key in keys]
-        self._add(BlockStored(hashes, above, tokens, self._block_size, None, self._medium))
+        size = self._block_size
+        most = max(1, (BATCH_BYTES - _EVENT_BYTES) // (_NUMBER_BYTES * (1 + size)))
+        for at in range(0, len(hashes), most):
+            part, span = hashes[at : at + most], tokens[at * size : (at + most) * size]
+            self._add(BlockStored(part, above, span, size, None, self._medium))
+            above = part[-1]
 
     def removed(self, key: bytes) -> None:
         """Note the eviction of a block."""
         last = self._events[-1] if self._events else None
-        if type(last) is BlockRemoved:
+        if type(last) is BlockRemoved and _bytes(last) + _NUMBER_BYTES <= BATCH_BYTES:
             last.block_hashes.append(block_number(key))
         else:
             self._add(BlockRemoved([block_number(key)], self._medium))
@@ -90,9 +98,30 @@ class KvEventLog:
         return bool(self._events)
 
     def take(self, now: float) -> bytes:
-        """Return all events since the last call as a batch. ``now``: seconds since 1970."""
-        events, self._events = self._events, []
+        """Return the first pending events as a batch. ``now``: seconds since 1970."""
+        count, size = 0, 0
+        for event in self._events:
+            size += _bytes(event)
+            if count and size > BATCH_BYTES:
+                break
+            count += 1
+        events, self._events = self._events[:count], self._events[count:]
         return _encode(EventBatch(now, events))
+
+
+_NUMBER_BYTES = 9
+_EVENT_BYTES = 64
+"""Of an event and of its batch, without hashes and tokens."""
+
+
+def _bytes(event: KvEvent) -> int:
+    """Return the most bytes that an event is encoded in."""
+    match event:
+        case BlockStored():
+            return _EVENT_BYTES + _NUMBER_BYTES * (len(event.block_hashes) + len(event.token_ids))
+        case BlockRemoved():
+            return _EVENT_BYTES + _NUMBER_BYTES * len(event.block_hashes)
+    return _EVENT_BYTES
 
 
 def block_number(key: bytes) -> int:

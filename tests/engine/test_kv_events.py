@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from baton.engine.cache.kv_events import MAX_PENDING, KvEventLog, block_number
+from baton.engine.cache.kv_events import BATCH_BYTES, MAX_PENDING, KvEventLog, block_number
 from baton.engine.cache.paged_cache import PagedCache
 from baton.proto.hashing import block_hashes
 
@@ -112,7 +112,31 @@ def test_without_a_reader_the_log_is_bounded():
     for number in range(MAX_PENDING + 10):
         log.stored([number.to_bytes(16, "big")], None, [1, 2, 3, 4])
     assert log.dropped == 11  # the first event says that the cache is empty
-    assert len(decode(log.take(0.0)).events) == MAX_PENDING
+    events = 0
+    while log.pending:
+        batch = log.take(0.0)
+        assert len(batch) <= BATCH_BYTES
+        events += len(decode(batch).events)
+    assert events == MAX_PENDING
+
+
+def test_long_prompts_and_evictions_are_divided_into_bounded_batches():
+    log, follower = KvEventLog(SIZE, "CPU"), Follower()
+    keys = [number.to_bytes(16, "little") for number in range(1, 20_001)]
+    log.stored(keys, None, [1 << 30] * SIZE * len(keys))
+    batches = []
+    while log.pending:
+        batches.append(log.take(0.0))
+        follower.take(batches[-1])
+    assert len(follower.blocks) == 20_000
+    assert [parent for parent, _ in follower.blocks.values()] == [None, *follower.blocks][:-1]
+    for key in keys:
+        log.removed(key)
+    while log.pending:
+        batches.append(log.take(0.0))
+        follower.take(batches[-1])
+    assert not follower.blocks
+    assert max(len(batch) for batch in batches) <= BATCH_BYTES
 
 
 @pytest.mark.parametrize("key", [b"h" * 16, b"k" * 32 + b"h" * 16])

@@ -1,10 +1,13 @@
 """The publisher of KV events: numbers, topics, replays, and subscribers that are slow or absent."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
+import zmq
 
-from baton.engine.cache.kv_events import KvEventLog
+from baton.engine.cache.kv_events import BATCH_BYTES, KvEventLog
 from baton.proto.errors import ConfigError
 from baton.worker import kv_publisher
 from baton.worker.kv_publisher import KvPublisher, check_address, next_port
@@ -53,19 +56,89 @@ def test_a_subscriber_follows_from_a_replay_on(publisher, subscriber):
     assert (number, payload) in subscriber.replay(0)
 
 
-def test_a_subscriber_that_reads_nothing_costs_a_bounded_buffer(publisher, monkeypatch):
-    monkeypatch.setattr(kv_publisher, "KEPT_BATCHES", 100)
-    slow = Subscriber(publisher.addresses)
-    fast = Subscriber(publisher.addresses)
+def resident() -> int:
+    """Bytes of memory of this process."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def store_megabyte(publisher, number):
+    """Store 800 blocks whose 256,000 tokens are encoded in 5 bytes each."""
+    keys = [(number * 1000 + i).to_bytes(16, "little") for i in range(1, 801)]
+    publisher.log.stored(keys, None, [1 << 20] * 320 * len(keys))
+    publisher.flush()
+    wait_until(lambda: not publisher._new, what="the thread to publish")
+
+
+@pytest.fixture
+def large():
+    """A publisher of blocks of 320 tokens."""
+    one = KvPublisher(KvEventLog(320, "CPU"), "tcp://127.0.0.1:0", "kv@decode-0")
+    one.start()
+    yield one
+    one.close()
+
+
+def test_replays_that_nobody_reads_cost_bounded_memory(large):
+    for number in range(30):
+        store_megabyte(large, number)
+    before = resident()
+    greedy = [unread(large.addresses, 10) for _ in range(20)]
+    fair = Subscriber(large.addresses, "no topic")
     try:
-        for number in range(5_000):
-            store(publisher, number)
-            if number % 50 == 0:
-                wait_until(lambda: not publisher._new, what="the thread to publish")
-        wait_until(lambda: not publisher._new, what="the thread to publish")
-        assert len(publisher._kept) == 100
+        wait_until(lambda: len(large._wanted) == 20, what="the requests")
+        for number in range(30, 60):
+            store_megabyte(large, number)  # other batches than those in the queues are kept now
+        assert large._replays.queued <= kv_publisher.QUEUED_BYTES
+        assert resident() - before < 128 << 20
+        assert len(large._wanted) == 20
+        for one in greedy:
+            one.close()
+        assert fair.replay(0)[-1][0] == large._number - 1
+    finally:
+        for one in greedy:
+            one.close()
+        fair.close()
+
+
+def unread(addresses: list[str], requests: int) -> Subscriber:
+    """Request replays and read none."""
+    one = Subscriber(addresses, "no topic")
+    one.replays.close()
+    one.replays = one.context.socket(zmq.DEALER)
+    one.replays.setsockopt(zmq.RCVHWM, 1)
+    one.replays.connect(addresses[1])
+    for _ in range(requests):
+        one.replays.send_multipart((b"", bytes(8)))
+    return one
+
+
+def test_a_replay_that_is_not_read_ends(large, monkeypatch):
+    monkeypatch.setattr(kv_publisher, "REPLAY_TIMEOUT", 1.0)
+    for number in range(30):
+        store_megabyte(large, number)
+    one = unread(large.addresses, 1)
+    try:
+        wait_until(lambda: large._wanted, what="the replay to start")
+        wait_until(lambda: not large._wanted, what="the replay to end")
+    finally:
+        one.close()
+
+
+def test_a_subscriber_that_reads_nothing_costs_bounded_bytes(large):
+    slow = Subscriber(large.addresses)
+    slow.events.setsockopt(zmq.RCVHWM, 1)
+    fast = Subscriber(large.addresses)
+    try:
+        before = resident()
+        for number in range(120):
+            store_megabyte(large, number)
+        assert large._events.queued <= kv_publisher.QUEUED_BYTES
+        assert resident() - before < 160 << 20
         kept = fast.replay(0)
-        assert [number for number, _ in kept] == list(range(4_900, 5_000))
+        assert sum(len(payload) for _, payload in kept) <= kv_publisher.KEPT_BYTES
+        assert kept[-1][0] == large._number - 1
+        assert max(len(payload) for _, payload in kept) <= BATCH_BYTES
     finally:
         slow.close()
         fast.close()
