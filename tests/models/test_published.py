@@ -100,8 +100,11 @@ def test_three_workers_need_little_more_than_one_copy_of_the_file(cluster, file)
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
-def test_a_killed_worker_serves_again_within_three_seconds(cluster, name):
-    """On an idle machine; a busy one adds waits to the processor time."""
+def test_a_killed_worker_serves_again_within_seconds(cluster, file, name):
+    """On an idle machine; a busy one adds waits to the processor time.
+
+    Gemma has 262,144 tokens, which llguidance reads in about a second more than those of Qwen.
+    """
     idle = os.getloadavg()[0] < 1.5
     pid = cluster.pids()[name]
     began = time.monotonic()
@@ -110,7 +113,7 @@ def test_a_killed_worker_serves_again_within_three_seconds(cluster, name):
     seconds = time.monotonic() - began
     used = processor_time(cluster.pids()[name])
     print(f"{name}: serves again after {seconds:.2f} s, {used:.2f} s of processor time")
-    assert (seconds if idle else used) < 3.0
+    assert (seconds if idle else used) < (5.0 if "gemma" in file.name else 3.0)
 
 
 def test_a_killed_decode_worker_changes_no_token(cluster):
