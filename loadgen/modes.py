@@ -49,7 +49,7 @@ def parse_configurations(text: str) -> list[Configuration]:
     """Read ``colocated:4,1:3,adaptive:2:2,other=tcp://HOST:PORT``. Raises InputError."""
     parts = [part.strip() for part in text.split(",")]
     if not 2 <= len(parts) <= MOST:
-        raise InputError(f"{len(parts)} configurations; a comparison has 2 to {MOST}, with commas")
+        raise InputError(f"a comparison has 2 to {MOST} configurations, not {len(parts)}")
     found = [_configuration(part) for part in parts]
     names = [one.name for one in found]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -22,6 +22,20 @@ GPU_STAGE = "baton.benchmarks.gpu.stage:on_gpu"
 MEANINGLESS = "run without a GPU to see that it runs: the figures mean nothing"
 
 
+def begun(verb: str, stage: str, commit: str) -> Report | None:
+    """Print the machine and return an empty report; say what is missing and return None."""
+    on_gpu = stage == GPU_STAGE
+    if reason := why_not(needs_gpu=on_gpu):
+        print(f"{verb}: {reason}", file=sys.stderr)
+        return None
+    from ..scratch import leave_on_signals
+
+    leave_on_signals()
+    machine = description(commit)
+    print("; ".join(str(machine[k]) for k in ("gpu", "processor", "commit") if k in machine))
+    return Report(verb, machine, "" if on_gpu else MEANINGLESS)
+
+
 def run_verb(verb: str, parts: Sequence[Part], about: str) -> int:
     """Run parts for up to nine minutes, print a table of all results, write the report."""
     parser = argparse.ArgumentParser(prog=verb, description=about)
@@ -40,16 +54,9 @@ def run_verb(verb: str, parts: Sequence[Part], about: str) -> int:
         print("\n".join(f"{part.name:12} at most {part.limit_s:4.0f} s" for part in parts))
         print(f"A call ends after {CALL_S:.0f} s; --rest runs the parts that have no result yet.")
         return 0
-    on_gpu = options.stage == GPU_STAGE
-    if reason := why_not(needs_gpu=on_gpu):
-        print(f"{verb}: {reason}", file=sys.stderr)
+    report = begun(verb, options.stage, options.commit)
+    if report is None:
         return CANNOT
-    from ..scratch import leave_on_signals
-
-    leave_on_signals()
-    machine = description(options.commit)
-    print("; ".join(str(machine[k]) for k in ("gpu", "processor", "commit") if k in machine))
-    report = Report(verb, machine, "" if on_gpu else MEANINGLESS)
     path = options.out / f"{verb}.json"
     report.read(path)
     chosen = [part for part in parts if not options.names or part.name in options.names]
@@ -64,7 +71,7 @@ def run_verb(verb: str, parts: Sequence[Part], about: str) -> int:
         report.write(path, known)
     results = report.ordered(known)
     print(f"\n{table(results)}\n")
-    if not on_gpu:
+    if options.stage != GPU_STAGE:
         print(f"Note: {MEANINGLESS}.")
     failed = [result.name for result in results if result.failed]
     left = [part.name for part in chosen if part.name not in report.results]

@@ -1,8 +1,8 @@
 """A short visit to a machine with a GPU: ``make gpu-visit``.
 
-First what has never run on a card, then what is to be measured again, in calls of at most nine
-minutes and 13 minutes in all. A call goes on where the last one ended; the results are one table
-and one JSON file with commit and card. ``--dry`` prints the order and the budgets.
+Parts that have never run on a card come first, then parts whose figures are old. A call takes at
+most nine minutes and continues after the last one; all calls take at most 13. The results are one
+table and one JSON file with commit and card. ``--dry`` prints the order and the budgets.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from pathlib import Path
 
 from . import bench, check
 from .lines import FAILED, PartResult, Report, table
-from .machine import description, why_not
 from .parts import Part, lines_of, narrate, run_parts
-from .verb import CANNOT, GPU_STAGE, MEANINGLESS, UNFINISHED
+from .verb import CANNOT, GPU_STAGE, UNFINISHED, begun
 from .visit_plan import (
     CALL_S,
     VISIT_S,
@@ -155,16 +154,9 @@ def main() -> int:
     if options.dry:
         print(_outline(plan, options.call))
         return 0
-    on_gpu = options.stage == GPU_STAGE
-    if reason := why_not(needs_gpu=on_gpu):
-        print(f"gpu-visit: {reason}", file=sys.stderr)
+    report = begun("gpu-visit", options.stage, options.commit)
+    if report is None:
         return CANNOT
-    from ..scratch import leave_on_signals
-
-    leave_on_signals()
-    machine = description(options.commit)
-    print("; ".join(str(machine[k]) for k in ("gpu", "processor", "commit") if k in machine))
-    report = Report("gpu-visit", machine, "" if on_gpu else MEANINGLESS)
     visit = Visit(options.out, report, [each.part.name for each in PLAN])
     visit.resume(PLAN)
     _call(visit, [each.part for each in plan], options.call, options.stage)

@@ -50,8 +50,8 @@ def test_configurations():
     [
         ("2:0,1:1", "'2:0': each number of workers must be at least 1"),
         ("colocated:0,1:1", "'colocated:0': each number"),
-        ("1:1", "1 configurations; a comparison has 2 to 16"),
-        (",".join(f"a{at}=1:1" for at in range(17)), "17 configurations"),
+        ("1:1", "a comparison has 2 to 16 configurations, not 1"),
+        (",".join(f"a{at}=1:1" for at in range(17)), "configurations, not 17"),
         ("1:1,1:1", "'1:1' is there twice; name one of them, as in again=1:1"),
         ("1:1,mixed:1:1", "'mixed:1:1' is not a configuration: colocated:N"),
         ("1:1,colocated:1:1", "not a configuration"),
