@@ -18,7 +18,8 @@ from baton.proto.wire.messages import WorkerLoad
 from baton.router.config import PolicyConfig, RouterConfig
 from baton.router.decider import Decider, HandoffTails
 from baton.router.policy import make_policy
-from baton.router.workers import Worker
+from baton.router.records import Worker
+from baton.router.registry import store_load
 from baton.runtime.liveness import HEARTBEAT_S
 
 from .service import ServiceModel
@@ -228,7 +229,7 @@ class Replay:
         for worker in self._ready["decode"]:
             entry = worker.entry
             entry.step_s = worker.step_s(self.now)
-            entry.report(worker.load(), "")
+            store_load(entry, worker.load(), "")
             if not worker.computes:
                 entry.stream_step_s = entry.step_s
 

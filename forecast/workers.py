@@ -20,8 +20,7 @@ from baton.prefill_worker.start_order import Pace, StartOrder, latest_start
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.wire.messages import Buckets, Hello, WorkerLoad
 from baton.router.policy import PrefixIndex
-from baton.router.requests import Attempt
-from baton.router.workers import Worker, WorkerState
+from baton.router.records import Attempt, Worker, WorkerState
 from baton.runtime.metrics.families import STEP_SECONDS
 
 from .service import ServiceModel

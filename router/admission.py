@@ -11,9 +11,18 @@ import math
 from collections.abc import Iterable
 
 from baton.proto.errors import CapacityError, DeadlineExceeded, InputError
+from baton.proto.prompt_log_probs import records_bytes
+from baton.proto.wire.wire_context import WireContext
+from baton.proto.work import Work, work_of
 
 from .config import AdmissionConfig
-from .requests import Request, context_bytes
+from .records import Request
+
+RECORD_BYTES = 2048
+"""Memory of a record without its arrays, rounded up."""
+_BIAS_BYTES = 160  # an entry of a dict, a number and an id
+_FIELDS_FACTOR = 16
+"""Memory of a map's fields by its encoded bytes: a number of one byte becomes an object."""
 
 
 class Meter:
@@ -286,3 +295,28 @@ def check_deadline(asked: float | None, default: float, longest: float) -> float
     if seconds <= 0:
         raise DeadlineExceeded(f"the deadline passed {abs(seconds):g} s before the request arrived")
     return longest
+
+
+def context_bytes(context: WireContext, work: Work | None = None) -> int:
+    """Return an upper bound, in bytes, of a request's memory until its end.
+
+    ``work``: the context's work, if it is known.
+    """
+    work = work or work_of(context)
+    likely = context.log_probabilities
+    per_token = 4 + (128 + 12 * likely if likely > 0 else 0)
+    total = RECORD_BYTES + context.tokens.array.nbytes + per_token * work.tokens
+    total += work.result_bytes
+    if context.log_probabilities_echo:
+        total += records_bytes(len(context.tokens.array), max(0, likely))
+    total += 40 * len(context.eos_token_ids)
+    if type(context) is not WireContext and context.packed is not None:
+        body, arrays = context.packed
+        total += _FIELDS_FACTOR * len(body) + sum(map(len, arrays))
+    for sequence in context.eos_sequences:
+        total += 96 + 40 * len(sequence)
+    if context.json_schema is not None:
+        total += 4 * len(context.json_schema)
+    for text in context.sampling.stop or ():
+        total += 49 + 4 * len(text)
+    return total + _BIAS_BYTES * len(context.sampling.logit_bias or ())

@@ -9,9 +9,8 @@ Pure: takes key list entries and messages, returns rejections.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,26 +22,10 @@ from baton.runtime.keys.allowed import OPERATOR, AllowedKeys, KeyEntry
 from baton.runtime.tables import ExpiringMap
 
 from .config import RouterConfig
-
-if TYPE_CHECKING:
-    from .metrics import Metrics
-    from .requests import Request
-    from .workers import Worker
+from .records import Request, Worker
 
 REMEMBER_ASKED = 4096
 """Above this, a worker may be asked for a proof more often."""
-
-
-@dataclass(slots=True, frozen=True)
-class Caller:
-    """The sender of a query: the key of its connection, and whether it is an operator."""
-
-    key: bytes = b""
-    operator: bool = True
-
-
-ANYBODY = Caller()
-"""Sender at a socket without keys: an operator, since only this machine's user can connect."""
 
 
 def client_refusals(entry: KeyEntry | None, messages: Sequence[Message]) -> list[Drained]:
@@ -90,10 +73,10 @@ class Proofs:
     a malicious worker can harm only the requests assigned to it.
     """
 
-    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+    def __init__(self, config: RouterConfig, dropped: Counter[str]) -> None:
         self._key = config.key
         self._ask_again_s = config.adopt_retry_s
-        self._metrics = metrics
+        self._dropped = dropped
         self._asked: ExpiringMap[tuple[int, bytes], None] = ExpiringMap(REMEMBER_ASKED)
 
     def shown(self, worker: Worker, request: Request, attempt: int, proof: bytes) -> bool:
@@ -114,7 +97,7 @@ class Proofs:
         lacking = len(hello.requests) - len(held)
         if not lacking:
             return hello
-        self._metrics.dropped["unproven"] += lacking
+        self._dropped["unproven"] += lacking
         return msgspec.structs.replace(hello, requests=held)
 
     def may_ask(self, worker: Worker, request: Request, now: float) -> bool:

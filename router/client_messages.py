@@ -50,8 +50,8 @@ from .events import (
 from .lifecycle import Lifecycle
 from .own_errors import TEXT
 from .queries import Queries, merge_queries
+from .records import Attempt, Request, State
 from .recovery import Recovery
-from .requests import Attempt, Request, State
 from .state import RouterState
 from .stories import MAX_ORIGIN_CHARS
 from .takeover import Takeover

@@ -8,22 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.proto.wire.messages import Begun, TokenRun
+from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.wire.messages import TokenRun
 
-from .requests import Request
-
-
-class Client:
-    """One connection of a client and its requests."""
-
-    __slots__ = ("begun", "behind", "identity", "requests", "runs")
-
-    def __init__(self, identity: bytes) -> None:
-        self.identity = identity
-        self.requests: dict[bytes, Request] = {}
-        self.runs: list[TokenRun] = []  # for the Tokens message that is being built
-        self.begun: list[Begun] = []  # for the same message
-        self.behind = False
+from .records import Client, Request
 
 
 class Clients:
@@ -107,3 +95,34 @@ class Clients:
 
     def __len__(self) -> int:
         return len(self._by_identity)
+
+
+def runs_from(request: Request, position: int) -> list[TokenRun]:
+    """Return all stored tokens from ``position`` on: one run, or more if there are media.
+
+    A run ends at the token that completes its media.
+    """
+    start = max(0, position - request.base)
+    tokens = request.emitted[start:].tolist()
+    if not tokens:
+        return []
+    logprobs = _logprobs_from(request, start)
+    number, base = request.attempt.number, request.base + start
+    media = {at - base: found for at, found in (request.media or {}).items() if at >= base}
+    runs, first = [], 0
+    for last in sorted({*media, len(tokens) - 1}):
+        part = None if logprobs is None else logprobs[first : last + 1]
+        run = TokenRun(
+            request.key, number, base + first, tokens[first : last + 1], part, media.get(last)
+        )
+        runs.append(run)
+        first = last + 1
+    return runs
+
+
+def _logprobs_from(request: Request, start: int) -> list[TokenLogProbs] | None:
+    if request.logprobs is None:
+        return None
+    known = [entry for entry in request.logprobs[start:] if entry is not None]
+    # Tokens from a Resume have no log probabilities, and that client does not need them.
+    return known if len(known) == len(request.logprobs) - start else None

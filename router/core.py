@@ -20,7 +20,6 @@ from collections.abc import Callable
 from baton.proto.errors import InternalError
 from baton.runtime.metrics.families import Family
 
-from .authorization import ANYBODY, Caller
 from .client_messages import ClientMessages
 from .config import RouterConfig
 from .custom import Extensions
@@ -39,17 +38,17 @@ from .events import (
     WorkerInputRejected,
     WorkersGone,
 )
+from .integrity import check_request
 from .lifecycle import Lifecycle
 from .queries import Queries
+from .records import ANYBODY, NO_KEY, Caller, State, Worker, WorkerCaller
 from .recovery import Recovery, WorkerLosses
-from .requests import State
 from .state import RouterState
 from .status import Reporter
 from .takeover import Takeover
 from .timers import Timers
 from .worker_messages import WorkerMessages
 from .worker_registration import WorkerRegistration
-from .workers import NO_KEY, Worker, WorkerCaller
 
 MAX_MENDS = 3
 """Repairs after one event; a repair may fail too, and the next one starts from its result."""
@@ -186,7 +185,7 @@ class RouterCore:
         if sums != (admission.requests, admission.context_bytes, admission.queued_tokens):
             raise InternalError(f"admission counts do not match the records' sums {sums}")
         for request in requests:
-            request.check_integrity()
+            check_request(request)
             if (request.key in self.table.queued) != (request.state is State.QUEUED):
                 raise InternalError(f"{request.request_id} is queued, or should be")
         charged: defaultdict[Worker | None, int] = defaultdict(int)

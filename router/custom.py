@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -41,12 +41,9 @@ from baton.runtime.metrics.families import Bounds, Kind, Row, Values
 
 from .config import PolicyConfig, RouterConfig
 from .decider import Costs, streams_of
-from .policy import Chosen, Preference, PrefixAware
-from .requests import Request
-from .workers import Worker
-
-if TYPE_CHECKING:
-    from .story_report import RequestLine
+from .policy import PrefixAware
+from .records import Chosen, Preference, Request, Worker
+from .story_report import RequestLine
 
 MAX_FAMILIES = 64
 """Metrics of one extension."""

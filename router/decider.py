@@ -42,8 +42,7 @@ from baton.proto.requests import local_feature
 from baton.proto.wire.messages import HandoffReport
 
 from .config import RouterConfig
-from .requests import Request
-from .workers import Worker
+from .records import Request, Worker
 
 COLOCATED = "colocated workers"
 NO_PREFILL = "no prefill worker was ready"

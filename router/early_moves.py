@@ -15,10 +15,9 @@ Pure.
 from __future__ import annotations
 
 from .placement import HEARD_S
+from .records import Request, State, Worker, WorkerState
 from .recovery import WorkerLosses
-from .requests import Request, State
 from .state import RouterState
-from .workers import Worker, WorkerState
 
 SHORTEST_S = 0.5
 """Shortest wait at a suspect worker, in seconds; most pauses end within it."""

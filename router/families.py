@@ -27,15 +27,15 @@ from baton.runtime.metrics.families import (
     gauge,
     histogram,
 )
+from baton.runtime.metrics.latency import Latency, cumulated
 
 from .admission import Admission
 from .config import RouterConfig
 from .decider import NO_PREFILL
-from .latency import Latency, cumulated
 from .metrics import CANCELLED, OK, HandoffMetrics, Metrics
+from .records import Worker, WorkerState
 from .registry import Registry
 from .worker_totals import COUNTERS, WorkerTotals
-from .workers import Worker, WorkerState
 
 _WORKER = ("worker", "role")
 _COUNTER_TEXTS = dict(

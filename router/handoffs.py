@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from baton.proto.wire.messages import HandoffReport
 
-from .authorization import ANYBODY, Caller
 from .decider import HandoffTails
 from .metrics import HandoffMetrics
+from .records import ANYBODY, Caller
 
 KEEP_HANDOFFS = 256
 

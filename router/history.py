@@ -12,8 +12,9 @@ from itertools import islice
 
 import msgspec
 
+from baton.runtime.metrics.latency import percentile
+
 from .admission import Admission
-from .latency import percentile
 from .metrics import FAILED, HandoffMetrics, Metrics
 from .registry import Registry
 from .request_table import RequestTable

@@ -54,12 +54,12 @@ from baton.proto.wire.messages import Abort, Assign, Terminal
 from baton.proto.wire.proofs import Terms, assignment
 from baton.proto.wire.token_runs import messages_of
 
+from .clients import runs_from
 from .events import Log, NotSent, ToClient, ToWorker
-from .requests import BEFORE_DECODE, ENDED_KEEP_S, NEVER, Request, State, Step
+from .records import BEFORE_DECODE, ENDED_KEEP_S, NEVER, Request, State, Step, Worker
 from .served import served_times
 from .state import RouterState
 from .stories import MAX_CAUSE_CHARS, MAX_PAST
-from .workers import Worker
 
 UNKNOWN_ABORTS = 1024
 """Above this number, Aborts of requests without a record are sent, but not repeated."""
@@ -282,7 +282,7 @@ class Lifecycle:
             request.sent = position
             return
         request.sent = -1
-        for message in messages_of(request.runs_from(position)):
+        for message in messages_of(runs_from(request, position)):
             self._out.append(ToClient(client.identity, message))
         if request.terminal is not None:
             self._out.append(ToClient(client.identity, request.terminal))

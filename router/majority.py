@@ -15,7 +15,7 @@ import msgspec
 
 from baton.proto.layout import ModelCard
 
-from .workers import Worker, WorkerCaller
+from .records import Worker, WorkerCaller
 
 CLAIM_S = 10.0
 """Seconds for which the Hello of a refused worker counts; the worker repeats it sooner."""

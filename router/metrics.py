@@ -28,9 +28,9 @@ from baton.runtime.metrics.families import (
     Limited,
     Rows,
 )
+from baton.runtime.metrics.latency import Latency
 
-from .latency import Latency
-from .requests import Attempt, Request
+from .records import Attempt, Request
 
 OK, FAILED, CANCELLED = "ok", "failed", "cancelled"
 REASONS = {

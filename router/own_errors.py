@@ -21,11 +21,11 @@ from baton.proto.wire.messages import Terminal, Tokens
 from .admission import Admission
 from .clients import Clients
 from .events import Action, Fault, ToClient
+from .integrity import check_request
 from .metrics import Metrics
+from .records import ENDED_KEEP_S, PLACED, Request, State, Worker, WorkerState
 from .registry import Registry
 from .request_table import RequestTable
-from .requests import ENDED_KEEP_S, PLACED, Request, State
-from .workers import Worker, WorkerState
 
 TEXT = "the router failed to handle this request; the router's log has the cause"
 """Everything that a client learns about such an error."""
@@ -241,7 +241,7 @@ def _may_run(worker: Worker) -> bool:
 def _is_broken(request: Request) -> bool:
     """Whether an error has left the record half changed."""
     try:
-        request.check_integrity()
+        check_request(request)
     except InternalError:
         return True
     return False

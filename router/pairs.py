@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .workers import Worker
+from .records import Worker
 
 FIRST_S = 2.0
 """Pause in seconds after the first failure."""

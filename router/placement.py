@@ -24,18 +24,12 @@ from .config import RouterConfig
 from .custom import CustomDecider, CustomPolicy
 from .decider import PREDICTED, Decider, HandoffTails, able
 from .pairs import FailedPairs
-from .policy import NO_HASHES, Chosen, Policy, Preference, make_policy
+from .policy import NO_HASHES, Policy, make_policy
+from .records import Chosen, Preference, Request, Route, Worker
 from .registry import Registry
-from .requests import Request
-from .workers import Worker
 
 HEARD_S = 2.5 * HEARTBEAT_S
 """A request that is placed again prefers workers that sent a message in these last seconds."""
-Route = tuple[str, int, int, Preference, int, int, Preference, str]
-"""Why a pair was chosen: the role of the pinned worker, or empty. Then of the prefill worker, and
-again of the decode worker (zeros without one): its load in tokens before the request, the tokens of
-the prompt that it has probably cached, and the margin by which it was preferred. Last, why the
-request takes its way: over a prefill worker, which needs no reason, or local."""
 Pair = tuple[Worker | None, Worker | None]
 """Prefill worker and decode worker. A request for embeddings has no decode worker, a local request
 no prefill worker."""

@@ -15,34 +15,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-import msgspec
-
 from baton.proto.errors import ConfigError
 
 from .config import PolicyConfig
-from .workers import Worker
+from .records import Preference, Worker
 
 NO_HASHES: Sequence[bytes] = ()
-Margin = tuple[float, str, float, int]
-"""Cost of the chosen worker, id and cost of the next best one, and the number of candidates."""
-
-
-class Chosen(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What else than the costs of a policy has chosen a worker.
-
-    ``by``: what chose it. ``candidates``: number of workers to choose from. ``instead_of``: a
-    user's class that should have chosen; ``because``: why it did not. ``margin``: of ``by``.
-    """
-
-    by: str
-    candidates: int
-    instead_of: str = ""
-    because: str = ""
-    margin: Margin | None = None
-
-
-Preference = Margin | Chosen | None
-"""Why a worker was chosen; None without an alternative or cost."""
 
 
 class Policy(Protocol):

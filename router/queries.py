@@ -25,9 +25,9 @@ from baton.proto.wire.messages import (
 )
 
 from .events import ClientInputRejected, ToClient, ToWorker
+from .registry import last_worker
 from .state import RouterState
 from .status import Reporter
-from .workers import last_worker
 
 _QUERIES = frozenset((Describe, Status))
 

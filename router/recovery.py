@@ -52,10 +52,9 @@ from baton.proto.wire.messages import Adopt, PeerDead
 
 from .events import Log, ToWorker
 from .lifecycle import Lifecycle
-from .requests import NEVER, PLACED, Request, State
+from .records import NEVER, PLACED, Request, State, Worker, WorkerState
 from .state import RouterState
 from .stories import MAX_MESSAGE_CHARS
-from .workers import Worker, WorkerState
 
 POISON_BLAME = 1.5
 """A request with more blame than this is poisoned.

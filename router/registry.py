@@ -26,28 +26,23 @@ from baton.proto.errors import (
 )
 from baton.proto.layout import ModelCard
 from baton.proto.wire.endpoints import check_endpoint
-from baton.proto.wire.messages import Heartbeat, Hello
+from baton.proto.wire.messages import Heartbeat, Hello, WorkerLoad
 from baton.proto.wire.versions import check_version
 from baton.runtime.liveness import closed_by_peer, suspect_after
+from baton.runtime.metrics.families import STEP_SECONDS
 
 from .config import RouterConfig
+from .health import CONNECTION_CLOSED, SILENCES, WorkerHealth
 from .majority import Claims, joint_card, keys_of, votes
+from .records import NO_KEY, Worker, WorkerCaller, WorkerState, roles_for
 from .worker_totals import WorkerTotals
-from .workers import (
-    CONNECTION_CLOSED,
-    NO_KEY,
-    SILENCES,
-    Worker,
-    WorkerCaller,
-    WorkerHealth,
-    WorkerState,
-    roles_for,
-)
 
 KEEP_GONE = 64
 """Maximum number of dead and refused workers in the list."""
 KEEP_DEAD_INCARNATIONS = 4096
 """The same of dead incarnations of one key."""
+NEW = 0.25
+"""Weight of the latest report in ``Worker.added_s``."""
 Owner = tuple[bytes, str]
 """The key and the id of a worker."""
 
@@ -243,7 +238,7 @@ class Registry:
         if self.card is not None and self.card.mismatch(hello.model):
             self.card = None
         worker = Worker(identity, hello, now, caller)
-        worker.report(hello.load, self._config.name)
+        store_load(worker, hello.load, self._config.name)
         worker.enter(WorkerState.DRAINING if hello.draining else WorkerState.READY)
         self._dead_of(worker.key).pop(worker.incarnation, None)
         self.totals.joined(worker)
@@ -263,7 +258,7 @@ class Registry:
         self._by_identity[identity] = worker
         worker.connected, worker.hung_up = True, False
         worker.reported = {r.request: r for r in hello.requests}
-        worker.report(hello.load, self._config.name)
+        store_load(worker, hello.load, self._config.name)
         worker.seen_at = worker.progress_at = now
         worker.draining = worker.draining or hello.draining
         self.clear(worker)
@@ -370,7 +365,7 @@ class Registry:
         worker.progress = beat.progress
         worker.busy = beat.busy
         worker.step_s = beat.step_s
-        worker.report(beat.load, self._config.name)
+        store_load(worker, beat.load, self._config.name)
         if not beat.load.tokens_waiting:
             worker.stream_step_s = beat.step_s
         self._others = None
@@ -437,4 +432,45 @@ def _preferred(workers: Mapping[int, Worker] | None) -> Worker | None:
     return max(
         workers.values(),
         key=lambda worker: (worker.state is not WorkerState.SUSPECT, worker.vouched),
+    )
+
+
+def store_load(worker: Worker, load: WorkerLoad, router: str) -> None:
+    """Store the load that a worker reports; ``router``: name of this router."""
+    if worker.role == "decode" and load.prompt_tokens > worker.load.prompt_tokens:
+        _learn_added(worker, worker.load, load)
+    worker.load = load
+    others = [share for name, share in load.shares.items() if name != router]
+    worker.others = sum(share.tokens for share in others)
+    worker.others_requests = sum(share.requests for share in others)
+
+
+def _learn_added(worker: Worker, before: WorkerLoad, load: WorkerLoad) -> None:
+    """Learn by how much the prompt tokens of the last steps made them longer."""
+    steps = _steps(load) - _steps(before)
+    streamed = load.generated_tokens - before.generated_tokens
+    if not worker.stream_step_s or steps <= 0 or streamed < steps:
+        return  # nothing to compare with, or steps without a stream
+    seconds = load.compute_seconds - before.compute_seconds
+    seconds -= load.encode_seconds - before.encode_seconds
+    tokens = load.prompt_tokens - before.prompt_tokens
+    added = max(0.0, seconds - steps * worker.stream_step_s) / tokens
+    known = worker.added_s
+    worker.added_s = added if known < 0 else known + NEW * (added - known)
+    if before.tokens_waiting and load.tokens_waiting:  # each of the steps had a chunk
+        each, known = seconds / tokens, worker.local_s
+        worker.local_s = each if not known else known + NEW * (each - known)
+
+
+def _steps(load: WorkerLoad) -> int:
+    """Return the number of steps since the worker's start."""
+    found = load.histograms.get(STEP_SECONDS)
+    return sum(found.counts) if found is not None else 0
+
+
+def last_worker(name: str, role: str) -> str:
+    """Return the error message for operators: the worker is the last ready one of its role."""
+    return (
+        f"{role} must keep at least 1 ready worker, and {name} is the last: add another "
+        f"(baton scale {role}=2), or drain it anyway (--force)"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from baton.runtime.tables import ExpiringMap, RecentMap, TimerWheel
 
-from .requests import Request
+from .records import Request
 
 REMEMBER_ATTEMPTS = 16_384
 """Minimum number of dropped requests whose last attempt number is remembered."""

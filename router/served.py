@@ -6,7 +6,7 @@ from math import isfinite
 
 from baton.proto.wire.messages import Begun, ServedTimes, Terminal
 
-from .requests import Request
+from .records import Request
 
 
 def begun(request: Request) -> Begun:

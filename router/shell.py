@@ -43,7 +43,7 @@ from baton.runtime.process.log_limit import LogLimit
 from baton.runtime.process.main import EXIT_RESTART
 from baton.runtime.process.otlp import OtlpSender, Span, SpanExporter
 
-from .authorization import ANYBODY, Caller, client_refusals, hello_refusal, without_drains
+from .authorization import client_refusals, hello_refusal, without_drains
 from .config import RouterConfig
 from .core import RouterCore
 from .custom import Extensions, exposed_name
@@ -67,10 +67,10 @@ from .events import (
     WorkersGone,
 )
 from .own_errors import INTERNAL
+from .records import ANYBODY, NO_KEY, Caller, WorkerCaller
 from .stories import Story
 from .story_report import request_line, story_record
 from .story_slices import spans_of
-from .workers import NO_KEY, WorkerCaller
 
 CLIENT_QUEUE = 64
 """Maximum envelopes in ZeroMQ's queue for one client; low, since an envelope may be large."""

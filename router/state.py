@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .admission import Admission
-from .authorization import ANYBODY, Caller
 from .clients import Clients
 from .config import RouterConfig
 from .custom import Extensions
@@ -20,10 +19,10 @@ from .history import History
 from .metrics import Metrics
 from .own_errors import OwnErrors
 from .placement import Placement
+from .records import ANYBODY, NO_KEY, Caller, WorkerCaller
 from .registry import Registry
 from .request_table import RequestTable
 from .stories import Stories
-from .workers import NO_KEY, WorkerCaller
 
 
 class RouterState:

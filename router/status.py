@@ -11,15 +11,13 @@ from msgspec.structs import replace
 from baton.proto.wire.messages import ExtensionCounts, Status
 from baton.runtime.metrics.families import Family
 
-from .authorization import ANYBODY, Caller
 from .families import Sources, families_of
 from .metrics import CANCELLED, FAILED, OK, Transferred
 from .pairs import FailedPair
-from .requests import State
+from .records import ANYBODY, Caller, State, Worker
 from .state import RouterState
 from .stories import Story, names, story_of
 from .story_report import Record, story_record
-from .workers import Worker
 
 MAX_REPORTED_REQUESTS = 1000
 """Most ended and most unfinished requests in one report; each has about 1.5 KB."""

@@ -26,10 +26,7 @@ from baton.proto.errors import BatonError
 from baton.proto.limits import MAX_REQUEST_ID_CHARS
 from baton.proto.wire.messages import HandoffReport, Resume, Submit, Terminal, WorkerTimes
 
-from .authorization import ANYBODY, Caller
-from .placement import Route
-from .requests import NEVER, Attempt, Request
-from .workers import Worker
+from .records import ANYBODY, NEVER, Attempt, Caller, Request, Route, Worker
 
 MAX_PAST = 8
 """Earlier attempts kept per request; the oldest is dropped first."""

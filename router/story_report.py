@@ -14,8 +14,7 @@ import msgspec
 
 from baton.proto.wire.messages import WorkerTimes
 
-from .policy import Chosen, Preference
-from .requests import NEVER
+from .records import NEVER, Chosen, Preference
 from .stories import Story, StoryAttempt, StoryHandoff
 
 Record = dict[str, object]

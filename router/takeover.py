@@ -39,30 +39,18 @@ the handoff is known (state FOLLOWED).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from baton.proto.wire.messages import Abort, Adopt, Moved, RequestState
 
 from .events import ToClient, ToWorker
 from .lifecycle import Lifecycle
+from .records import NEVER, OpenSearch, Request, State, Step, Worker
 from .recovery import Recovery
-from .requests import NEVER, Request, State, Step
 from .state import RouterState
-from .workers import Worker
 
 SEARCH_S = 2.5
 """Longest search in seconds; after it the request is replayed."""
 
 Holder = tuple[Worker, RequestState]
-
-
-@dataclass(slots=True)
-class OpenSearch:
-    """State of one search: its end, the workers without an answer, and the round."""
-
-    until: float
-    waiting: dict[int, Worker] = field(default_factory=dict)  # by incarnation
-    second_round: bool = False
 
 
 class Search:

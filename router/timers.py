@@ -12,11 +12,10 @@ from baton.proto.wire.messages import Abort, Drain
 from .early_moves import EarlyMoves
 from .events import Tick, ToWorker
 from .lifecycle import Lifecycle
+from .records import NEVER, Request, State, Worker
 from .recovery import Recovery, WorkerLosses
-from .requests import NEVER, Request, State
 from .state import RouterState
 from .takeover import Takeover
-from .workers import Worker
 
 WORKERS_EVERY_S = 0.05
 """Seconds between checks of all workers."""

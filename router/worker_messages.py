@@ -31,20 +31,18 @@ from baton.proto.wire.messages import (
     TokenRun,
     Tokens,
 )
+from baton.runtime.metrics.latency import bucket
 from baton.runtime.tables import RecentMap
 
 from .authorization import Proofs
-from .clients import Client
 from .events import FromWorker, ToClient, ToWorker
-from .latency import bucket
 from .lifecycle import Lifecycle
+from .records import NEVER, PLACED, Client, Request, State, Step, Worker
 from .recovery import Recovery
-from .requests import NEVER, PLACED, Request, State, Step
 from .served import begun
 from .state import RouterState
 from .takeover import Takeover
 from .worker_registration import WorkerRegistration
-from .workers import Worker
 
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _QUEUED = State.QUEUED
@@ -75,7 +73,7 @@ class WorkerMessages:
         self._recovery = recovery
         self._takeover = takeover
         self._registration = registration
-        self._proofs = Proofs(state.config, state.metrics)
+        self._proofs = Proofs(state.config, state.metrics.dropped)
         self._metrics = state.metrics
         self._handoffs = state.handoffs
         self._stories = state.stories

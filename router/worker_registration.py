@@ -22,11 +22,10 @@ from baton.proto.wire.proofs import seal_of, worker_key
 from baton.runtime.tables import RecentMap
 
 from .events import Log, ToWorker, WorkerInputRejected, WorkersGone
+from .records import NEVER, Worker, WorkerCaller, WorkerState
 from .recovery import WorkerLosses
-from .requests import NEVER
 from .state import RouterState
 from .takeover import Takeover
-from .workers import Worker, WorkerCaller, WorkerState
 
 REMEMBER_REFUSED = 256
 

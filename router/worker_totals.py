@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from baton.proto.wire.messages import Buckets, ExtensionCounts, WorkerLoad
 from baton.runtime.metrics.families import OTHER, WORKER_HISTOGRAMS, Histogram, Limited
 
-from .workers import Worker
+from .records import Worker
 
 KEEP_INCARNATIONS = 256
 """Dead incarnations that may still return; what older ones counted is added up."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from baton.client import events as client
 from baton.proto.wire.messages import Message, Reserve, TokenRun, Tokens
 from baton.proto.wire.proofs import Holder, worker_key
-from baton.router.workers import WorkerState
+from baton.router.records import WorkerState
 
 from .keys import is_rogue
 from .toy_model import expected_media, expected_tokens, expected_vector

@@ -10,8 +10,8 @@ from functools import cache
 
 from baton.proto.errors import BatonError
 from baton.proto.wire.messages import Hello, Message
-from baton.router.authorization import Caller, hello_refusal
-from baton.router.workers import WorkerCaller
+from baton.router.authorization import hello_refusal
+from baton.router.records import Caller, WorkerCaller
 from baton.runtime.keys.allowed import CLIENT, DECODE, PREFILL, Z85_LENGTH, AllowedKeys, KeyEntry
 
 ROGUE = "rogue"

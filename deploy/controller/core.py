@@ -17,7 +17,7 @@ import signal
 from collections.abc import Iterable
 from typing import Self
 
-from baton.router.workers import last_worker
+from baton.router.registry import last_worker
 
 from ..config import ServeSettings
 from ..plan.bounds import Bounds, clamped, describe_targets, scale_refusal

@@ -25,7 +25,7 @@ from baton.proto.wire.context_maps import context_to_run, grown_map, request_map
 from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.wire.messages import ClientToRouter, Submit
 from baton.proto.wire.wire_context import WireImage, WireVisionContext
-from baton.router.requests import context_bytes
+from baton.router.admission import context_bytes
 
 PAD = 98
 CARD = ModelCard(

@@ -35,7 +35,6 @@ from baton.proto.wire.messages import (
 )
 from baton.proto.wire.proofs import Holder, assignment_proof
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
-from baton.router.authorization import ANYBODY, Caller
 from baton.router.config import RouterConfig
 from baton.router.core import RouterCore
 from baton.router.events import (
@@ -49,7 +48,7 @@ from baton.router.events import (
     ToWorker,
     WorkersGone,
 )
-from baton.router.requests import State
+from baton.router.records import ANYBODY, Caller, State
 
 M = TypeVar("M", bound=Message)
 

@@ -27,11 +27,10 @@ from baton.proto.wire.messages import (
     Tokens,
 )
 from baton.proto.wire.wire_context import WireSampling, WireTokens
-from baton.router.authorization import Caller
 from baton.router.core import RouterCore
 from baton.router.events import ClientFull, ClientWritable, FromClient, StopRequested
+from baton.router.records import TAKEOVER, Caller
 from baton.router.request_table import MAX_CANCELLED
-from baton.router.requests import TAKEOVER
 
 
 def test_a_whole_life(bench):

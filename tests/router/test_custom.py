@@ -12,9 +12,9 @@ from baton.extend import Ended, ExtensionError, WorkerFacts
 from baton.proto.errors import ConfigError
 from baton.proto.wire.messages import Assign, ExtensionCounts, Status, StatusReport, WorkerLoad
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
-from baton.router.authorization import Caller
 from baton.router.config import PolicyConfig
 from baton.router.custom import Extensions
+from baton.router.records import Caller
 from baton.router.story_report import RequestLine
 from baton.runtime.metrics.exposition import exposition
 from baton.runtime.metrics.families import Family, Histogram, Row, counter, gauge, histogram

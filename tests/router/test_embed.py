@@ -24,7 +24,7 @@ from baton.proto.wire.messages import (
     Tokens,
 )
 from baton.proto.wire.wire_context import WireContext, WireTokens
-from baton.router.requests import context_bytes
+from baton.router.admission import context_bytes
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from baton.proto.errors import DecodeFailed, LimitExceeded
 from baton.proto.wire.messages import Heartbeat, Status, StatusReport, TokenRun, Tokens
 from baton.router.events import ClientInputRejected, WorkerInputRejected
-from baton.router.latency import BUCKETS, PERIOD_S, SHORTEST_S, Latency, bucket, percentile
+from baton.runtime.metrics.latency import BUCKETS, PERIOD_S, SHORTEST_S, Latency, bucket, percentile
 
 
 def report(bench) -> dict:

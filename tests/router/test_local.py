@@ -34,7 +34,7 @@ from baton.router.decider import (
     alone_at,
     at_prefill,
 )
-from baton.router.requests import State
+from baton.router.records import State
 from baton.router.story_slices import slices_of
 
 from .conftest import CARD, make_context

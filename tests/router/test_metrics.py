@@ -17,8 +17,7 @@ from baton.proto.wire.messages import (
     WorkerTimes,
 )
 from baton.router import worker_totals
-from baton.router.latency import BUCKETS, bucket, cumulated
-from baton.router.workers import Worker
+from baton.router.records import Worker
 from baton.runtime.metrics import families
 from baton.runtime.metrics.exposition import exposition
 from baton.runtime.metrics.families import (
@@ -29,6 +28,7 @@ from baton.runtime.metrics.families import (
     TOKENS,
     Family,
 )
+from baton.runtime.metrics.latency import BUCKETS, bucket, cumulated
 
 from .conftest import CARD, Bench, make_config
 

@@ -21,9 +21,9 @@ from baton.router.events import Fault, FromClient, Tick
 from baton.router.lifecycle import Lifecycle
 from baton.router.own_errors import METRIC, TEXT
 from baton.router.placement import Placement
+from baton.router.records import Attempt, Request
 from baton.router.recovery import Recovery
 from baton.router.registry import Registry
-from baton.router.requests import Attempt, Request
 from baton.router.timers import Timers
 
 from .conftest import Bench, make_config, make_context

@@ -28,7 +28,7 @@ from baton.proto.wire.messages import (
     Tokens,
 )
 from baton.proto.wire.wire_context import WireTokens
-from baton.router.requests import context_bytes
+from baton.router.admission import context_bytes
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_size=16)
 

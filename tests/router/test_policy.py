@@ -13,7 +13,7 @@ from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.wire.messages import Assign, Hello
 from baton.router.config import POLICIES, PolicyConfig
 from baton.router.policy import LeastLoaded, PrefixAware, PrefixIndex, RoundRobin, make_policy
-from baton.router.workers import Worker
+from baton.router.records import Worker
 
 BLOCK = 64
 

@@ -18,7 +18,7 @@ from baton.proto.wire.messages import (
     TokenRun,
     Tokens,
 )
-from baton.router.requests import TAKEOVER
+from baton.router.records import TAKEOVER
 
 from .conftest import KEY
 

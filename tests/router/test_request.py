@@ -15,8 +15,10 @@ from baton.proto.errors import InternalError
 from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.wire.messages import ClientToRouter, Submit, TokenRun
 from baton.proto.work import work_of
-from baton.router.requests import (
-    HOLDINGS,
+from baton.router.admission import context_bytes
+from baton.router.clients import runs_from
+from baton.router.integrity import HOLDINGS, check_request
+from baton.router.records import (
     PLACED,
     RUNNING,
     TAKEOVER,
@@ -25,7 +27,6 @@ from baton.router.requests import (
     Request,
     State,
     Step,
-    context_bytes,
 )
 
 
@@ -69,10 +70,10 @@ def test_the_table_of_holdings_has_every_state_and_a_server_exactly_while_runnin
 def test_an_attempt_without_what_its_state_says_is_a_bug(context):
     request = Request(b"k" * 16, "r", context(), 10.0, Attempt(1))
     request.slot = 0
-    request.check_integrity()
+    check_request(request)
     request.step(Step.ASSIGN)
     with pytest.raises(InternalError, match=r"assigned.*wrong load, assignee"):
-        request.check_integrity()
+        check_request(request)
 
 
 def test_a_retry_starts_without_anything_of_the_failed_attempt(context):
@@ -92,9 +93,9 @@ def test_tokens_and_log_probabilities_are_kept_for_a_client_that_comes_back(cont
     request.keep(TokenRun(request.key, 1, 10, [1], [first]))
     request.keep(TokenRun(request.key, 1, 11, [2], [second]))
     assert request.next == 12
-    assert request.runs_from(0) == [TokenRun(request.key, 1, 10, [1, 2], [first, second])]
-    assert request.runs_from(11) == [TokenRun(request.key, 1, 11, [2], [second])]
-    assert request.runs_from(12) == []
+    assert runs_from(request, 0) == [TokenRun(request.key, 1, 10, [1, 2], [first, second])]
+    assert runs_from(request, 11) == [TokenRun(request.key, 1, 11, [2], [second])]
+    assert runs_from(request, 12) == []
     assert request.remaining == 18
 
 
@@ -106,7 +107,7 @@ def test_media_are_kept_with_the_tokens_that_complete_them(context):
     request.keep(TokenRun(request.key, 1, 16, [7]))
 
     def runs(position):
-        return [(r.position, r.tokens, r.media) for r in request.runs_from(position)]
+        return [(r.position, r.tokens, r.media) for r in runs_from(request, position)]
 
     last = (16, [7], None)
     assert runs(0) == [(10, [1, 2, 3], b"first"), (13, [4, 5, 6], b"second"), last]

@@ -22,9 +22,9 @@ from baton.proto.wire.messages import (
     WorkerTimes,
 )
 from baton.router import metrics, status
-from baton.router.authorization import Caller
 from baton.router.config import AdmissionConfig
 from baton.router.queries import merge_queries
+from baton.router.records import Caller
 from baton.router.stories import MAX_PAST, STORY_BYTES
 from baton.router.story_report import request_line
 

@@ -24,7 +24,7 @@ from baton.proto.wire.messages import (
     Welcome,
 )
 from baton.router.events import StopRequested
-from baton.router.requests import TAKEOVER, State
+from baton.router.records import TAKEOVER, State
 
 from .conftest import KEY
 

@@ -28,7 +28,7 @@ from baton.proto.wire.proofs import (
     worker_key,
 )  # fmt: skip
 from baton.router.authorization import hello_refusal
-from baton.router.workers import NO_KEY, WorkerCaller
+from baton.router.records import NO_KEY, WorkerCaller
 from baton.runtime.keys.allowed import AllowedKeys, KeyEntry
 
 from .conftest import KEY, Bench, make_config

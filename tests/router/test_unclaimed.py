@@ -12,8 +12,8 @@ from baton.proto.wire.messages import (
     Terminal,
     TerminalAck,
 )
+from baton.router.records import TAKEOVER
 from baton.router.request_table import CANCELLED_KEEP_S
-from baton.router.requests import TAKEOVER
 
 from .conftest import KEY
 

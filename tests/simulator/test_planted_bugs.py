@@ -30,9 +30,9 @@ from baton.router.client_messages import ClientMessages
 from baton.router.lifecycle import Lifecycle
 from baton.router.own_errors import OwnErrors as RouterErrors
 from baton.router.queries import Queries
+from baton.router.records import NEVER, State
 from baton.router.recovery import Recovery, WorkerLosses
 from baton.router.registry import Registry
-from baton.router.requests import NEVER, State
 from baton.router.takeover import UnclaimedRequests
 from baton.router.worker_messages import WorkerMessages
 from baton.router.worker_registration import WorkerRegistration

@@ -1,12 +1,17 @@
-"""The router's record of one request, its attempts, and their state machine.
+"""The records of a router: requests, their attempts, workers and clients. Plain data.
 
 A :class:`Request` is what a client asked. An :class:`Attempt` is one try at it: the workers, and
 the messages that still need an answer. A retry replaces the attempt, so nothing of the failed try
 is left. A request keeps what must outlive an attempt: its tokens, its limits, and its losses.
+A :class:`Worker` is one incarnation of a worker, a :class:`Client` one connection of a client.
+
+The records name each other, so they are in one module, which imports no other of the router. The
+tables (:mod:`.request_table`, :mod:`.clients`, :mod:`.registry`) keep them; :mod:`.lifecycle` and
+the modules beside it change them.
 
 Invariants: a request ends once. :data:`TRANSITIONS` lists all legal steps; any other step raises.
-An attempt holds what :data:`HOLDINGS` lists for the request's state, see
-:meth:`Request.check_integrity`.
+An attempt holds what :data:`.integrity.HOLDINGS` lists for the request's state.
+:data:`WORKER_TRANSITIONS` lists the legal changes of a worker's state.
 
 ::
 
@@ -24,31 +29,54 @@ An attempt holds what :data:`HOLDINGS` lists for the request's state, see
 
     ASSIGNED, PREFILLING, FOLLOWED, DECODING -- requeue --> QUEUED, as a new attempt
     any of these -- end --> ENDED -- acknowledged, expired --> FORGOTTEN
+
+A worker is *ready* (or draining), *suspect* or *dead*. A suspect worker has a closed connection, or
+shows no heartbeat or no progress. It gets no new requests, and may return with the same
+incarnation. A worker is dead after the worker timeout, or when a successor takes its name.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.errors import InternalError
-from baton.proto.prompt_log_probs import records_bytes
-from baton.proto.wire.messages import HandoffReport, Terminal, TokenRun, WorkerTimes
+from baton.proto.layout import ModelCard
+from baton.proto.requests import computes_prompts
+from baton.proto.wire.messages import (
+    Begun,
+    ExtensionCounts,
+    HandoffReport,
+    Hello,
+    RequestState,
+    Terminal,
+    TokenRun,
+    WorkerLoad,
+    WorkerTimes,
+)
+from baton.proto.wire.proofs import Holder
 from baton.proto.wire.wire_context import WireContext
 from baton.proto.work import Work, kv_positions, work_of
+from baton.runtime.metrics.latency import Latency
 
-from .workers import roles_for
+NEVER = float("inf")
+ENDED_KEEP_S = 5.0
+"""Minimum seconds for which a terminal is kept, also after the deadline."""
+SUSPECT_DEATHS = 2
+HARMLESS_TOKENS = 8
+"""More tokens than can be in transit when their worker dies."""
+TAKEOVER = 1024
+"""Added to the attempt number when this router replays a request of another router.
 
-if TYPE_CHECKING:
-    from .clients import Client
-    from .placement import Route
-    from .takeover import OpenSearch
-    from .workers import Worker
+The other router may still raise its own attempt numbers, and the two ranges must not overlap."""
+
+# --------------------------------------------------------------------------- states
 
 
 class State(Enum):
@@ -115,60 +143,220 @@ BEFORE_DECODE = PLACED - {State.DECODING}
 """Its prefill worker may hold a grant of its decode worker."""
 
 
-YES, NO, MAYBE = True, False, None
+class WorkerState(Enum):
+    """State of a worker; :data:`WORKER_TRANSITIONS` has the legal changes."""
+
+    JOINING = "joining"  # sent Hello, not checked yet
+    READY = "ready"
+    DRAINING = "draining"  # finishes its requests, gets no new ones
+    SUSPECT = "suspect"  # silent, stuck or disconnected; returns, or is declared dead
+    REFUSED = "refused"  # rejected, since it serves another model
+    DEAD = "dead"
+
+    __hash__ = object.__hash__
 
 
-class Holding(NamedTuple):
-    """What an attempt holds in one state: always, never, or perhaps (MAYBE, not checked).
+WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
+    WorkerState.JOINING: frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.REFUSED}),
+    WorkerState.READY: frozenset({WorkerState.DRAINING, WorkerState.SUSPECT}),
+    WorkerState.DRAINING: frozenset({WorkerState.SUSPECT}),
+    WorkerState.SUSPECT: frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.DEAD}),
+    WorkerState.REFUSED: frozenset(),
+    WorkerState.DEAD: frozenset(),
+}
+_LIVE = frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.SUSPECT})
+_ENDED, _FORGOTTEN = State.ENDED, State.FORGOTTEN
 
-    ``server``: role of the worker that runs it, empty without one. ``load``: its tokens count as
-    load of its workers. ``search``: workers are asked for it.
+# --------------------------------------------------------------------------- connections
+
+
+@dataclass(slots=True, frozen=True)
+class Caller:
+    """The sender of a query: the key of its connection, and whether it is an operator."""
+
+    key: bytes = b""
+    operator: bool = True
+
+
+ANYBODY = Caller()
+"""Sender at a socket without keys: an operator, since only this machine's user can connect."""
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerCaller:
+    """What a worker's connection proves: its key, and whether the key list spells out its name."""
+
+    key: bytes = b""
+    vouched: bool = False
+
+
+NO_KEY = WorkerCaller()
+"""A worker at a socket without keys."""
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One connection of a client and its requests.
+
+    ``runs``, ``begun``: for the Tokens message that is being built. ``behind``: it reads too
+    slowly.
     """
 
-    prefill: bool | None
-    decode: bool | None
-    server: str
-    load: bool | None
-    search: bool | None
-
-    @lru_cache  # noqa: B019, few holdings exist
-    def wrong(self, held: Holding) -> list[str]:
-        """Return the names of the parts of ``held`` that this holding forbids."""
-        return [
-            name
-            for name, expected, found in zip(self._fields, self, held, strict=True)
-            if expected is not None and expected != found
-        ]
+    identity: bytes
+    requests: dict[bytes, Request] = field(default_factory=dict)
+    runs: list[TokenRun] = field(default_factory=list)
+    begun: list[Begun] = field(default_factory=list)
+    behind: bool = False
 
 
-HOLDINGS: dict[State, Holding] = {
-    State.RECOVERING: Holding(NO, NO, "", NO, MAYBE),
-    State.QUEUED: Holding(NO, NO, "", NO, NO),
-    State.ASSIGNED: Holding(MAYBE, MAYBE, "", YES, NO),  # embeddings: no decode, local: no prefill
-    State.PREFILLING: Holding(YES, MAYBE, "prefill", MAYBE, NO),
-    State.FOLLOWED: Holding(YES, NO, "prefill", NO, NO),
-    State.DECODING: Holding(MAYBE, YES, "decode", MAYBE, NO),
-    State.ENDED: Holding(MAYBE, MAYBE, "", NO, MAYBE),  # for its terminal and report
-    State.FORGOTTEN: Holding(MAYBE, MAYBE, "", NO, MAYBE),
-}
-"""What an attempt holds in each state of its request. An adopted attempt has no load here."""
+# --------------------------------------------------------------------------- workers
 
-RECORD_BYTES = 2048
-"""Memory of a record without its arrays, rounded up."""
-_BIAS_BYTES = 160  # an entry of a dict, a number and an id
-_FIELDS_FACTOR = 16
-"""Memory of a map's fields by its encoded bytes: a number of one byte becomes an object."""
-NEVER = float("inf")
-ENDED_KEEP_S = 5.0
-"""Minimum seconds for which a terminal is kept, also after the deadline."""
-SUSPECT_DEATHS = 2
-HARMLESS_TOKENS = 8
-"""More tokens than can be in transit when their worker dies."""
-TAKEOVER = 1024
-"""Added to the attempt number when this router replays a request of another router.
 
-The other router may still raise its own attempt numbers, and the two ranges must not overlap."""
-_ENDED, _FORGOTTEN = State.ENDED, State.FORGOTTEN
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One incarnation of a worker, made from its Hello."""
+
+    identity: bytes
+    hello: InitVar[Hello]
+    now: InitVar[float]
+    caller: InitVar[WorkerCaller] = NO_KEY
+
+    id: str = field(init=False)
+    role: str = field(init=False)
+    incarnation: int = field(init=False)
+    pid: int = field(init=False)
+    endpoint: str = field(init=False)
+    pool: str = field(init=False)
+    card: ModelCard = field(init=False)
+    max_batch: int = field(init=False)
+    device: str = field(init=False)
+    seal: bytes = field(init=False)
+    shared_weights: int = field(init=False)
+    labels: dict[str, str] = field(init=False)
+    kv_events: list[str] = field(init=False)
+    holder: Holder = field(init=False)  # its incarnation and key
+    vouched: bool = field(init=False)  # the key list names it, so no other key may use its name
+    computes_prompts: bool = field(init=False)  # a decode worker that needs no prefill worker
+
+    state: WorkerState = WorkerState.JOINING
+    reason: str = ""  # of its state
+    connected: bool = True  # its connection is open
+    hung_up: bool = False  # the process closed the connection, so it has probably ended
+    draining: bool = field(init=False)  # it takes no new requests, also after it was suspect
+    drain_at: float = NEVER  # when to repeat an operator's Drain
+    finished: bool = False  # it was drained and has no requests left
+    seen_at: float = field(init=False)
+    progress_at: float = field(init=False)
+    progress: int = -1
+    busy: bool = False
+
+    requests: dict[bytes, Request] = field(default_factory=dict)  # whose attempt needs this worker
+    reported: dict[bytes, RequestState] = field(init=False)  # requests of its last Hello
+    aborts: dict[bytes, tuple[int, float, float]] = field(default_factory=dict)
+    """Unconfirmed Aborts by request: attempt, time to repeat, time to give up."""
+    doubted: list[Request] = field(default_factory=list)
+    """Requests that moved when its connection closed; if it is declared dead, they count that."""
+
+    load: WorkerLoad = field(init=False)
+    outstanding: int = 0  # unfinished tokens assigned by this router
+    others: int = 0  # tokens of other routers, from the last heartbeat
+    others_requests: int = 0
+    uncached: int = 0  # tokens of prompts to be computed, of this router in mode adaptive
+    late: int = 0  # the same of late prompts
+    prompts: int = 0  # number of both
+    turned: float = field(init=False)  # when the last of these prompts left
+    recent: float = 0.0  # recently assigned tokens, as of the policy's placement ``recent_at``
+    recent_at: int = 0
+    step_s: float = 0.0
+    stream_step_s: float = 0.0  # its last reported step without prompt tokens
+    added_s: float = -1.0  # by which a prompt token makes steps of streams longer, -1: not measured
+    local_s: float = 0.0  # seconds per prompt token of steps with streams
+    latency: Latency = field(default_factory=Latency)  # TTFT of a prefill, ITL of a decode worker
+    dropped: dict[str, int] = field(default_factory=dict)  # messages that it dropped, by reason
+    extensions: list[ExtensionCounts] = field(default_factory=list)  # calls of users' classes in it
+
+    def __post_init__(self, hello: Hello, now: float, caller: WorkerCaller) -> None:
+        """Take over what the Hello states and what the connection proves."""
+        self.id, self.role, self.pid = hello.worker, hello.role, hello.pid
+        self.incarnation = hello.incarnation
+        self.endpoint, self.pool = hello.endpoint, hello.pool
+        self.card, self.max_batch, self.device = hello.model, hello.max_batch, hello.device
+        self.seal, self.shared_weights = hello.seal, hello.shared_weights
+        self.labels, self.kv_events = hello.labels, hello.kv_events
+        self.load, self.draining = hello.load, hello.draining
+        self.reported = {held.request: held for held in hello.requests}
+        self.holder, self.vouched = Holder(hello.incarnation, caller.key), caller.vouched
+        self.computes_prompts = self.role == "decode" and computes_prompts(self.card)
+        self.seen_at = self.progress_at = self.turned = now
+
+    def has(self, features: Sequence[str]) -> bool:
+        """Return whether the worker reads these parameters of requests."""
+        return all(feature in self.card.features for feature in features)
+
+    def enter(self, state: WorkerState, reason: str = "") -> None:
+        """Change state; raises InternalError for a change that is not in the table."""
+        if state not in WORKER_TRANSITIONS[self.state]:
+            raise InternalError(f"worker cannot go from {self.state.value} to {state.value}")
+        self.state = state
+        self.reason = reason
+
+    @property
+    def key(self) -> bytes:
+        """CURVE key (z85) with which the worker registered; empty without keys."""
+        return self.holder.key
+
+    @property
+    def burden(self) -> int:
+        """Outstanding tokens of all routers."""
+        return self.outstanding + self.others
+
+    @property
+    def live(self) -> bool:
+        """True if the worker is registered: it may hold requests and receive messages."""
+        return self.state in _LIVE
+
+
+def roles_for(task: str) -> tuple[str, ...]:
+    """Return the roles that a task needs; embeddings need no decode worker."""
+    return ("prefill",) if task == "embed" else ("prefill", "decode")
+
+
+# --------------------------------------------------------------------------- attempts
+
+Margin = tuple[float, str, float, int]
+"""Cost of the chosen worker, id and cost of the next best one, and the number of candidates."""
+
+
+class Chosen(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What else than the costs of a policy has chosen a worker.
+
+    ``by``: what chose it. ``candidates``: number of workers to choose from. ``instead_of``: a
+    user's class that should have chosen; ``because``: why it did not. ``margin``: of ``by``.
+    """
+
+    by: str
+    candidates: int
+    instead_of: str = ""
+    because: str = ""
+    margin: Margin | None = None
+
+
+Preference = Margin | Chosen | None
+"""Why a worker was chosen; None without an alternative or cost."""
+Route = tuple[str, int, int, Preference, int, int, Preference, str]
+"""Why a pair was chosen: the role of the pinned worker, or empty. Then of the prefill worker, and
+again of the decode worker (zeros without one): its load in tokens before the request, the tokens of
+the prompt that it has probably cached, and the margin by which it was preferred. Last, why the
+request takes its way: over a prefill worker, which needs no reason, or local."""
+
+
+@dataclass(slots=True)
+class OpenSearch:
+    """State of one search: its end, the workers without an answer, and the round."""
+
+    until: float
+    waiting: dict[int, Worker] = field(default_factory=dict)  # by incarnation
+    second_round: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -292,6 +480,9 @@ class Attempt:
             self.decode.requests.pop(key, None)
             self.decode.outstanding -= self.decode_cost
             self.decode_cost = 0
+
+
+# --------------------------------------------------------------------------- requests
 
 
 @dataclass(slots=True, eq=False)
@@ -439,79 +630,3 @@ class Request:
         if run.media is not None:
             self.media = self.media or {}
             self.media[self.next - 1] = run.media
-
-    def runs_from(self, position: int) -> list[TokenRun]:
-        """Return all stored tokens from ``position`` on: one run, or more if there are media.
-
-        A run ends at the token that completes its media.
-        """
-        start = max(0, position - self.base)
-        tokens = self.emitted[start:].tolist()
-        if not tokens:
-            return []
-        logprobs = self._logprobs_from(start)
-        number, base = self.attempt.number, self.base + start
-        media = {at - base: found for at, found in (self.media or {}).items() if at >= base}
-        runs, first = [], 0
-        for last in sorted({*media, len(tokens) - 1}):
-            part = None if logprobs is None else logprobs[first : last + 1]
-            run = TokenRun(
-                self.key, number, base + first, tokens[first : last + 1], part, media.get(last)
-            )
-            runs.append(run)
-            first = last + 1
-        return runs
-
-    def _logprobs_from(self, start: int) -> list[TokenLogProbs] | None:
-        if self.logprobs is None:
-            return None
-        known = [entry for entry in self.logprobs[start:] if entry is not None]
-        # Tokens from a Resume have no log probabilities, and that client does not need them.
-        return known if len(known) == len(self.logprobs) - start else None
-
-    def check_integrity(self) -> None:
-        """Raise InternalError if the attempt does not match :data:`HOLDINGS`."""
-        attempt, holding = self.attempt, HOLDINGS[self.state]
-        server = attempt.server.role if attempt.server is not None else ""
-        held = Holding(
-            attempt.prefill is not None,
-            attempt.decode is not None,
-            server,
-            load=bool(attempt.prefill_cost or attempt.decode_cost),
-            search=attempt.search is not None,
-        )
-        wrong = [*holding.wrong(held)]  # a copy: the list is cached
-        if self.state is State.ASSIGNED and attempt.assignee is None:
-            wrong.append("assignee")
-        if wrong or (attempt.server is not None and not attempt.runs_on(attempt.server)):
-            text = f"{self.request_id} is {self.state.value}, but its attempt holds {held}"
-            raise InternalError(f"{text}: wrong {', '.join(wrong) or 'server'}")
-        if self.next != self.base + len(self.emitted):
-            raise InternalError(f"{self.request_id} has miscounted its tokens")
-        if self.slot < 0:
-            raise InternalError(f"{self.request_id} has no timer")
-
-
-def context_bytes(context: WireContext, work: Work | None = None) -> int:
-    """Return an upper bound, in bytes, of a request's memory until its end.
-
-    ``work``: the context's work, if it is known.
-    """
-    work = work or work_of(context)
-    likely = context.log_probabilities
-    per_token = 4 + (128 + 12 * likely if likely > 0 else 0)
-    total = RECORD_BYTES + context.tokens.array.nbytes + per_token * work.tokens
-    total += work.result_bytes
-    if context.log_probabilities_echo:
-        total += records_bytes(len(context.tokens.array), max(0, likely))
-    total += 40 * len(context.eos_token_ids)
-    if type(context) is not WireContext and context.packed is not None:
-        body, arrays = context.packed
-        total += _FIELDS_FACTOR * len(body) + sum(map(len, arrays))
-    for sequence in context.eos_sequences:
-        total += 96 + 40 * len(sequence)
-    if context.json_schema is not None:
-        total += 4 * len(context.json_schema)
-    for text in context.sampling.stop or ():
-        total += 49 + 4 * len(text)
-    return total + _BIAS_BYTES * len(context.sampling.logit_bias or ())
