@@ -24,6 +24,7 @@ from ..cluster.http import Http
 from ..engine.test_models import logits_of
 from ..processes import wait_until
 from .fetch import GEMMA, QWEN
+from .mixed_texts import RECORD, digests, mixed_texts
 
 FOLDER = os.environ.get("BATON_MODELS", "")
 pytestmark = [
@@ -159,6 +160,17 @@ def test_a_forced_tool_call_and_a_schema(cluster, http, file):
     messages = [{"role": "user", "content": "Alice is 25 years old. Extract her data."}]
     answer = http.post(CHAT, messages=messages, response_format=kind, temperature=0, max_tokens=64)
     assert json.loads(answer["choices"][0]["message"]["content"]) == {"name": "Alice", "age": 25}
+
+
+def test_2000_mixed_texts_have_the_tokens_of_llama_cpp(file, tmp_path, monkeypatch):
+    """The tokens were recorded from llama.cpp with the same file (mixed_texts.py)."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokenizer = Tokenizer.from_folder(local_folder(file))
+    texts, recorded = mixed_texts(), json.loads(RECORD.read_text())[file.name]
+    found = digests(tokenizer.encode(text).tolist() for text in texts)
+    expected = [recorded[at : at + 8] for at in range(0, len(recorded), 8)]
+    pairs = zip(texts, found, expected, strict=True)
+    assert [text for text, ours, theirs in pairs if ours != theirs] == []
 
 
 def test_integers_stay_near_the_floats_of_the_file(file, tmp_path, monkeypatch):
