@@ -3,20 +3,21 @@
 Whole traces on a simulated clock, with the policy that the controller runs and the router's
 own placement; docs/operations/autoscaling.md describes the model. Deterministic: the figures do
 not depend on the machine. ``--variations`` plays the policy with other workers, starts or load,
-``--search KIND`` searches oracles again (minutes), ``--trace NAME`` takes one trace.
+``--search KIND`` searches oracles again (minutes), ``--trace NAME`` takes one trace, ``--roles``
+plays the policy on a fixed number of hosts, with and without changes of role.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from baton.deploy.autoscale.metrics import ROLES
-from baton.deploy.autoscale.policy import Autoscaler
+from baton.deploy.autoscale.policy import Autoscaler, Room
 from baton.deploy.autoscale.settings import ScaleSettings
 from baton.deploy.plan.bounds import Bounds
 from baton.forecast.cluster import Outcome, Targets
@@ -37,6 +38,8 @@ JUDGES = ("can", "least")
 """The oracles the policy is judged by; the third one changes as often as it needs."""
 FILE = Path(__file__).parent / "replay" / "oracles.json"
 """The schedules that the search found, for replays. Their costs are measured in every run."""
+TURN_S = 2.0
+"""Seconds of a change of role after the drain."""
 INTERVAL_S = 300.0
 """An oracle may change each pool every five minutes, twice as often as the policy."""
 OFFSETS_S = (0.0, 150.0)
@@ -212,6 +215,38 @@ def show_robustness(trace: str, variations: tuple[Variation, ...]) -> list[str]:
     return missed
 
 
+def on_hosts(case: Case, first: Targets, hosts: int, *, turns: bool) -> Outcome:
+    """The case under the policy, which has room for ``hosts`` workers."""
+    judge = scaler(case, first)
+    room = Room(lambda targets: sum(targets.values()) <= hosts, turns)
+    this = replace(case, turn_s=TURN_S if turns else 0.0)
+    return this.replay(first).run(lambda metrics, now: judge.observe(metrics(), now, room))
+
+
+def show_roles(trace: str) -> list[str]:
+    """Print what changes of role are worth on the hosts of the smallest fixed pools."""
+    this = case(trace)
+    best = first_pools(this)
+    hosts = sum(best.values())
+    wrong = {"prefill": best["decode"], "decode": best["prefill"]}
+    print(f"\n{trace}: {hosts} hosts")
+    print(f"  {'':32}{'kept':>8}{'moves':>8}{'turns/h':>9}")
+    missed = []
+    for title, first in (("from the best split", best), ("from its mirror image", wrong)):
+        for name, outcome in (
+            ("fixed", this.fixed(first)),
+            ("policy, roles kept", on_hosts(this, first, hosts, turns=False)),
+            ("policy, roles change", on_hosts(this, first, hosts, turns=True)),
+        ):
+            line = row(name, outcome, this, first)
+            moves = len(outcome.moves)
+            split = f"{first['prefill']}:{first['decode']}"
+            print(f"  {split:6}{name:26}{line.attained:8.1%}{moves:8}{line.turns:9.1f}")
+            if line.turns > TURNS_PER_HOUR:
+                missed.append(f"{trace}, {title}: {line.turns:.1f} turns/h")
+    return missed
+
+
 def search_again(names: list[str], kinds: list[str]) -> None:
     """Find the oracles' schedules and store them."""
     for name in names:
@@ -227,6 +262,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", choices=list(SLOS), help="this trace alone")
     parser.add_argument("--search", choices=["all", *KINDS], help="find these oracles anew first")
+    parser.add_argument("--roles", action="store_true", help="only what changes of role are worth")
     parser.add_argument(
         "--variations", action="store_true", help="also where things are otherwise; minutes"
     )
@@ -236,6 +272,9 @@ def main() -> int:
         search_again(names, list(KINDS) if options.search == "all" else [options.search])
     missed = []
     for name in names:
+        if options.roles:
+            missed += show_roles(name)
+            continue
         missed += show(name)
         missed += show_robustness(name, VARIATIONS) if options.variations else []
     print(f"\n  limit: kept >= {GOAL:.0%} where any pools could from the same start, no more")

@@ -75,6 +75,8 @@ HELP = {
     "decode_min": "minimum number of decode workers (0: no minimum)",
     "decode_max": "maximum number of decode workers (0: no maximum); KV memory is divided among "
     "this many",
+    "workers_max": "maximum number of workers of both pools together, such as the number of hosts "
+    "or GPUs (0: no maximum); with autoscale, workers then change their role",
     "autoscale": "on: scale each pool with its load, between its minimum and maximum",
     "slo_ttft": "target time to first token (TTFT) in seconds, for autoscale, "
     "prefill_order and mode adaptive",
@@ -186,7 +188,8 @@ GROUPS = {
         "decider", "metric", "kv_transport", "labels", "extensions", "kv_events", "kv_events_topic",
     ),
     "autoscaling": (
-        "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max", "slo_ttft",
+        "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max",
+        "workers_max", "slo_ttft",
         "slo_itl", "stabilization_window",
     ),
     "metrics": ("metrics_port", "metrics_host", "metrics_compat"),

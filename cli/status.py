@@ -160,6 +160,8 @@ def describe_controller(found: Overview, reports: Sequence[ClusterReport] = ()) 
         lines += [f"{m.name}: waits for a host: {m.note}" for m in found.members if m.note]
     if found.rollout:
         lines.append(f"rollout      {found.rollout}")
+    if found.role_change:
+        lines.append(f"role change  {found.role_change}")
     return [*map(printable, lines)]
 
 

@@ -83,7 +83,7 @@ LEAST_HANDOFF_TIMEOUT = 1.0
 """Seconds: two intervals of 0.5 s at which the two sides of a handoff ping each other."""
 _MAY_BE_ZERO = (
     "workers", "gateways", "prefill_min", "prefill_max", "decode_min", "decode_max",
-    "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "max_num_batched_tokens",
+    "workers_max", "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "max_num_batched_tokens",
     "decode_max_num_batched_tokens", "step_time", "max_model_len", "grace", "stats_interval",
     "trace_requests", "metrics_port", "threads", "prefill_threads", "decode_threads",
 )  # fmt: skip
@@ -117,6 +117,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefill_max: int = 0
     decode_min: int = 0
     decode_max: int = 0
+    workers_max: int = 0
     autoscale: str = "off"
     slo_ttft: float = 2.0
     slo_itl: float = 0.1
@@ -259,9 +260,13 @@ def _check_autoscale(settings: ServeSettings) -> None:
         _require(math.isfinite(value) and value > 0, name, "must be a positive number of seconds")
     if settings.autoscale == "on":
         _require(settings.mode != COLOCATED, "autoscale", f"cannot be on in mode {COLOCATED}")
-        _require(settings.prefill_max > 0, "prefill_max", "must be set for autoscale")
-        embeds = settings.task == "embed"
-        _require(embeds or settings.decode_max > 0, "decode_max", "must be set for autoscale")
+        embeds, total = settings.task == "embed", settings.workers_max
+        for name in ("prefill_max", *(() if embeds else ("decode_max",))):
+            given = getattr(settings, name) > 0 or total > 0
+            _require(given, name, "or workers_max must be set for autoscale")
+    first = settings.prefill + settings.decode
+    enough = not settings.workers_max or settings.workers_max >= first
+    _require(enough, "workers_max", f"is below prefill + decode, which is {first}")
 
 
 def _check_http(settings: ServeSettings) -> None:

@@ -17,6 +17,7 @@ _SENTENCES = {
     "ready": "ready: all workers have registered",
     "restarting": "{name} ended ({detail}); restarting in {seconds:.1f} s",
     "back": "{name} serves again",
+    "turns": "{name} changes its role to {detail}",
     "retired": "{name} finished its requests and was not restarted",
     "declared_dead": "{name} was declared dead: {detail} (--worker-timeout {seconds:g})",
     "hung": "{name} hangs ({detail}); killing it",

@@ -46,7 +46,7 @@ class Setup:
     ``mode``: as the router's. ``slo``: limits of mode adaptive. ``slo_ttft``: prompts begin in the
     order that keeps this time; 0: by arrival. ``step_s``, ``token_budget``: of decode workers'
     steps with prompt tokens. ``flipped``: number of the request that mode adaptive sends the other
-    way, -1: none.
+    way, -1: none. ``turn_s``: seconds of a change of role after the drain; 0: workers keep theirs.
     """
 
     mode: str = "disaggregated"
@@ -55,13 +55,15 @@ class Setup:
     step_s: float = 0.05
     token_budget: int = 512
     flipped: int = -1
+    turn_s: float = 0.0
 
 
 @dataclass
 class Outcome:
     """What came of a replay.
 
-    ``changes``: (time, role, target) of every changed target. ``decided``: numbers of the requests
+    ``changes``: (time, role, target) of every changed target. ``moves``: (time, new role) of every
+    worker that changed its role. ``decided``: numbers of the requests
     of mode adaptive that had both ways.
     """
 
@@ -69,6 +71,7 @@ class Outcome:
     workers: list[PrefillWorker | DecodeWorker]
     end: float
     changes: list[tuple[float, str, int]] = field(default_factory=list)
+    moves: list[tuple[float, str]] = field(default_factory=list)
     decided: list[int] = field(default_factory=list)
 
     def attained(self, slo: Slo) -> float:
@@ -116,6 +119,7 @@ class Replay:
         self._ready: dict[str, list[Any]] = {role: [] for role in ROLES}
         self._targets = dict(first)
         self._draining: list[Any] = []
+        self._turning: dict[str, tuple[Any, str]] = {}  # successors of drained workers, by name
         self._submitted = self._started = self._queued = 0
         self._beat_at = -math.inf
         self.now = 0.0
@@ -295,6 +299,9 @@ class Replay:
             if target != self._targets[role]:
                 self._targets[role] = target
                 self.outcome.changes.append((self.now, role, target))
+        for role in ROLES if self._setup.turn_s else ():
+            self._exchange(role)
+        for role, target in self._targets.items():
             while len(self._pools[role]) < target:
                 self._order(role, self._cold)
             while len(self._pools[role]) > max(1, target):
@@ -302,9 +309,29 @@ class Replay:
         if self.now + TICK_S <= self.outcome.end:
             self._at(self.now + TICK_S, self._tick, scaler)
 
+    def _exchange(self, role: str) -> None:
+        """Let spare workers of the other pool change their role, as the controller does."""
+        (other,) = set(ROLES) - {role}
+        while len(self._pools[role]) < self._targets[role]:
+            ready = len(self._ready[other])
+            if len(self._pools[other]) <= self._targets[other] or ready <= self._targets[other]:
+                return
+            worker = min(self._ready[other], key=lambda w: w.entry.outstanding)
+            successor = self._made(role, Life(math.inf, self.now))
+            self._turning[worker.name] = successor, role
+            self.outcome.moves.append((self.now, role))
+            self._retire(worker, other)
+
     def _order(self, role: str, cold: float) -> None:
-        life, number = Life(self.now, self.now + cold), self._next[role]
-        setup = self._setup
+        worker = self._made(role, Life(self.now, self.now + cold))
+        if cold:
+            self._at(worker.life.ready, self._join, worker, role)
+        else:
+            self._join(worker, role)
+
+    def _made(self, role: str, life: Life) -> PrefillWorker | DecodeWorker:
+        """Add a worker to a pool, which is not ready yet."""
+        number, setup = self._next[role], self._setup
         worker: PrefillWorker | DecodeWorker
         if role == "prefill":
             worker = PrefillWorker(number, self._service, life, setup.slo_ttft)
@@ -313,10 +340,7 @@ class Replay:
         self._next[role] += 1
         self._pools[role].append(worker)
         self.outcome.workers.append(worker)
-        if cold:
-            self._at(worker.life.ready, self._join, worker, role)
-        else:
-            self._join(worker, role)
+        return worker
 
     def _join(self, worker: Any, role: str) -> None:
         if worker in self._pools[role]:  # else it was cancelled while it started
@@ -328,13 +352,18 @@ class Replay:
         starting = [worker for worker in pool if worker not in ready]
         if not starting and len(ready) == 1:
             return
-        worker = starting[-1] if starting else min(ready, key=lambda w: w.entry.outstanding)
-        pool.remove(worker)
-        worker.life.draining = True
         if starting:
-            worker.life.ended = self.now
+            pool.remove(starting[-1])
+            starting[-1].life.draining = True
+            starting[-1].life.ended = self.now
             return
-        ready.remove(worker)
+        self._retire(min(ready, key=lambda w: w.entry.outstanding), role)
+
+    def _retire(self, worker: Any, role: str) -> None:
+        """Let a ready worker finish its requests and take no others."""
+        self._pools[role].remove(worker)
+        worker.life.draining = True
+        self._ready[role].remove(worker)
         self._policy.forget(worker.entry)
         self._draining.append(worker)
         self._left(worker)
@@ -344,6 +373,10 @@ class Replay:
         if worker.life.draining and not worker.entry.outstanding and math.isinf(worker.life.ended):
             worker.life.ended = self.now
             self._draining.remove(worker)
+            successor, role = self._turning.pop(worker.name, (None, ""))
+            if successor is not None:
+                successor.life.ordered = self.now
+                self._at(self.now + self._setup.turn_s, self._join, successor, role)
 
 
 def _router(setup: Setup) -> RouterConfig:

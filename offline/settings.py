@@ -34,6 +34,7 @@ class ClusterSettings(TypedDict, total=False):
     prefill_max: int
     decode_min: int
     decode_max: int
+    workers_max: int
     autoscale: str
     slo_ttft: float
     slo_itl: float

@@ -352,6 +352,14 @@ def _totals(registry: Registry, live: list[Worker]) -> list[Family]:
             _WORKER,
         )
     )
+    shown.append(
+        counter(
+            "baton_worker_role_changes_total",
+            "Registrations in this role of a worker that had the other one.",
+            _numbers(totals.role_changes, *sums),
+            _WORKER,
+        )
+    )
     found = totals.histograms(live)
     for name, text in (
         (STEP_SECONDS, "Time of an engine step."),

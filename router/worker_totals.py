@@ -36,7 +36,7 @@ Series = tuple[str, str]
 
 
 class WorkerTotals:
-    """Sums of the counters of all incarnations, and the number of restarts, by worker."""
+    """Sums of the counters of all incarnations, restarts and changes of role, by worker."""
 
     def __init__(self) -> None:
         self._dead: OrderedDict[Life, WorkerLoad] = OrderedDict()
@@ -47,6 +47,8 @@ class WorkerTotals:
         self._class = Limited(MAX_CLASSES)
         self._lost: set[Owner] = set()  # died undrained, and have no successor yet
         self.restarts: Counter[Owner] = Counter()
+        self.role_changes: Counter[Owner] = Counter()
+        self._roles: dict[str, str] = {}  # last role of each name
 
     def owner(self, worker: Worker) -> Owner:
         """Return the labels of a worker's series."""
@@ -60,7 +62,10 @@ class WorkerTotals:
 
     def joined(self, worker: Worker) -> None:
         """Record a registration: of a new incarnation, or of a dead incarnation that returns."""
-        owner = self.owner(worker)
+        owner = name, role = self.owner(worker)
+        if self._roles.get(name, role) != role and name != OTHER:
+            self.role_changes[owner] += 1
+        self._roles[name] = role
         life = owner, worker.incarnation
         counted = self._dead.pop(life, None)
         if counted is not None:

@@ -40,6 +40,7 @@ class Case:
     slo: Slo
     cold_s: float
     most: Targets
+    turn_s: float = 0.0
 
     def replay(self, first: Targets) -> Replay:
         """A run from pools of size ``first``, with the order of prompts that limits bring."""
@@ -51,7 +52,7 @@ class Case:
 
     @property
     def _setup(self) -> Setup:
-        return Setup(slo_ttft=self.slo.ttft)
+        return Setup(slo_ttft=self.slo.ttft, turn_s=self.turn_s)
 
 
 @dataclass(frozen=True)

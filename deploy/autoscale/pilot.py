@@ -11,14 +11,17 @@ from collections.abc import Iterable, Mapping
 
 from ..config import ServeSettings
 from ..controller.core import ControllerCore
+from ..controller.events import Measured
 from ..plan.bounds import Bounds
 from ..plan.plan import router_names
 from ..report import ClusterReport, WorkerReport
 from .metrics import ROLES, STALE_S, Metrics, RouterSample, WorkerSample
-from .policy import Autoscaler
+from .policy import ANY_ROOM, Autoscaler, Room
 from .settings import ScaleSettings
 
 EVERY_S = 1.0
+SPARE = 0.2
+"""Share of the stabilization window in which a worker must be spare before its role changes."""
 WINDOW_S = 300.0
 """Maximum history in seconds. A shorter stabilization window shortens the history."""
 
@@ -31,6 +34,7 @@ def scale_settings(settings: ServeSettings, bounds: Bounds) -> ScaleSettings:
         bounds=bounds,
         calm=settings.stabilization_window,
         window=min(WINDOW_S, settings.stabilization_window),
+        spare=SPARE * settings.stabilization_window,
     )
 
 
@@ -52,7 +56,9 @@ class Pilot:
         """Store a router's report."""
         self._reports[router] = (now, report)
 
-    def decide(self, targets: Mapping[str, int], now: float) -> dict[str, int] | None:
+    def decide(
+        self, targets: Mapping[str, int], now: float, room: Room = ANY_ROOM
+    ) -> Measured | None:
         """Return new targets to replace ``targets``, or None to keep them."""
         if now < self._next:
             return None
@@ -61,8 +67,10 @@ class Pilot:
         changed = {role: targets[role] for role in ROLES if targets[role] != ours[role]}
         if changed:
             self._scaler.adopt(changed, now)
-        decided = self._scaler.observe(self._metrics(now), now)
-        return decided if any(decided[role] != targets[role] for role in ROLES) else None
+        decided = self._scaler.observe(self._metrics(now), now, room)
+        if all(decided[role] == targets[role] for role in ROLES):
+            return None
+        return Measured(decided, self._scaler.why)
 
     def pause(self, now: float) -> None:
         """Skip observations while another operation, such as a rollout, changes the cluster."""

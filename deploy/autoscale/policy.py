@@ -6,6 +6,11 @@ of a picture model, by the prompts and the steps of the pictures that arrived (:
 target rises at once and falls after the stabilization window (:class:`Governor`). A target is a
 total number of workers, not a number to add, so starting workers are never ordered twice.
 
+If a pool lacks workers and no further one has room, or a start takes much longer than a change of
+role, one target rises and the other falls at once: the controller then lets a worker change its
+role. The other pool must have had that worker to spare for a while, and must not have grown within
+the stabilization window. So a load that alternates moves a worker once per window at most.
+
 Implausible, old or missing data changes no target. If the data of any ready worker of a pool is
 unusable, the pool keeps its target, and its stabilization window restarts.
 """
@@ -14,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from .demand import DecodeDemand, EncoderDemand, PictureDemand, PrefillDemand, QueueDemand
 from .metrics import ROLES, Metrics, WorkerSample
@@ -24,6 +30,24 @@ LATE_S = 15.0
 """Seconds of a missed limit, while no worker starts, after which a pool gets one more worker."""
 MOST_PATIENCE = 8
 """Maximum factor on the stabilization window of a pool that grew again soon after shrinking."""
+TURN_S = 5.0
+"""First estimate of the seconds from the order of a change of role to its end."""
+MUCH_FASTER = 2.0
+"""A change of role replaces a start that takes more than this many times as long."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the hosts allow. ``fits``: whether they have room for pools of these sizes.
+
+    ``turns``: workers can change their role.
+    """
+
+    fits: Callable[[Mapping[str, int]], bool] = lambda _targets: True
+    turns: bool = False
+
+
+ANY_ROOM = Room()
 
 
 class Autoscaler:
@@ -44,7 +68,11 @@ class Autoscaler:
         self._draws = False  # a picture was received, so the model is one of pictures
         self._cold = {role: ColdStart(settings.cold_start) for role in ROLES}
         self._late: dict[str, tuple[float, float] | None] = dict.fromkeys(ROLES)
+        self._turns = ColdStart(TURN_S)
+        self._turned = ""  # the pool that waits for a worker that changes its role
         self._now = -math.inf
+        self.why = ""
+        """Why the last decision lets workers change their role; empty if it does not."""
 
     @property
     def targets(self) -> dict[str, int]:
@@ -56,29 +84,78 @@ class Autoscaler:
         for role, target in targets.items():
             self._pools[role].adopt(target, now)
 
-    def observe(self, metrics: Metrics, now: float) -> dict[str, int]:
+    def observe(self, metrics: Metrics, now: float, room: Room = ANY_ROOM) -> dict[str, int]:
         """Record the cluster's metrics at ``now`` (monotonic seconds) and return the targets."""
         if not math.isfinite(now) or now <= self._now:
             return self.targets
-        self._now = now
+        self._now, self.why = now, ""
         seen = {role: usable(metrics, role) for role in ROLES}
         routers = metrics.routers
         if not routers or not all(router.usable for router in routers):
             seen = dict.fromkeys(ROLES)
         elif any(router.picture_rows for router in routers):
             self._draws = True
-        for role, workers in seen.items():
-            if workers:
-                self._see(role, metrics, workers, now)
-            else:
+        wants = {
+            role: self._see(role, metrics, workers, now, room) if workers else None
+            for role, workers in seen.items()
+        }
+        for role, want in wants.items():
+            if want is None:
                 self._pools[role].hold()
+            if not seen[role]:
                 self._late[role] = None
+        for role, want in wants.items():
+            if want is not None:
+                self._order(role, want, now, room)
         return self.targets
 
-    def _see(self, role: str, metrics: Metrics, workers: list[WorkerSample], now: float) -> None:
+    def _order(self, role: str, want: tuple[int, int], now: float, room: Room) -> None:
+        """Let the pool have the workers it wants: by changes of role, else by starts."""
+        pool, (up, down) = self._pools[role], want
+        lacks = pool.lacks(up, now)
+        if lacks and room.turns:
+            self._turn(role, lacks, now, full=not room.fits(self._with(role, pool.target + 1)))
+        before = fitting = pool.target
+        while fitting < up and room.fits(self._with(role, fitting + 1)):
+            fitting += 1
+        if pool.want(min(up, fitting), down, now) > before and self._turned == role:
+            self._turned = ""  # a worker starts too, and decides when the pool is complete
+
+    def _turn(self, role: str, lacks: int, now: float, *, full: bool) -> None:
+        """Take spare workers of the other pool, if that is better than to start some."""
+        (other,) = set(ROLES) - {role}
+        slow = self._cold[role].seconds > MUCH_FASTER * self._turns.seconds
+        count = min(lacks, self._pools[other].spare(now, self._settings.spare))
+        if not count or not (full or slow):
+            return
+        pool, giver = self._pools[role], self._pools[other]
+        reason = (
+            "no further worker has room"
+            if full
+            else (f"a start takes {self._cold[role].seconds:.0f} s")
+        )
+        self.why = (
+            f"{role} needs {pool.target + lacks} workers and has {pool.target}, {reason}, and "
+            f"{other} needed {giver.target - count} of {giver.target} in the last "
+            f"{self._settings.spare:.0f} s"
+        )
+        giver.release(count, now)
+        pool.take(count, now)
+        self._turned = role
+
+    def _with(self, role: str, size: int) -> dict[str, int]:
+        return {**self.targets, role: size}
+
+    def _see(
+        self, role: str, metrics: Metrics, workers: list[WorkerSample], now: float, room: Room
+    ) -> tuple[int, int] | None:
+        """Record the pool's state. Returns how many workers it needs, and how many suffice."""
         pool, settings = self._pools[role], self._settings
         cold = self._cold[role]
-        cold.see(len(workers), pool.target, now)
+        turned = self._turned == role
+        (self._turns if turned else cold).see(len(workers), pool.target, now)
+        if turned and len(workers) >= pool.target:
+            self._turned = ""
         if role == "prefill":
             self._prefill.see(metrics.routers, workers, now)
             self._encoders.see(metrics.routers, workers, now)
@@ -88,12 +165,14 @@ class Autoscaler:
         demand = self._demand(role)
         most = settings.bounds.most(role)
         # Limited, because a worker may wait hours for a host, and no trend reaches that far ahead.
-        ahead = min(cold.seconds, settings.window / 2)
+        soon = cold.seconds
+        if room.turns and not room.fits(self._with(role, pool.target + 1)):
+            soon = max(LATE_S, self._turns.seconds)
+        ahead = min(soon, settings.window / 2)
         up = demand.needed(settings.up_margin, ahead, most)
         down = demand.needed(settings.down_margin, ahead, most, spare=True)
         if up is None or down is None:
-            pool.hold()
-            return
+            return None
         if isinstance(demand, QueueDemand):
             if not demand.lasting(pool.target, ahead):
                 up = min(up, pool.target)
@@ -104,7 +183,7 @@ class Autoscaler:
             # At most twice the calculated number, so that a hanging pool does not grow forever.
             up = max(up, min(len(workers) + 1, 2 * up))
             down = max(down, up)
-        pool.want(up, down, now)
+        return up, down
 
     def _demand(self, role: str) -> QueueDemand | DecodeDemand:
         if role == "prefill":
@@ -135,8 +214,11 @@ class Governor:
 
     Invariants: the target lies within the bounds. The target falls only to a number that was
     enough during the whole last window, and at the earliest one window after it last rose. If the
-    target rises within ``calm_s`` of a fall, the fall was a mistake, and the window doubles for
-    the next fall. So on average the target changes direction at most once per window.
+    target rises within ``calm_s`` of a fall, or the pool lacks workers within that time, the fall
+    was a mistake, and the window doubles for the next fall. So on average the target changes
+    direction at most once per window.
+
+    A change of role moves a worker between two pools: :meth:`release` and :meth:`take`.
     """
 
     def __init__(self, least: int, most: int, calm_s: float, target: int) -> None:
@@ -146,6 +228,8 @@ class Governor:
         self._wanted: deque[tuple[float, int]] = deque()
         self._since: float | None = None  # start of the record without gaps
         self._rose_at = self._fell_at = -math.inf
+        self._early = False  # workers were missed soon after the last fall
+        self._up = 0
         self.target = self._bounded(target)
 
     def adopt(self, target: int, now: float) -> None:
@@ -165,6 +249,7 @@ class Governor:
         ``up``: the pool must have at least this many workers. ``down``: this many workers are
         enough with a safety margin.
         """
+        self._up = up
         if self._since is None:
             self._since = now
         while self._wanted and self._wanted[-1][1] <= down:
@@ -177,15 +262,44 @@ class Governor:
         elif now - max(self._since, self._rose_at) >= self._patience:
             lower = self._bounded(max(up, self._wanted[0][1]))
             if lower < self.target:
-                self.target, self._fell_at = lower, now
+                self._fall(lower, now)
         return self.target
+
+    def lacks(self, up: int, now: float) -> int:
+        """Return how many workers are missing if at least ``up`` are needed."""
+        lacks = max(0, self._bounded(up) - self.target)
+        if lacks and now - self._fell_at < self._calm:
+            self._early = True
+        return lacks
+
+    def spare(self, now: float, seconds: float) -> int:
+        """Return how many workers were never needed in the last ``seconds`` and may leave now.
+
+        None may leave in the stabilization window after the target last rose.
+        """
+        calm = now - self._rose_at >= self._patience
+        if self._since is None or now - self._since < seconds or not calm:
+            return 0
+        needed = max((number for at, number in self._wanted if at >= now - seconds), default=0)
+        return max(0, self.target - self._bounded(max(needed, self._up)))
+
+    def release(self, count: int, now: float) -> None:
+        """Give spare workers to the other pool."""
+        self._fall(self.target - count, now)
+
+    def take(self, count: int, now: float) -> None:
+        """Take workers of the other pool."""
+        self._rise(self.target + count, now)
+
+    def _fall(self, target: int, now: float) -> None:
+        self.target, self._fell_at, self._early = target, now, False
 
     def _rise(self, target: int, now: float) -> None:
         if self._fell_at > self._rose_at:  # else the target has not fallen since it last rose
-            early = now - self._fell_at < self._calm
+            early = self._early or now - self._fell_at < self._calm
             longer = min(2 * self._patience, MOST_PATIENCE * self._calm)
             self._patience = longer if early else self._calm
-        self.target, self._rose_at = target, now
+        self.target, self._rose_at, self._early = target, now, False
 
     def _bounded(self, target: int) -> int:
         return min(max(target, self._least), self._most)

@@ -20,7 +20,8 @@ class ScaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pool may use when it grows and when it shrinks; the difference is the hysteresis.
     ``kv_share``: share of a decode worker's KV blocks in use at which the pool grows. ``calm``:
     stabilization window before a pool shrinks. ``cold_start``: first estimate of the time from an
-    order for a worker to the worker's first report.
+    order for a worker to the worker's first report. ``spare``:
+    time for which a pool must have had a worker to spare before it changes its role.
     """
 
     slo_ttft: float = 2.0
@@ -33,10 +34,11 @@ class ScaleSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_share: float = 0.9
     calm: float = 600.0
     cold_start: float = 60.0
+    spare: float = 120.0
 
     def __post_init__(self) -> None:
         """Check all fields. Raises ConfigError with the field's name."""
-        for name in ("slo_ttft", "slo_itl", "window", "calm", "cold_start"):
+        for name in ("slo_ttft", "slo_itl", "window", "calm", "cold_start", "spare"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} is {value}; it must be a positive number of seconds")

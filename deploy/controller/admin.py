@@ -112,7 +112,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     ``health``: "ok" or "degraded"; if degraded, ``problems`` has one sentence per process that
     should serve and does not. ``settings``: settings of the newest revision. ``launched``:
     settings at launch. ``http``: base URL of the gateways, if there are any. ``paths``: socket
-    files that exist as long as the cluster. ``pid``: process id of the controller.
+    files that exist as long as the cluster. ``pid``: process id of the controller. ``role_change``:
+    the last one, with its reason.
     """
 
     number: Number = 0
@@ -126,6 +127,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     log: str = ""
     revision: int = 0
     rollout: str = ""
+    role_change: str = ""
     targets: dict[str, int] = {}
     members: list[MemberLine] = []
     settings: dict[str, Value] = {}

@@ -68,6 +68,8 @@ class ControllerCore:
         self.pools = Pools(tuple(routers), sizes, limits or ControllerLimits(), gateways)
         self.bounds = bounds or Bounds()
         self.phase = Phase.STARTING
+        self.can_turn = False
+        """Whether the workers of this cluster can change their role."""
         self.rollout: Replacement | None = None
         self.last_rollout = ""
         """Text about the end of the last rollout."""
@@ -108,9 +110,10 @@ class ControllerCore:
                 return self._begin_rollout(event)
             case Down():
                 return self._down(event, now)
-            case Measured(targets):
+            case Measured(targets, why):
                 if self.phase is Phase.SERVING:
                     self.pools.resize(clamped(targets, self.bounds))
+                    self.pools.turn_cause = why or "autoscaler"
             case Reported(router, report):
                 reporter = self.pools.members.get(router)
                 if reporter is not None:
@@ -142,11 +145,12 @@ class ControllerCore:
     # ------------------------------------------------------------- orders of operators
 
     def _scale(self, event: Scale) -> list[Action]:
-        problem = GOING_DOWN if self._ending else scale_refusal(event.targets, self.bounds)
+        problem = GOING_DOWN if self._ending else self._size_refusal(event.targets)
         if problem:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
         replaced = self._waiters.end_scales("replaced by a later scale")
         self.pools.resize(event.targets)
+        self.pools.turn_cause = "baton scale"
         self._waiters.scales.append(event.ticket)
         text = describe_targets(self.pools.sizes())
         return [*replaced, Answer(event.ticket, Outcome.ACCEPTED, text)]
@@ -184,10 +188,11 @@ class ControllerCore:
         if problem or member is None:
             return [Answer(event.ticket, Outcome.FAILED, problem)]
         replaced = self._waiters.end_scales("replaced by a later change of role")
-        turn = self.pools.turn(member, event.role, now)
+        self.pools.resize(self._turned_sizes(member, event.role))
+        turn = self.pools.turn(member, event.role, "baton role", now)
         self._waiters.scales.append(event.ticket)
         text = describe_targets(self.pools.sizes())
-        return [*replaced, Answer(event.ticket, Outcome.ACCEPTED, text), turn]
+        return [*replaced, Answer(event.ticket, Outcome.ACCEPTED, text), *turn]
 
     def _turn_refusal(self, member: Member | None, event: Turn) -> str:
         """Return why a worker cannot change its role, or an empty text."""
@@ -206,9 +211,15 @@ class ControllerCore:
             return f"{member.name} is {member.stage.value}; only a ready worker changes its role"
         if self._is_last(member):
             return _last(member)
-        sizes = dict(self.pools.targets)
-        sizes[member.role], sizes[event.role] = sizes[member.role] - 1, sizes[event.role] + 1
-        return scale_refusal(sizes, self.bounds)
+        return self._size_refusal(self._turned_sizes(member, event.role))
+
+    def _size_refusal(self, targets: dict[str, int]) -> str:
+        return scale_refusal(targets, self.bounds, self.pools.targets)
+
+    def _turned_sizes(self, member: Member, role: str) -> dict[str, int]:
+        """Return the targets after a change of the member's role."""
+        sizes = self.pools.targets
+        return {member.role: sizes[member.role] - 1, role: sizes[role] + 1}
 
     def rollout_refusal(self) -> str:
         """Return why no rollout can begin now, or an empty text if one can."""
@@ -344,9 +355,11 @@ class ControllerCore:
     def _look(self, now: float) -> list[Action]:
         """Return all actions that follow from the present state of the members."""
         actions: list[Action] = []
+        self.pools.may_turn = self.can_turn and self.rollout is None
         if self.phase is Phase.STARTING or self.phase is Phase.SERVING:
             actions += self._overdue(now)
         if self.phase is Phase.STARTING or self.phase is Phase.SERVING:
+            actions += self.pools.turns(now) if self.phase is Phase.SERVING else []
             actions += [*self.pools.fill(now), *self.pools.shed(now), *self.pools.drains(now)]
             actions += [*self._arrived(now), *self._held_up(now)]
         if self.phase is Phase.DRAINING:

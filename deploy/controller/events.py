@@ -30,9 +30,13 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The autoscaler's pool sizes. Sizes outside the bounds are moved into the bounds."""
+    """The autoscaler's pool sizes. Sizes outside the bounds are moved into the bounds.
+
+    ``why``: the reason of a change of role among them.
+    """
 
     targets: dict[str, int]
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

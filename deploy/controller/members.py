@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..report import DRAINED, ClusterReport
 from ..roles import POOLS, ROUTER
@@ -45,8 +46,8 @@ class Member:
     drain_sent_at: float = 0.0
     waits_for: str = ""
     """Why the member has no host yet."""
-    turning: bool = False
-    """The worker drains its former role, or registers in its new one."""
+    turning: str = ""
+    """Why the worker drains its former role, or registers in its new one."""
     cause: str = ""
     """Why its last process ended; empty after the member is ready again."""
     ends: int = 0
@@ -78,20 +79,35 @@ class Member:
         self.since = now
 
 
+class Seen(NamedTuple):
+    """One worker in a router's report."""
+
+    state: str = ""
+    reason: str = ""
+    role: str = ""
+    requests: int = 0
+
+
+UNSEEN = Seen()
+
+
 @dataclass(slots=True)
 class View:
-    """The last report of one router: state, reason and role of each worker, and its requests.
+    """The last report of one router: its workers, and the number of its requests.
 
     By name and pid: workers with different keys may state one name.
     """
 
-    workers: dict[tuple[str, int], tuple[str, str, str]] = field(default_factory=dict)
+    workers: dict[tuple[str, int], Seen] = field(default_factory=dict)
     in_flight: int = 0
 
     @classmethod
     def of(cls, report: ClusterReport) -> View:
         """Extract the view from a report."""
-        workers = {(w.id, w.pid): (w.state, w.reason, w.role) for w in reversed(report.workers)}
+        workers = {
+            (w.id, w.pid): Seen(w.state, w.reason, w.role, w.requests_running + w.requests_waiting)
+            for w in reversed(report.workers)
+        }
         return cls(workers, report.router.requests.in_flight)
 
     def state(self, member: Member) -> str:
@@ -101,10 +117,14 @@ class View:
         """
         if not member.pid:
             return ""
-        state, reason, role = self.workers.get((member.name, member.pid), ("", "", ""))
-        if role != member.role:
+        seen = self.workers.get((member.name, member.pid), UNSEEN)
+        if seen.role != member.role:
             return ""
-        return "left" if state == "dead" and reason == DRAINED else state
+        return "left" if seen.state == "dead" and seen.reason == DRAINED else seen.state
+
+    def requests(self, member: Member) -> int:
+        """Return the running and waiting requests of the member's present process."""
+        return self.workers.get((member.name, member.pid), UNSEEN).requests
 
 
 class Members:
@@ -164,6 +184,10 @@ class Members:
         routers = self.of_role(ROUTER)
         views = [self.views.get(router.name) for router in routers]
         return bool(views) and all(v is not None and v.state(worker) == "ready" for v in views)
+
+    def requests(self, worker: Member) -> int:
+        """Return the requests of a worker by the routers' reports."""
+        return max((view.requests(worker) for view in self.views.values()), default=0)
 
     def sees_all(self, router: Member) -> bool:
         """Whether a router reports every ready worker as ready."""

@@ -46,7 +46,9 @@ class Pools:
     ``gateways``: target number of gateways.
     ``revision``: number of the settings for new members. ``surge``: the pool that may have one
     extra worker for a rollout. ``in_place``: a rollout starts each replacement only after the old
-    worker has ended, because an extra worker has no room.
+    worker has ended, because an extra worker has no room. ``may_turn``: workers may change their
+    role now. ``turn_cause``: why the present targets let them. ``last_turn``: worker and text
+    of the last change of role.
     """
 
     routers: tuple[str, ...]
@@ -57,6 +59,9 @@ class Pools:
     revision: int = 0
     surge: str = ""
     in_place: bool = False
+    may_turn: bool = False
+    turn_cause: str = ""
+    last_turn: tuple[str, str] = ("", "")
 
     def __post_init__(self) -> None:
         self._losses: dict[str, tuple[RestartPolicy, float]] = {}  # with the time of the last loss
@@ -83,16 +88,16 @@ class Pools:
         member.drain_sent_at = now
         return DrainMember(member.name)
 
-    def turn(self, member: Member, role: str, now: float) -> TurnMember:
+    def turn(self, member: Member, role: str, why: str, now: float) -> list[Action]:
         """Let a ready worker drain and go on in another role. It belongs to the new pool at once.
 
-        Both targets follow, so that no other worker is started or drained for it.
+        The caller changes the targets, so that no other worker is started or drained for it.
         """
-        self.targets[member.role] = max(0, self.targets[member.role] - 1)
-        self.targets[role] += 1
-        member.role, member.turning = role, True
+        member.role, member.turning = role, why
         member.enter(Stage.STARTING, now)
-        return TurnMember(member.name, role, member.revision)
+        self.last_turn = member.name, f"its role to {role}: {why}"
+        log = Log("turns", member.name, f"{role}: {why}")
+        return [TurnMember(member.name, role, member.revision), log]
 
     def shrink(self, role: str, others: int) -> None:
         """Lower a pool's target by one, because a worker leaves and ``others`` remain.
@@ -153,6 +158,33 @@ class Pools:
 
     # ------------------------------------------------------------- all of them
 
+    def turns(self, now: float) -> list[Action]:
+        """Let spare workers of one pool change their role for the other, if that lacks workers.
+
+        A change of role loads no weights and needs no room, unlike a start and a drain.
+        """
+        actions: list[Action] = []
+        for role, other in (POOLS, POOLS[::-1]):
+            for worker in self._turners(role, other):
+                spare = sum(map(self.serves, self.members.active(other)))
+                if self.serves(worker) and spare > self.target(other):
+                    actions += self.turn(worker, role, self.turn_cause, now)
+        return actions
+
+    def _turners(self, role: str, other: str) -> list[Member]:
+        """Return the workers of ``other`` to change to ``role``, with the fewest requests first."""
+        if not self.may_turn:
+            return []
+        lacks = self.target(role) - len(self.members.active(role))
+        active = self.members.active(other)
+        able = [
+            member
+            for member in active
+            if member.stage is Stage.READY and member.revision == self.revision
+        ]
+        able.sort(key=lambda member: (self.members.requests(member), -member.index))
+        return able[: max(0, min(lacks, len(active) - self.target(other)))]
+
     def fill(self, now: float) -> list[Action]:
         """Start missing members, except of roles with a delay after a loss."""
         actions: list[Action] = []
@@ -164,6 +196,7 @@ class Pools:
                 continue
             there = len(self.members.active(role))
             there += len(self.members.leaving(role)) if self.in_place else 0
+            there += sum(len(self._turners(role, other)) for other in POOLS if other != role)
             for _ in range(self.target(role) - there):
                 name = self.members.free_name(role)
                 actions.append(self.start(name, role, self.revision, now))
@@ -262,7 +295,7 @@ class Pools:
         """Mark a starting member as ready. Returns its name if it had crashed."""
         member.enter(Stage.READY, now)
         back = [member.name] if member.cause else []
-        member.was_ready, member.turning, member.cause = True, False, ""
+        member.was_ready, member.turning, member.cause = True, "", ""
         return back
 
     # ------------------------------------------------------------- progress

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Self
 
@@ -25,6 +26,7 @@ from baton.runtime.net.sockets import Context, DealerChannel
 from baton.runtime.process.log import get_logger
 
 from ..autoscale.pilot import Pilot, pilot_of
+from ..autoscale.policy import Room
 from ..plan.bounds import scale_refusal
 from ..plan.plan import ClusterPlan, key_folder
 from ..plan.prepare import turn_refusal
@@ -51,6 +53,7 @@ from .backend import Backend, MemberEnded, MemberEvent, MemberSpec
 from .core import ControllerCore
 from .events import Action, Answer, Event, Outcome
 from .health import DEGRADED, OK, problems
+from .pools import Pools
 
 TICK = 0.1
 """Seconds between Tick events."""
@@ -172,6 +175,7 @@ class ControllerShell:
         self._admin: AdminServer | None = None
         self._events: list[Event] = []
         self._stop_by = float("inf")
+        self._turns_of = -1  # the revision that :meth:`_learn_turns` judged
 
     @classmethod
     def of(
@@ -276,6 +280,7 @@ class ControllerShell:
 
     def _tick(self) -> None:
         pilot, now = self._pilot, self._loop.now()
+        self._loop.guarded(self._learn_turns)
         if pilot is not None:
             self._loop.guarded(lambda: self._steer(pilot, now))
         self.feed(Tick())
@@ -290,9 +295,26 @@ class ControllerShell:
         if core.phase is not Phase.SERVING or core.rollout is not None:
             pilot.pause(now)
             return
-        targets = pilot.decide(core.pools.targets, now)
-        if targets is not None and not self.backend.refusal({**core.pools.targets, **targets}):
-            self.feed(events.Measured(targets))
+        measured = pilot.decide(core.pools.targets, now, Room(self._fits, core.can_turn))
+        if measured is not None:
+            self.feed(measured)
+
+    def _fits(self, targets: Mapping[str, int]) -> bool:
+        """Whether the present hosts have room for pools of these sizes."""
+        sizes, bounds = dict(targets), self.core.bounds
+        return not (
+            scale_refusal(sizes, bounds) or self.backend.refusal(sizes) or self.backend.full(sizes)
+        )
+
+    def _learn_turns(self) -> None:
+        """Note whether workers can change their role with the settings of the newest revision."""
+        revision = self.core.pools.revision
+        if revision == self._turns_of:
+            return
+        self._turns_of, self.core.can_turn = revision, False
+        with suppress(BatonError):
+            self._check_turn()
+            self.core.can_turn = True
 
     def _report_handler(self, router: str) -> Callable[[ClusterReport], None]:
         def handle(report: ClusterReport) -> None:
@@ -340,7 +362,7 @@ class ControllerShell:
                     self.feed(events.Down())
 
     def _check_size(self, targets: dict[str, int]) -> None:
-        problem = scale_refusal(targets, self.core.bounds)
+        problem = scale_refusal(targets, self.core.bounds, self.core.pools.targets)
         workers = {role: count for role, count in targets.items() if role in POOLS}
         problem = problem or self.backend.refusal({**self.core.pools.targets, **workers})
         if problem:
@@ -419,6 +441,7 @@ class ControllerShell:
             pid=os.getpid(),
             revision=served,
             rollout=running or core.last_rollout,
+            role_change=_shown_turn(pools),
             targets=dict(pools.targets),
             members=members,
             settings=msgspec.to_builtins(self._revisions.settings(served)),
@@ -461,3 +484,11 @@ class ControllerShell:
 
     def _spec(self, name: str, role: str, revision: int) -> MemberSpec:
         return self._revisions.spec(name, role, revision, self.core.pools.gateways)
+
+
+def _shown_turn(pools: Pools) -> str:
+    """Return the last change of role, such as "decode-1 changed its role to prefill: ..."."""
+    name, text = pools.last_turn
+    member = pools.members.get(name)
+    running = member is not None and member.turning
+    return f"{name} {'changes' if running else 'changed'} {text}" if name else ""

@@ -15,13 +15,15 @@ from ..roles import DECODE, GATEWAY, POOLS, PREFILL
 class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Minimum and maximum workers of each pool; 0: no bound. ``embeds``: no decode workers.
 
-    ``gateway_max``: maximum gateways; 0: the cluster was launched without any, so it has no port.
+    ``workers_max``: maximum workers of both pools together; 0: no bound. ``gateway_max``: maximum
+    gateways; 0: the cluster was launched without any, so it has no port.
     """
 
     prefill_min: int = 0
     prefill_max: int = 0
     decode_min: int = 0
     decode_max: int = 0
+    workers_max: int = 0
     embeds: bool = False
     gateway_max: int = 0
 
@@ -33,6 +35,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             prefill_max=settings.prefill_max,
             decode_min=settings.decode_min,
             decode_max=settings.decode_max,
+            workers_max=settings.workers_max,
             embeds=settings.task == EMBED,
             gateway_max=_most_gateways(settings),
         )
@@ -51,7 +54,13 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return self.gateway_max
         if role == DECODE and self.embeds:
             return 0
-        return (self.prefill_max if role == PREFILL else self.decode_max) or MAX_MEMBERS
+        most = (self.prefill_max if role == PREFILL else self.decode_max) or MAX_MEMBERS
+        return min(most, most_beside(self.workers_max, embeds=self.embeds) or MAX_MEMBERS)
+
+
+def most_beside(workers_max: int, *, embeds: bool) -> int:
+    """Return the maximum of a pool if both have at most this many workers; 0: no maximum."""
+    return workers_max if embeds else max(0, workers_max - 1)
 
 
 def _most_gateways(settings: ServeSettings) -> int:
@@ -63,8 +72,13 @@ def _most_gateways(settings: ServeSettings) -> int:
     return min(MAX_GATEWAYS, MAX_PORT + 1 - settings.metrics_port - settings.routers)
 
 
-def scale_refusal(targets: Mapping[str, int], bounds: Bounds) -> str:
-    """Return why the pools cannot have these sizes, in one sentence, or an empty text."""
+def scale_refusal(
+    targets: Mapping[str, int], bounds: Bounds, present: Mapping[str, int] | None = None
+) -> str:
+    """Return why the pools cannot have these sizes, in one sentence, or an empty text.
+
+    ``present``: the sizes of the pools that ``targets`` leaves out.
+    """
     if not targets:
         return "name a pool and its size, such as decode=2"
     for role, count in targets.items():
@@ -80,6 +94,9 @@ def scale_refusal(targets: Mapping[str, int], bounds: Bounds) -> str:
         if count > bounds.most(role):
             rule = f" ({role}_max)" if role in POOLS and bounds.most(role) < MAX_MEMBERS else ""
             return f"{role} must be at most {bounds.most(role)}{rule}, not {count}"
+    total = sum({**(present or {}), **targets}.get(role, 0) for role in POOLS)
+    if bounds.workers_max and total > bounds.workers_max:
+        return f"both pools together must have at most {bounds.workers_max} workers, not {total}"
     return ""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from baton.decode_worker.config import DecodeWorkerConfig
-from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.embedding_config import DRAW, EMBED
 from baton.engine.loading.gguf_folder import is_gguf, local_folder
 from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
 from baton.extend import DECIDER, METRIC, ORDER, POLICY, TRANSPORT, Point, is_extension
@@ -40,6 +40,7 @@ from ..config import (
 )
 from ..roles import DECODE, GATEWAY, POOLS, PREFILL, ROUTER
 from ..supervise.process import ProcessSpec
+from .bounds import most_beside
 
 if TYPE_CHECKING:
     from baton.runtime.process.log import Level
@@ -473,14 +474,16 @@ def first_token_limit(settings: ServeSettings) -> float:
 def sized_for(settings: ServeSettings) -> int:
     """Number of workers that share the machine's memory: the maximum of both pools.
 
-    A pool without a maximum counts with its size at the start.
+    A pool without a maximum counts with its size at the start, if ``workers_max`` sets none.
     """
-    return sum(most_workers(settings, role) for role in POOLS)
+    most = sum(most_workers(settings, role) for role in POOLS)
+    return min(most, settings.workers_max or most)
 
 
 def most_workers(settings: ServeSettings, role: str) -> int:
     """Return the maximum of a pool; its size at the start if it has none."""
     count, most = getattr(settings, role), getattr(settings, f"{role}_max")
+    most = most or most_beside(settings.workers_max, embeds=settings.task == EMBED)
     return 0 if role == DECODE and not count else max(count, most)
 
 
@@ -493,7 +496,7 @@ def thread_sharers(settings: ServeSettings) -> tuple[int, int]:
     for role in POOLS:
         given, count = given_threads(settings, role), most_workers(settings, role)
         workers, taken = workers + (0 if given else count), taken + given * count
-    return workers, taken
+    return min(workers, settings.workers_max or workers), taken
 
 
 def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) -> RunnerConfig:

@@ -226,7 +226,7 @@ def with_workers_on(settings: ServeSettings, gpus: int) -> ServeSettings:
     """Set the numbers of workers for this many GPUs, within the limits of the pools."""
     if settings.mode == COLOCATED:
         return msgspec.structs.replace(settings, workers=settings.workers or gpus)
-    prefill, decode = split_gpus(gpus)
+    prefill, decode = split_gpus(min(gpus, settings.workers_max or gpus))
     return msgspec.structs.replace(
         settings,
         prefill=_bounded(prefill, settings.prefill_min, settings.prefill_max),

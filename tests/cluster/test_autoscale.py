@@ -1,4 +1,4 @@
-"""Load makes pools grow, its end makes them shrink, and no request notices."""
+"""Load moves workers between pools, makes pools grow and shrink, and no request notices."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from baton.client import AsyncClient
 from baton.deploy.controller.admin_client import AdminClient
 
 from ..processes import wait_until
-from .streams import Stream, follow, jobs, new_salt
+from .streams import Stream, follow, jobs, new_salt, run, tokens
 
 pytestmark = pytest.mark.cluster
 
@@ -59,3 +59,37 @@ def test_decode_grows_under_load_and_shrinks_after_it_without_a_lost_request(sha
     assert all(len(stream.tokens) == 60 for stream in streams)
     with cluster.client() as client:
         assert client.status()["router"]["requests"]["failed"] == 0
+
+
+def test_without_room_a_spare_worker_changes_its_role_under_running_streams(cluster):
+    """Decode has too few KV blocks for all streams, prefill has a worker to spare."""
+    running = cluster(
+        prefill=2, decode=1, workers_max=3, autoscale="on", stabilization_window=8.0,
+        decode_kv_blocks=64, slo_ttft=5.0, slo_itl=5.0, grace=20.0,
+    )  # fmt: skip
+    pids = running.pids()
+    wanted = tokens(run(running.address, WORK[:2]))
+    streams: list[Stream] = []
+    until = time.monotonic() + 90.0
+
+    async def ask(client, number, salt):
+        while sizes(running)[0]["decode"] < 2 and time.monotonic() < until:
+            stream = Stream()
+            streams.append(stream)
+            await follow(client, WORK[number % 2], stream, f"{salt}-{len(streams)}")
+            assert stream.tokens == wanted[number % 2]
+
+    async def body():
+        async with asyncio.timeout(100.0), AsyncClient(running.address) as client:
+            await asyncio.gather(*(ask(client, n, new_salt()) for n in range(len(WORK))))
+
+    asyncio.run(body())
+    wait_until(lambda: sizes(running) == ({"prefill": 1, "decode": 2},) * 2, 60.0)
+    assert [stream.error for stream in streams if stream.error is not None] == []
+    assert running.pids() == pids  # nothing was started
+    (moved,) = (w for w in running.workers().values() if w["role"] not in w["id"])
+    shown = running.command("status").stdout
+    reason = f"{moved['id']} changed its role to decode: decode needs 2 workers and has 1"
+    assert f"role change  {reason}" in shown
+    assert f"{moved['id']} changes its role to decode: decode needs 2 workers" in running.text()
+    assert tokens(run(running.address, WORK[:2])) == wanted

@@ -14,6 +14,7 @@ from baton.deploy.controller.events import (
 )
 from baton.deploy.controller.health import problems
 from baton.deploy.controller.members import Stage
+from baton.deploy.plan.bounds import Bounds, scale_refusal
 from baton.deploy.report import ClusterReport, RequestCounts, RouterReport, WorkerReport
 from baton.deploy.supervise.core import Phase, Reported, Tick
 
@@ -607,7 +608,8 @@ def test_only_what_every_router_sees_is_ready():
 def test_whatever_happens_the_invariants_hold_and_it_ends_when_asked(routers, replace):
     """World checks the invariants after each event; this test checks the final state."""
     for seed in range(700):
-        live(World(seed, routers=routers, gateways=seed % 3, replace=replace), seed)
+        turns = seed % 2 == 0
+        live(World(seed, routers=routers, gateways=seed % 3, can_turn=turns, replace=replace), seed)
 
 
 @pytest.mark.parametrize("routers", [("router",), ("router-0", "router-1")])
@@ -704,6 +706,84 @@ def test_the_core_refuses_impossible_changes_of_role():
     assert "only a ready worker changes its role" in refused("decode-0", "decode")
     world.feed(Down())
     assert refused("decode-1", "prefill") == "the cluster is going down"
+
+
+def turned(world, targets, why="") -> list[tuple[str, str]]:
+    """Return the workers that change their role for these targets; no worker starts for them."""
+    before = {name: process.pid for name, process in world.processes.items()}
+    order = Measured(targets, why) if why else Scale(world.ticket(), targets)
+    world.feed(order)
+    for _ in range(3):
+        world.settle(5)
+    assert {name: process.pid for name, process in world.processes.items()} == before
+    assert world.core.pools.targets == targets
+    return [(log.name, log.detail) for log in world.logs if log.event == "turns"]
+
+
+@pytest.mark.parametrize("why", ["", "prefill needs 2 workers"])
+def test_pools_that_grow_and_shrink_at_once_exchange_workers(why):
+    world = serving(prefill=1, decode=3, can_turn=True)
+    moved = turned(world, {"prefill": 3, "decode": 1}, why)
+    assert moved == [(f"decode-{n}", f"prefill: {why or 'baton scale'}") for n in (2, 1)]
+    assert names(world, "prefill") == {"prefill-0", "decode-1", "decode-2"}
+
+
+def test_the_worker_with_the_fewest_requests_changes_its_role():
+    world = serving(prefill=1, decode=3, can_turn=True)
+    world.requests = {"decode-0": 2, "decode-1": 1, "decode-2": 5}
+    world.report("router")
+    ((worker, _),) = turned(world, {"prefill": 2, "decode": 2})
+    assert worker == "decode-1"
+
+
+def test_without_changes_of_role_a_worker_starts_and_another_drains():
+    world = serving(prefill=1, decode=3)
+    world.feed(Measured({"prefill": 2, "decode": 2}))
+    world.settle(5)
+    assert names(world, "prefill") == {"prefill-0", "prefill-1"}
+    assert "turns" not in world.said and "retired" in world.said
+
+
+def test_a_worker_that_is_needed_keeps_its_role_until_another_is_back():
+    """Nothing starts in its place: the exchange happens when enough workers serve."""
+    world = serving(prefill=1, decode=3, can_turn=True)
+    for name in ("decode-1", "decode-2"):
+        world.processes[name].lost = True
+    world.report("router")
+    world.feed(Measured({"prefill": 2, "decode": 2}, "load"))
+    world.report("router")
+    assert "turns" not in world.said and names(world, "prefill") == {"prefill-0"}
+    for name in ("decode-1", "decode-2"):
+        world.processes[name].lost = False
+    world.settle(5)
+    assert world.said.count("turns") == 1 and len(names(world, "prefill")) == 2
+    assert set(world.processes) == {"router", "prefill-0", "decode-0", "decode-1", "decode-2"}
+
+
+def test_a_router_that_restarts_in_a_change_of_role_moves_no_other_worker():
+    world = serving(prefill=1, decode=3, can_turn=True)
+    world.feed(Measured({"prefill": 2, "decode": 2}, "load"))
+    world.crash(world.processes["router"], for_good=False)
+    world.settle(8)
+    assert world.said.count("turns") == 1
+    assert names(world, "prefill") == {"prefill-0", "decode-2"}
+
+
+def test_during_a_rollout_no_worker_changes_its_role_for_a_scale():
+    world = serving(prefill=1, decode=3, can_turn=True)
+    world.feed(Rollout(world.ticket(), 1))
+    world.feed(Scale(world.ticket(), {"prefill": 2, "decode": 2}))
+    world.settle(40)
+    assert "turns" not in world.said
+    assert (len(names(world, "prefill")), len(names(world, "decode"))) == (2, 2)
+
+
+def test_both_pools_together_have_a_maximum():
+    bounds = Bounds(workers_max=4)
+    assert bounds.most("prefill") == bounds.most("decode") == 3
+    present = {"prefill": 1, "decode": 3}
+    assert "at most 4 workers, not 5" in scale_refusal({"prefill": 2}, bounds, present)
+    assert scale_refusal({"prefill": 2, "decode": 2}, bounds, present) == ""
 
 
 def test_a_change_of_role_waits_for_no_rollout():

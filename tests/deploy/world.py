@@ -69,12 +69,20 @@ class World:
     """The core under test and its environment."""
 
     def __init__(
-        self, seed: int, prefill=2, decode=2, routers=("router",), gateways=0, **limits
+        self,
+        seed: int,
+        prefill=2,
+        decode=2,
+        routers=("router",),
+        gateways=0,
+        can_turn=False,
+        **limits,
     ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.routers, self.gateways = routers, gateways
         self.restarts = False  # of the controller
+        self.can_turn = can_turn
         self.targets = {"prefill": prefill, "decode": decode}
         self.limits = ControllerLimits(grace=GRACE, ready_timeout=60.0, **limits)
         self.core = self.new_core()
@@ -89,12 +97,15 @@ class World:
         self.requested: dict[str, int] = {}
         self.ended: int | None = None
         self.logs: list[Log] = []
+        self.requests: dict[str, int] = {}  # running ones by worker
         self.feed(Begin())
 
     def new_core(self) -> ControllerCore:
         bounds = Bounds(decode_max=6, gateway_max=4 if self.gateways else 0)
         targets = dict(self.targets)
-        return ControllerCore(targets, self.routers, self.limits, bounds, self.gateways)
+        core = ControllerCore(targets, self.routers, self.limits, bounds, self.gateways)
+        core.can_turn = self.can_turn
+        return core
 
     def restart_controller(self) -> None:
         """Replace the controller; it continues from the saved state. Pending tickets are lost."""
@@ -145,8 +156,11 @@ class World:
             state = "dead" if p.left else "draining" if p.drained_at is not None else "ready"
             reason = "drained" if p.left else ""
             workers.append(
-                WorkerReport(id=p.name, role=p.role, pid=p.pid, state=state, reason=reason)
-            )
+                WorkerReport(
+                    id=p.name, role=p.role, pid=p.pid, state=state, reason=reason,
+                    requests_running=self.requests.get(p.name, 0),
+                )
+            )  # fmt: skip
         self.seen[router] = {w.id: w.pid for w in workers if w.state == "ready"}
         self.feed(Reported(router, ClusterReport(workers=workers)))
 
@@ -181,6 +195,10 @@ class World:
                 self.ended = code
             case log:
                 self.logs.append(log)
+                if log.event == "turns" and not log.detail.endswith("baton role"):
+                    role = self.processes[log.name].role
+                    left = len(self.serving(role))
+                    assert left >= self.core.pools.targets[role], "turned below the target"
 
     def answer(self, ticket, outcome) -> None:
         if ticket is None:

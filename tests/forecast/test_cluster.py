@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.forecast.cluster import Setup, Slo, fixed
+from baton.forecast.cluster import Replay, Setup, Slo, fixed
 from baton.forecast.service import ServiceModel
 from baton.loadgen.traces import Arrival
 
@@ -98,6 +98,38 @@ def test_a_faster_trace_has_the_same_requests_earlier():
     trace = [Arrival(float(second), 10, 2) for second in range(10)]
     slow, fast = served(trace, ALONE, COLOCATED), served(trace, ALONE, COLOCATED, speed=4.0)
     assert [request.at for request in fast] == [request.at / 4 for request in slow]
+
+
+# --------------------------------------------------------------------------- changes of role
+
+
+@pytest.mark.parametrize("turn_s", [2.0, 0.0])
+def test_a_spare_worker_changes_its_role_after_its_last_request(turn_s):
+    """Each decode worker has a stream, the last one the shortest.
+
+    From 20.5 s on three prompts arrive per second, of one second each.
+    """
+    lengths = (2000, 2000, 1500)
+    streams = [Arrival(float(n), 10, length) for n, length in enumerate(lengths)]
+    prompts = [Arrival(20.5 + n / 3, 1000, 1) for n in range(60)]
+    setup = Setup(turn_s=turn_s)
+    replay = Replay([*streams, *prompts], PLAIN, 30.0, {"prefill": 1, "decode": 3}, setup)
+    targets = [{"prefill": 1, "decode": 3}, {"prefill": 2, "decode": 2}]
+    outcome = replay.run(lambda _metrics, now: targets[now >= 20.0])
+    ended = streams[2].at + 0.01 + 1499 * 0.02
+    mover = next(worker for worker in outcome.workers if worker.life.draining)
+    assert mover.life.ended == pytest.approx(ended, abs=0.02)
+    new = outcome.workers[-1]
+    assert new.name == "prefill-1"
+    if turn_s:
+        assert outcome.moves == [(20.0, "prefill")]
+        assert new.life.ordered == mover.life.ended
+        assert outcome.hours() == pytest.approx(4 * outcome.end / 3600)
+    else:
+        assert outcome.moves == [] and new.life.ordered == 20.0
+        assert outcome.hours() > 4 * outcome.end / 3600
+    served_there = [r.first for r in outcome.requests if r.prefill is new]
+    assert (min(served_there, default=math.inf) < 50.0) == bool(turn_s)
 
 
 # --------------------------------------------------------------------------- adaptive

@@ -247,6 +247,16 @@ def test_a_drained_worker_with_a_successor_is_no_restart(bench):
     assert generated(bench) == 4
 
 
+def test_a_worker_that_registers_in_the_other_pool_is_a_change_of_role():
+    totals = worker_totals.WorkerTotals()
+    for incarnation, role in enumerate(("decode", "prefill", "prefill", "decode")):
+        hello = replace(HELLO, worker="decode-0", role=role, incarnation=incarnation + 1)
+        worker = Worker(b"", hello, 0.0)
+        totals.joined(worker)
+        totals.died(worker)
+    assert totals.role_changes == {("decode-0", "prefill"): 1, ("decode-0", "decode"): 1}
+
+
 def test_names_of_workers_are_limited(monkeypatch):
     monkeypatch.setattr(worker_totals, "MAX_NAMES", 2)
     bench = Bench(make_config())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from baton.deploy.autoscale.metrics import Metrics, RouterSample, WorkerSample
-from baton.deploy.autoscale.policy import Autoscaler
+from baton.deploy.autoscale.policy import ANY_ROOM, Autoscaler, Room
 
 SPEED = 1000.0  # prompt tokens per second of a prefill worker
 ENCODED = 200.0  # tokens of images that a prefill worker encodes per second
@@ -83,8 +83,13 @@ class PictureFluid:
 
 @dataclass
 class Fluid:
+    """``room``: of the hosts. A worker that changes its role is ready ``turn_s`` later."""
+
     scaler: Autoscaler
     cold_s: float = 30.0
+    room: Room = ANY_ROOM
+    turn_s: float = 4.0
+    moves: list[tuple[float, str]] = field(default_factory=list)  # time, new role
     prompt: int = PROMPT
     now: float = 0.0
     ready: dict[str, int] = field(default_factory=dict)
@@ -123,10 +128,19 @@ class Fluid:
         self.images_done += part * self.images
         self.queue *= 1 - part
         self.images *= 1 - part
-        targets = self.scaler.observe(self.metrics(running), self.now)
+        targets = self.scaler.observe(self.metrics(running), self.now, self.room)
+        assert self.room.fits(targets)
         for role, target in targets.items():
+            (other,) = set(targets) - {role}
             while self.ready[role] + len(self.coming[role]) < target:
-                self.coming[role].append(self.now + self.cold_s)
+                moves = self.room.turns and self.ready[other] > targets[other]
+                if moves:
+                    self.ready[other] -= 1
+                    self.moves.append((self.now, role))
+                    assert self.scaler.why
+                self.coming[role].append(self.now + (self.turn_s if moves else self.cold_s))
+                self.coming[role].sort()
+        for role, target in targets.items():
             if self.ready[role] + len(self.coming[role]) > target:
                 self.coming[role] = []
                 self.ready[role] = min(self.ready[role], target)

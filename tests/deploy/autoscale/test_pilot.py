@@ -39,7 +39,8 @@ def steer(pilot, seconds, targets, start=0.0, routers=("router",), **figures):
         now = start + second
         for name in routers:
             pilot.reported(name, report(targets["decode"], came=int(now) * 100, **figures), now)
-        targets |= pilot.decide(targets, now) or {}
+        measured = pilot.decide(targets, now)
+        targets |= measured.targets if measured else {}
     return targets
 
 
