@@ -28,7 +28,7 @@ def packages() -> Iterator[str]:
     (floors,) = (
         contract["layers"]
         for contract in settings["tool"]["importlinter"]["contracts"]
-        if contract["type"] == "layers"
+        if contract["type"] == "layers" and "containers" not in contract
     )
     for floor in floors:
         for name in floor.split("|"):

@@ -51,7 +51,6 @@ from .lifecycle import Lifecycle
 from .own_errors import TEXT
 from .queries import Queries, merge_queries
 from .records import Attempt, Request, State
-from .recovery import Recovery
 from .state import RouterState
 from .stories import MAX_ORIGIN_CHARS
 from .takeover import Takeover
@@ -70,7 +69,6 @@ class ClientMessages:
         self,
         state: RouterState,
         lifecycle: Lifecycle,
-        recovery: Recovery,
         takeover: Takeover,
         queries: Queries,
     ) -> None:
@@ -82,7 +80,6 @@ class ClientMessages:
         self._admission = state.admission
         self._clients = state.clients
         self._lifecycle = lifecycle
-        self._recovery = recovery
         self._takeover = takeover
         self._metrics = state.metrics
         self._queries = queries
@@ -271,7 +268,7 @@ class ClientMessages:
         self._lifecycle.resend(request, message.position)
         # A client that has every token resumes only if it suspects that the stream is stuck.
         if not known or message.position >= request.next:
-            self._recovery.reclaim(request, now)
+            self._lifecycle.reclaim(request, now)
 
     def _check_ahead(self, request: Request, message: Resume) -> None:
         """Raise InputError or DuplicateRequest unless the client's tokens extend those kept."""

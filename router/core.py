@@ -14,10 +14,9 @@ requests that began elsewhere, :mod:`.timers` handles timeouts. They share one :
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 
-from baton.proto.errors import InternalError
 from baton.runtime.metrics.families import Family
 
 from .client_messages import ClientMessages
@@ -38,11 +37,12 @@ from .events import (
     WorkerInputRejected,
     WorkersGone,
 )
-from .integrity import check_request
+from .history import History
 from .lifecycle import Lifecycle
 from .queries import Queries
-from .records import ANYBODY, NO_KEY, Caller, State, Worker, WorkerCaller
-from .recovery import Recovery, WorkerLosses
+from .records import ANYBODY, NO_KEY, Caller, WorkerCaller
+from .recovery import WorkerLosses
+from .repair import Repair, check_state
 from .state import RouterState
 from .status import Reporter
 from .takeover import Takeover
@@ -79,26 +79,26 @@ class RouterCore:
         extensions: Extensions | None = None,
     ) -> None:
         self.broken = ""
-        state = RouterState(
-            config, incarnation, now,
+        self.extensions = extensions or Extensions(config)
+        state = self._state = RouterState(
+            config, incarnation, now, self.extensions.placing,
             caller_of=caller_of, worker_of=worker_of, fresh_stories=fresh_stories,
-            extensions=extensions,
         )  # fmt: skip
-        self.extensions = state.extensions
         self._out, self.errors = state.out, state.errors
         self.table, self.registry, self.admission = state.table, state.registry, state.admission
         self.clients, self.metrics, self.stories = state.clients, state.metrics, state.stories
         self.placement, self.handoffs = state.placement, state.handoffs
+        self._repair = Repair(state)
         lifecycle = self._lifecycle = Lifecycle(state)
-        recovery = self._recovery = Recovery(state, lifecycle)
-        takeover = Takeover(state, lifecycle, recovery)
-        self._reporter = Reporter(state)
-        queries = Queries(state, self._reporter, files or {})
-        client_messages = ClientMessages(state, lifecycle, recovery, takeover, queries)
-        losses = WorkerLosses(state, lifecycle, recovery, queries.drained)
+        takeover = Takeover(state, lifecycle)
+        history = History(state)
+        self._reporter = Reporter(state, history, self.extensions.counts)
+        queries = Queries(state, self._reporter.report, files or {})
+        client_messages = ClientMessages(state, lifecycle, takeover, queries)
+        losses = WorkerLosses(state, lifecycle, queries.drained)
         registration = WorkerRegistration(state, takeover, losses, queries.drained)
-        worker_messages = WorkerMessages(state, lifecycle, recovery, takeover, registration)
-        self._timers = Timers(state, lifecycle, recovery, takeover, losses)
+        worker_messages = WorkerMessages(state, lifecycle, takeover, registration)
+        self._timers = Timers(state, lifecycle, takeover, losses, history)
         self._handlers: dict[type[Event], Callable[..., None]] = {
             FromClient: client_messages.handle,
             FromWorker: worker_messages.handle,
@@ -163,9 +163,9 @@ class RouterCore:
         try:
             for _ in range(MAX_MENDS):
                 if self.errors.fresh:
-                    self.errors.mend(
+                    self._repair.mend(
                         self._lifecycle.fail,
-                        lambda one, why: self._recovery.lost(one, why, now),
+                        lambda one, why: self._lifecycle.lost(one, why, now),
                         now,
                     )
             self.check_integrity()
@@ -175,37 +175,4 @@ class RouterCore:
 
     def check_integrity(self) -> None:
         """Raise InternalError if records, counters and the workers' loads do not agree."""
-        requests, admission = self.table.requests.values(), self.admission
-        unfinished = [request for request in requests if not request.done]
-        sums = (
-            len(unfinished),
-            sum(request.bytes for request in requests),
-            sum(request.queued_tokens for request in unfinished),
-        )
-        if sums != (admission.requests, admission.context_bytes, admission.queued_tokens):
-            raise InternalError(f"admission counts do not match the records' sums {sums}")
-        for request in requests:
-            check_request(request)
-            if (request.key in self.table.queued) != (request.state is State.QUEUED):
-                raise InternalError(f"{request.request_id} is queued, or should be")
-        charged: defaultdict[Worker | None, int] = defaultdict(int)
-        prompts: defaultdict[Worker | None, int] = defaultdict(int)
-        for request in requests:
-            attempt = request.attempt
-            charged[attempt.prefill] += attempt.prefill_cost
-            charged[attempt.decode] += attempt.decode_cost
-            prompts[attempt.assignee] += max(0, attempt.uncached)
-        for worker in self.registry.live():
-            if worker.outstanding != charged[worker]:
-                counted = f"{worker.outstanding} tokens outstanding"
-                text = f"{counted}, the requests have {charged[worker]}"
-                raise InternalError(f"{worker.id}: {text}")
-            uncached = worker.uncached + worker.late
-            if uncached != prompts[worker]:
-                text = f"{uncached} uncached tokens, the requests have {prompts[worker]}"
-                raise InternalError(f"{worker.id}: {text}")
-            for key, request in worker.requests.items():
-                if self.table.requests.get(key) is not request or not request.attempt.runs_on(
-                    worker
-                ):
-                    raise InternalError(f"{worker.id} keeps {request.request_id}, which it lost")
+        check_state(self._state)

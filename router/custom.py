@@ -40,8 +40,11 @@ from baton.proto.work import prefix_hashes
 from baton.runtime.metrics.families import Bounds, Kind, Row, Values
 
 from .config import PolicyConfig, RouterConfig
-from .decider import Costs, streams_of
-from .policy import PrefixAware
+from .decider import Costs, HandoffTails, streams_of
+from .decider import Decider as OwnDecider
+from .placement import Decider as AnyDecider
+from .placement import Policy as AnyPolicy
+from .policy import PrefixAware, make_policy
 from .records import Chosen, Preference, Request, Worker
 from .story_report import RequestLine
 
@@ -80,19 +83,19 @@ class Extensions:
         ]
         self._guards: list[Guard] = []
 
-    def policy(self, report: Report) -> CustomPolicy | None:
-        """Return the policy, or None for one of Baton's own."""
-        if self._policy is None:
-            return None
+    def placing(self, report: Report) -> tuple[AnyPolicy, AnyDecider]:
+        """Return the policy and the mode decider, each of Baton's own or a user's."""
         config = self._config
-        guard = self._guard(POLICY, config.policy.name, report)
-        return CustomPolicy(self._policy, guard, config.policy, config.name)
-
-    def decider(self, report: Report) -> CustomDecider | None:
-        """Return the mode decider, or None for Baton's own."""
-        if self._decider is None:
-            return None
-        return CustomDecider(self._decider, self._guard(DECIDER, self._config.decider, report))
+        policy: AnyPolicy
+        if self._policy is None:
+            policy = make_policy(config.policy, config.name)
+        else:
+            guard = self._guard(POLICY, config.policy.name, report)
+            policy = CustomPolicy(self._policy, guard, config.policy, config.name)
+        own = None
+        if self._decider is not None:
+            own = CustomDecider(self._decider, self._guard(DECIDER, config.decider, report))
+        return policy, OwnDecider(config, HandoffTails(), own)
 
     def metrics(self, report: Report) -> list[CustomMetric]:
         """Return the metrics."""
@@ -138,7 +141,7 @@ class Extensions:
 
 
 class CustomPolicy:
-    """A :class:`.policy.Policy` that asks an extension; ``prefix_aware`` is its default.
+    """A :class:`.placement.Policy` that asks an extension; ``prefix_aware`` is its default.
 
     Call :meth:`begin` with each request before its workers are chosen.
     """

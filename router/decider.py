@@ -37,18 +37,17 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.proto.requests import local_feature
 from baton.proto.wire.messages import HandoffReport
 
 from .config import RouterConfig
+from .placement import NO_PREFILL, Way
 from .records import Request, Worker
 
 COLOCATED = "colocated workers"
-NO_PREFILL = "no prefill worker was ready"
 ADAPTIVE = "adaptive"
-PREDICTED = "predicted first token"
-"""What chooses the worker of a way in mode adaptive."""
 MARGIN = 0.9
 """Part of the time over a prefill worker within which a local request must be predicted."""
 NEW = 0.2
@@ -169,11 +168,25 @@ class HandoffTails:
         return self._seconds.get((prefill.id, decode.id), 0.0)
 
 
-class Decider:
-    """Applies the configured mode."""
+class Chooser(Protocol):
+    """What decides instead of Baton: :class:`.custom.CustomDecider`."""
 
-    def __init__(self, config: RouterConfig, tails: HandoffTails) -> None:
+    def decided(
+        self, request: Request, costs: Costs, uncached: Callable[[Worker], int]
+    ) -> tuple[bool, str]:
+        """Return whether the request is local, and why as text."""
+        ...
+
+
+class Decider:
+    """Applies the configured mode; a user's own decider chooses between the ways that it found."""
+
+    def __init__(
+        self, config: RouterConfig, tails: HandoffTails, own: Chooser | None = None
+    ) -> None:
         self._tails = tails
+        self._own = own
+        self.learn = tails.add
         self._target = config.step_time_s
         self._limit = config.slo_ttft_s or math.inf
         self.always = config.mode == "colocated"
@@ -196,6 +209,28 @@ class Decider:
         if not self.always and (not self._falls_back or prefill):
             return [], ""
         return able(request, decodes), COLOCATED if self.always else NO_PREFILL
+
+    def way(
+        self,
+        request: Request,
+        prefills: Sequence[Worker],
+        decodes: Sequence[Worker],
+        pair: tuple[Worker, Worker],
+        uncached: Callable[[Worker], int],
+        now: float,
+    ) -> Way:
+        """Return the way that mode adaptive prefers; ``pair``: the choice of the policy."""
+        alone = able(request, decodes)
+        costs = self.costs(prefills, alone, pair, uncached, now)
+        if self._own is None:
+            why, local = costs.explain(), costs.prefers_local
+        else:
+            local, why = self._own.decided(request, costs, uncached)
+        if local and costs.decode is not None:
+            return Way(None, costs.decode, why, len(alone))
+        return Way(
+            costs.prefill, pair[1], why, len(prefills), late=costs.over_prefill > costs.limit
+        )
 
     def costs(
         self,

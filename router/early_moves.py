@@ -14,9 +14,10 @@ Pure.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .placement import HEARD_S
 from .records import Request, State, Worker, WorkerState
-from .recovery import WorkerLosses
 from .state import RouterState
 
 SHORTEST_S = 0.5
@@ -24,16 +25,17 @@ SHORTEST_S = 0.5
 
 
 class EarlyMoves:
-    """Decides which requests leave their suspect workers now."""
+    """Decides which requests leave their suspect workers now; ``move`` moves one."""
 
-    def __init__(self, state: RouterState, losses: WorkerLosses) -> None:
+    def __init__(self, state: RouterState, move: Callable[[Worker, Request, float], None]) -> None:
         self._registry = state.registry
-        self._losses = losses
+        self._health = state.health
+        self._move = move
         self._errors = state.errors
 
     def tick(self, now: float) -> None:
         """Move the requests whose wait is over."""
-        health = self._registry.health
+        health = self._health
         if health.excused(now):
             return  # this process paused: the workers may have sent messages meanwhile
         for worker in self._registry.live():
@@ -49,7 +51,7 @@ class EarlyMoves:
                 return
             replay = self._replay_s(request, now)
             if replay is not None and waited >= max(SHORTEST_S, replay) * 2**request.early_moves:
-                self._losses.move_early(worker, request, now)
+                self._move(worker, request, now)
 
         self._errors.each(list(worker.requests.values()), move)
 

@@ -31,8 +31,9 @@ from baton.runtime.metrics.latency import Latency, cumulated
 
 from .admission import Admission
 from .config import RouterConfig
-from .decider import NO_PREFILL
-from .metrics import CANCELLED, OK, HandoffMetrics, Metrics
+from .handoffs import HandoffMetrics
+from .metrics import CANCELLED, OK, Metrics
+from .placement import NO_PREFILL
 from .records import Worker, WorkerState
 from .registry import Registry
 from .worker_totals import COUNTERS, WorkerTotals

@@ -11,12 +11,8 @@ from collections.abc import Collection, Iterable
 from baton.runtime.liveness import suspect_after
 
 from .config import RouterConfig
-from .records import Worker, WorkerState
+from .records import CONNECTION_CLOSED, NO_HEARTBEAT, Worker, WorkerState
 
-NO_HEARTBEAT = "no heartbeat"
-CONNECTION_CLOSED = "its connection closed"
-SILENCES = (NO_HEARTBEAT, CONNECTION_CLOSED)
-"""Reasons for a worker's death that this router's own network could explain."""
 ALL_SILENT_FACTOR = 6
 """Factor of the worker timeout while all workers are silent.
 

@@ -14,10 +14,8 @@ import msgspec
 
 from baton.runtime.metrics.latency import percentile
 
-from .admission import Admission
-from .metrics import FAILED, HandoffMetrics, Metrics
-from .registry import Registry
-from .request_table import RequestTable
+from .metrics import FAILED
+from .state import RouterState
 
 INTERVAL_S = 5.0
 """Seconds between samples."""
@@ -76,20 +74,13 @@ class Counters(msgspec.Struct, frozen=True, gc=False):
 class History:
     """The latest samples of one router; ``now`` is monotonic seconds in all calls."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        registry: Registry,
-        admission: Admission,
-        metrics: Metrics,
-        handoffs: HandoffMetrics,
-        now: float,
-    ) -> None:
-        self._table = table
-        self._registry = registry
-        self._admission = admission
-        self._metrics = metrics
-        self._handoffs = handoffs
+    def __init__(self, state: RouterState) -> None:
+        self._table = state.table
+        self._registry = state.registry
+        self._admission = state.admission
+        self._metrics = metrics = state.metrics
+        self._handoffs = state.handoffs.metrics
+        now = state.started_at
         self._samples: deque[Sample] = deque(maxlen=SAMPLES)
         self._at = now
         self._next = now + INTERVAL_S

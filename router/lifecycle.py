@@ -48,19 +48,34 @@ from __future__ import annotations
 
 from collections import deque
 
-from baton.proto.errors import BatonError, CapacityError, InternalError, LimitExceeded
+from baton.proto.errors import (
+    BatonError,
+    CapacityError,
+    FeatureMissing,
+    InternalError,
+    LimitExceeded,
+    RequestPoisoned,
+    WorkerLost,
+)
 from baton.proto.requests import check_emitted, check_wire_context
-from baton.proto.wire.messages import Abort, Assign, Terminal
+from baton.proto.wire.messages import Abort, Adopt, Assign, Terminal
 from baton.proto.wire.proofs import Terms, assignment
 from baton.proto.wire.token_runs import messages_of
 
 from .clients import runs_from
 from .events import Log, NotSent, ToClient, ToWorker
-from .records import BEFORE_DECODE, ENDED_KEEP_S, NEVER, Request, State, Step, Worker
+from .records import BEFORE_DECODE, ENDED_KEEP_S, NEVER, PLACED, Request, State, Step, Worker
 from .served import served_times
 from .state import RouterState
-from .stories import MAX_CAUSE_CHARS, MAX_PAST
+from .stories import MAX_CAUSE_CHARS, MAX_MESSAGE_CHARS, MAX_PAST
 
+POISON_BLAME = 1.5
+"""A request with more blame than this is poisoned.
+
+The blame for a death is shared equally by the requests on the worker. So a request is poisoned if
+it was alone, or nearly alone, at two deaths. A single kill by an operator poisons no request."""
+MAX_UNHEARD = 6
+"""Unanswered Adopts after which a decode worker is assumed not to have the request."""
 UNKNOWN_ABORTS = 1024
 """Above this number, Aborts of requests without a record are sent, but not repeated."""
 _QUEUED, _DECODING = State.QUEUED, State.DECODING
@@ -270,6 +285,103 @@ class Lifecycle:
             worker.aborts[key] = (attempt, NEVER, until)
         abort = Abort(request=key, attempt=attempt, reason=reason)
         self._out.append(ToWorker(worker.identity, abort))
+
+    # ------------------------------------------------------------------ lost messages and attempts
+
+    def reclaim(self, request: Request, now: float) -> None:
+        """Ask the worker for the tokens again after a Resume of a known request."""
+        if request.running:
+            self.ask_again(request, now)
+
+    def served_by(self, request: Request, worker: Worker) -> None:
+        """Record that ``worker`` holds the current attempt."""
+        attempt = request.attempt
+        worker.requests[request.key] = request
+        if worker.role == "prefill":
+            if attempt.prefill is not worker:
+                attempt.leave_prefill(request.key)
+            attempt.prefill = attempt.server = worker
+            return
+        if attempt.decode is not worker:
+            attempt.leave_decode(request.key)
+        attempt.decode = worker
+        self.handed_over(request)
+
+    def ask_again(self, request: Request, now: float) -> None:
+        """Send Adopt for the tokens from ``next`` on, and repeat it until the worker answers."""
+        attempt = request.attempt
+        if not attempt.answered and request.retry_at != NEVER:
+            return  # already asking
+        attempt.answered, attempt.adopts = False, 0
+        request.backoff = self._config.adopt_retry_s
+        self.ask(request, now)
+
+    def ask(self, request: Request, now: float) -> None:
+        """Send Adopt once; after too many unanswered ones the attempt counts as lost."""
+        attempt, server = request.attempt, request.attempt.server
+        if server is None:
+            self.lost(request, "no worker is known to hold it", now)
+            return
+        if server.role == "decode" and attempt.adopts >= MAX_UNHEARD:
+            self.lost(request, f"worker {server.id} does not hold it", now)
+            return
+        attempt.adopts += 1
+        adopt = Adopt(request=request.key, position=request.next)
+        self._out.append(ToWorker(server.identity, adopt))
+        config = self._config
+        followed = request.state is State.FOLLOWED
+        ceiling = config.adopt_retry_s if followed else config.retry_ceiling_s
+        self._table.repeat_later(request, now, ceiling)
+
+    def lost(self, request: Request, reason: str, now: float) -> None:
+        """Replay a request whose attempt was lost; fail it if it is poisoned or lost too often."""
+        if request.state not in PLACED:
+            return
+        config = self._config
+        request.start_over()
+        request.losses += 1
+        if self.end_poisoned(request, now):
+            return
+        if request.losses >= config.max_attempts:
+            text = f"{request.losses} attempts were lost, the last because {reason}"
+            self.fail(request, WorkerLost(text), now)
+        else:
+            self._metrics.replayed += 1
+            self._out.append(
+                Log("request.replayed", {"request_id": request.request_id, "reason": reason})
+            )
+            self.requeue(request, now, reason)
+
+    def unreachable(self, request: Request, reason: str, now: float) -> None:
+        """Move a request of a failed pair to another pair.
+
+        The request did not cause the failure, so this is neither a death nor a lost attempt. If
+        all pairs fail, it is retried with back-off until a pair works or its deadline passes.
+        """
+        if request.state not in PLACED:
+            return
+        request.unreachable = reason[:MAX_MESSAGE_CHARS]
+        self._metrics.replayed += 1
+        self._out.append(
+            Log("request.replayed", {"request_id": request.request_id, "reason": reason})
+        )
+        delay = 0.0
+        try:
+            if self._placement.all_failed(request, now):
+                delay = self.back_off(request, self._config.busy_backoff_s, now)
+        except (WorkerLost, FeatureMissing) as error:
+            self.fail(request, error, now)
+            return
+        self.requeue(request, now, reason, delay)
+
+    def end_poisoned(self, request: Request, now: float) -> bool:
+        """Fail the request with RequestPoisoned and return True if it is poisoned."""
+        deadly = request.deaths >= self._config.poison_deaths
+        if request.done or not deadly or request.blame <= POISON_BLAME or request.progressed:
+            return False
+        text = f"{request.deaths} workers died with this request; it is not retried"
+        self.fail(request, RequestPoisoned(text), now)
+        return True
 
     # ------------------------------------------------------------------ streams to clients
 

@@ -10,15 +10,27 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from baton.proto.layout import ModelCard
 
-from .records import Worker, WorkerCaller
-
 CLAIM_S = 10.0
 """Seconds for which the Hello of a refused worker counts; the worker repeats it sooner."""
+
+
+class Voter(Protocol):
+    """What counts of a worker: its key states a card, and perhaps the key list names it."""
+
+    role: str
+    card: ModelCard
+    vouched: bool
+
+    @property
+    def key(self) -> bytes:
+        """CURVE key, empty without keys."""
+        ...
 
 
 class Claims:
@@ -27,10 +39,10 @@ class Claims:
     def __init__(self) -> None:
         self._by_key: dict[bytes, tuple[ModelCard, bool, float]] = {}
 
-    def add(self, card: ModelCard, caller: WorkerCaller, now: float) -> None:
+    def add(self, card: ModelCard, key: bytes, now: float, *, vouched: bool) -> None:
         """Store the card of a refused worker, and drop old ones."""
         self._by_key = {k: c for k, c in self._by_key.items() if now < c[2] + CLAIM_S}
-        self._by_key[caller.key] = card, caller.vouched, now
+        self._by_key[key] = card, vouched, now
 
     def voters(self, card: ModelCard) -> dict[bytes, bool]:
         """Return the keys that claim this model; True if the list names the worker literally."""
@@ -46,7 +58,7 @@ def votes(voters: Mapping[bytes, bool]) -> tuple[int, int]:
     return len(voters), sum(voters.values())
 
 
-def keys_of(workers: Iterable[Worker]) -> dict[bytes, bool]:
+def keys_of(workers: Iterable[Voter]) -> dict[bytes, bool]:
     """Return the keys of workers; True if the key list names one of its workers literally."""
     found: dict[bytes, bool] = {}
     for worker in workers:
@@ -54,7 +66,7 @@ def keys_of(workers: Iterable[Worker]) -> dict[bytes, bool]:
     return found
 
 
-def joint_card(workers: Sequence[Worker], present: ModelCard | None) -> ModelCard | None:
+def joint_card(workers: Sequence[Voter], present: ModelCard | None) -> ModelCard | None:
     """Return the card of the cluster; ``present``: the card until now.
 
     Its limits are the lower ones of both roles, each as voted by the keys of the role: with one key
@@ -74,9 +86,9 @@ def joint_card(workers: Sequence[Worker], present: ModelCard | None) -> ModelCar
     )
 
 
-def _common(workers: Sequence[Worker], present: ModelCard | None) -> ModelCard:
+def _common(workers: Sequence[Voter], present: ModelCard | None) -> ModelCard:
     """Return the card that most keys state, apart from limits and features."""
-    by_card: dict[bytes, list[Worker]] = {}
+    by_card: dict[bytes, list[Voter]] = {}
     for worker in workers:
         by_card.setdefault(_encoded(worker.card), []).append(worker)
     before = None if present is None else _encoded(present)
@@ -84,7 +96,7 @@ def _common(workers: Sequence[Worker], present: ModelCard | None) -> ModelCard:
     return by_card[best][0].card
 
 
-def _voted(workers: Sequence[Worker], limits: Sequence[int], present: int) -> int:
+def _voted(workers: Sequence[Voter], limits: Sequence[int], present: int) -> int:
     """Return the median over keys of each key's smallest limit.
 
     Between the two middle ones, the smallest limit of a vouched worker decides, else ``present``.

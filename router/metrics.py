@@ -8,24 +8,19 @@ status report.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from math import isfinite
 
 import numpy as np
 
 from baton.proto.contexts.status import GenerationStatus
 from baton.proto.errors import BatonError, known_codes
-from baton.proto.wire.messages import HandoffReport, Terminal, WorkerTimes
+from baton.proto.wire.messages import Terminal, WorkerTimes
 from baton.runtime.metrics.families import (
-    BYTES,
-    BYTES_PER_S,
     GAP_S,
-    HANDOFF_S,
     LATENCY_S,
     TOKENS,
     Column,
     Histogram,
-    Limited,
     Rows,
 )
 from baton.runtime.metrics.latency import Latency
@@ -38,8 +33,6 @@ REASONS = {
     GenerationStatus.MAXIMUM_LENGTH.value: (OK, "length"),
 }
 """Outcome and finish reason of a terminal by its status."""
-MAX_TRANSPORTS = 8
-MAX_WORKERS = 1024
 _CODES = known_codes()
 _FINISHED = tuple(REASONS.values())
 _NUMBERS = {status: number for number, status in enumerate(REASONS)}
@@ -163,85 +156,3 @@ class Metrics:
     def total(self, outcome: str) -> int:
         """Return the number of requests with this outcome."""
         return sum(count for (found, _), count in self.outcomes.items() if found == outcome)
-
-
-class TransportMetrics:
-    """Handoffs over one transport."""
-
-    def __init__(self) -> None:
-        self.count = self.bytes = self.bytes_received = 0
-        self.seconds = Histogram(HANDOFF_S)
-        self.sizes = Histogram(BYTES)
-        self.bytes_per_s = Histogram(BYTES_PER_S)
-        self.new = Rows(3, self._count)
-        """Bytes sent and received, and seconds, of committed handoffs that are not counted yet."""
-
-    def _count(self, columns: Column) -> None:
-        sizes, received, seconds = columns
-        self.count += len(sizes)
-        self.bytes += int(sizes.sum())
-        self.bytes_received += int(received.sum())
-        self.seconds.observe_all(seconds)
-        self.sizes.observe_all(sizes)
-        known = seconds > 0
-        self.bytes_per_s.observe_all(sizes[known] / seconds[known])
-
-
-class Transferred:
-    """What one worker has sent or received in handoffs."""
-
-    __slots__ = ("bytes", "seconds")
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.seconds = 0.0
-
-
-class HandoffMetrics:
-    """All handoffs by transport, and by worker. Old worker names are dropped above a limit.
-
-    ``known``: whether a worker with this name is registered. A report could name any worker, so
-    other names are not counted by worker.
-    """
-
-    def __init__(self, known: Callable[[str], bool]) -> None:
-        self._known = known
-        self._transports: dict[str, TransportMetrics] = {}
-        self._limited = Limited(MAX_TRANSPORTS)
-        self.by_worker: dict[str, Transferred] = {}
-
-    @property
-    def by_transport(self) -> dict[str, TransportMetrics]:
-        """Handoffs so far by transport."""
-        for one in self._transports.values():
-            one.new.fold()
-        return self._transports
-
-    def add(self, report: HandoffReport) -> None:
-        """Count a committed handoff."""
-        size, seconds = report.bytes_sent, report.seconds
-        transport = self._transports.get(report.transport)
-        if transport is None:
-            transport = self._transport(report.transport)
-        transport.new.add((size, report.bytes_received, seconds))
-        by_worker = self.by_worker
-        prefill = by_worker.get(report.prefill) or self._worker(report.prefill)
-        if prefill is not None:
-            prefill.bytes += size
-            prefill.seconds += seconds
-        decode = by_worker.get(report.decode) or self._worker(report.decode)
-        if decode is not None:
-            decode.bytes += size
-            decode.seconds += seconds
-
-    def _transport(self, name: str) -> TransportMetrics:
-        name = self._limited(name or "unknown")
-        return self._transports.setdefault(name, TransportMetrics())
-
-    def _worker(self, name: str) -> Transferred | None:
-        if not self._known(name):
-            return None
-        if len(self.by_worker) >= MAX_WORKERS:
-            self.by_worker.pop(next(iter(self.by_worker)))
-        done = self.by_worker[name] = Transferred()
-        return done

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from .records import Worker
+from typing import Protocol
 
 FIRST_S = 2.0
 """Pause in seconds after the first failure."""
@@ -25,6 +24,14 @@ FORGET_S = 60.0
 """Seconds after the last failure until a pair is forgotten, used or not."""
 MAX_PAIRS = 1024
 """Maximum number of failed pairs; the pair with the oldest last failure is dropped."""
+
+
+class Named(Protocol):
+    """What is read of a worker."""
+
+    id: str
+    incarnation: int
+
 
 Key = tuple[int, int]
 """Incarnations of the prefill and the decode worker."""
@@ -56,7 +63,7 @@ class FailedPairs:
     def __init__(self) -> None:
         self.known: OrderedDict[Key, FailedPair] = OrderedDict()  # ordered by last failure
 
-    def failed(self, prefill: Worker, decode: Worker, reason: str, now: float) -> None:
+    def failed(self, prefill: Named, decode: Named, reason: str, now: float) -> None:
         """Note that a handoff of this pair failed because the decode worker was unreachable.
 
         Requests placed before the first failure all fail too. They do not double the pause: only
@@ -77,24 +84,24 @@ class FailedPairs:
         if len(self.known) > MAX_PAIRS:
             self.known.popitem(last=False)
 
-    def works(self, prefill: Worker, decode: Worker, now: float, *, trial: bool) -> bool:
+    def works(self, prefill: Named, decode: Named, now: float, *, trial: bool) -> bool:
         """True if a request may use the pair. ``trial``: allow a failed pair after its pause."""
         pair = self.known.get((prefill.incarnation, decode.incarnation))
         if pair is None or now >= pair.failed_at + FORGET_S:
             return True
         return trial and now >= pair.next_try and now >= pair.trial_until
 
-    def placed(self, prefill: Worker, decode: Worker, now: float) -> None:
+    def placed(self, prefill: Named, decode: Named, now: float) -> None:
         """Begin a trial if the pair has failed before: other requests avoid it until the result."""
         pair = self.known.get((prefill.incarnation, decode.incarnation))
         if pair is not None and now >= pair.next_try:
             pair.trial_until = now + TRIAL_S
 
-    def handed_over(self, prefill: Worker, decode: Worker) -> None:
+    def handed_over(self, prefill: Named, decode: Named) -> None:
         """Clear the pair after a finished handoff."""
         self.known.pop((prefill.incarnation, decode.incarnation), None)
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: Named) -> None:
         """Drop all pairs of a dead worker."""
         gone = worker.incarnation
         for key in [key for key in self.known if gone in key]:

@@ -8,6 +8,7 @@ never changes a request's state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from baton.proto.errors import (
     EndpointDead,
@@ -17,17 +18,18 @@ from baton.proto.errors import (
     WorkerLost,
 )
 from baton.proto.requests import needed_features
+from baton.proto.wire.messages import HandoffReport
 from baton.proto.work import prefix_hashes
 from baton.runtime.liveness import HEARTBEAT_S
 
 from .config import RouterConfig
-from .custom import CustomDecider, CustomPolicy
-from .decider import PREDICTED, Decider, HandoffTails, able
 from .pairs import FailedPairs
-from .policy import NO_HASHES, Policy, make_policy
 from .records import Chosen, Preference, Request, Route, Worker
-from .registry import Registry
 
+NO_HASHES: Sequence[bytes] = ()
+NO_PREFILL = "no prefill worker was ready"
+PREDICTED = "predicted first token"
+"""What chooses the worker of a way in mode adaptive."""
 HEARD_S = 2.5 * HEARTBEAT_S
 """A request that is placed again prefers workers that sent a message in these last seconds."""
 Pair = tuple[Worker | None, Worker | None]
@@ -35,25 +37,122 @@ Pair = tuple[Worker | None, Worker | None]
 no prefill worker."""
 
 
+class Workers(Protocol):
+    """What the placement asks about workers; :class:`.registry.Registry` has the answers."""
+
+    uneven: bool
+    """Whether a live worker has a shorter context length than the served model."""
+
+    def find(self, name: str) -> Worker | None:
+        """Return a live worker by id or endpoint, or None."""
+        ...
+
+    def resolve(self, endpoint: str) -> Worker:
+        """Return the worker of a ``target_endpoint``, or raise the reason why it takes none."""
+        ...
+
+    def live(self) -> list[Worker]:
+        """Return all live workers."""
+        ...
+
+    def ready(self, role: str, pool: str | None = None) -> list[Worker]:
+        """Return the workers of a role (and pool) that take new requests."""
+        ...
+
+    def missing(self, roles: Sequence[str], pool: str | None = None) -> list[str]:
+        """Return the roles that lack a ready worker."""
+        ...
+
+
+class Policy(Protocol):
+    """What the placement asks a policy; :class:`baton.extend.Policy` is the one of users' own."""
+
+    wants_hashes: bool
+    """True if the policy needs block hashes of the prompt."""
+
+    @property
+    def begin(self) -> Callable[[Request], None] | None:
+        """Sets the request of the next choices; None for a policy of Baton's own."""
+        ...
+
+    margin: Preference
+    """By how much :meth:`choose` preferred its last worker; None without an alternative or cost."""
+
+    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
+        """Return one of ``workers`` (not empty, all of one role) for a prompt with these blocks."""
+        ...
+
+    def cached(self, worker: Worker, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks the worker has probably cached; 0 if not known."""
+        ...
+
+    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
+        """Note that ``worker`` got a request with these blocks and ``tokens`` of work.
+
+        Returns how many leading tokens the worker has probably cached; 0 if not known.
+        """
+        ...
+
+    def forget(self, worker: Worker) -> None:
+        """Drop the state of a dead worker."""
+
+
+class Way(NamedTuple):
+    """The workers of a request in mode adaptive, and why; a local request has no ``prefill``.
+
+    ``candidates``: number of workers among which the way's new worker was chosen. ``late``: the
+    request is expected to miss its TTFT limit.
+    """
+
+    prefill: Worker | None
+    decode: Worker
+    why: str
+    candidates: int
+    late: bool = False
+
+
+class Decider(Protocol):
+    """What the placement asks about the way of a request; :class:`.decider.Decider` decides."""
+
+    always: bool
+    """Whether every request is local, so that no prefill worker is looked for."""
+    compares: bool
+    """Whether both ways of a request are compared (:meth:`way`)."""
+
+    def alone(
+        self, request: Request, decodes: list[Worker], *, prefill: bool
+    ) -> tuple[list[Worker], str]:
+        """Return the decode workers that may serve the request alone, and why, or none."""
+        ...
+
+    def way(
+        self,
+        request: Request,
+        prefills: Sequence[Worker],
+        decodes: Sequence[Worker],
+        pair: tuple[Worker, Worker],
+        uncached: Callable[[Worker], int],
+        now: float,
+    ) -> Way:
+        """Return the better way; ``pair``: the workers that the policy chose."""
+        ...
+
+    def learn(self, report: HandoffReport) -> None:
+        """Learn from the report of a finished handoff."""
+
+
 class Placement:
-    """Applies the configured policy to the registered workers."""
+    """Applies a policy and a decider to the registered workers."""
 
     def __init__(
-        self,
-        registry: Registry,
-        config: RouterConfig,
-        tails: HandoffTails | None = None,
-        own_policy: CustomPolicy | None = None,
-        own_decider: CustomDecider | None = None,
+        self, workers: Workers, config: RouterConfig, policy: Policy, decider: Decider
     ) -> None:
-        """``own_policy``, ``own_decider``: of the user's own, if the settings name any."""
-        self._registry = registry
+        self._registry = workers
         self._config = config.policy
-        self._own_policy = own_policy
-        self._own_decider = own_decider
-        self._policy: Policy = own_policy or make_policy(config.policy, config.name)
+        self._policy = policy
+        self._begin = policy.begin
+        self._decider = decider
         self.failed_pairs = FailedPairs()
-        self._decider = Decider(config, tails or HandoffTails())
         self._margins: tuple[Preference, Preference] = (None, None)  # of the last pair
         self._why = ""  # the last pair takes its way
         self._late = False  # the last pair is expected to serve the request late
@@ -89,8 +188,8 @@ class Placement:
         Raises WorkerLost if the request has a strict pin to a lost worker, FeatureMissing for a
         parameter that no worker of a role reads.
         """
-        if self._own_policy is not None:
-            self._own_policy.begin(request)
+        if self._begin is not None:
+            self._begin(request)
         special = request.deaths or request.doubts or request.avoid or request.past
         plain = request.pin is None and not self._registry.uneven
         if plain and not special and not needed_features(request.context):
@@ -150,25 +249,20 @@ class Placement:
         def uncached(worker: Worker) -> int:
             return max(1, tokens - size * cached(worker, hashes))
 
-        if self._own_policy is not None:  # else a faster way would replace its choice
+        if self._begin is not None:  # else a faster way would replace a user's choice
             prefills, decodes = pair[:1], pair[1:]
         if request.pin is not None:
             prefills = pair[:1] if request.pin[0] == "prefill" else prefills
-        alone = able(request, decodes)
-        costs = self._decider.costs(prefills, alone, pair, uncached, now)
-        own = self._own_decider
-        if own is None:
-            self._why, local = costs.explain(), costs.prefers_local
+        way = self._decider.way(request, prefills, decodes, pair, uncached, now)
+        self._why = way.why
+        if way.prefill is None:
+            same = way.decode is pair[1]
+            self._margins = None, self._margins[1] if same else _predicted(way.candidates)
         else:
-            local, self._why = own.decided(request, costs, uncached)
-        if local and costs.decode is not None:
-            same = costs.decode is pair[1]
-            self._margins = None, self._margins[1] if same else _predicted(alone)
-            return None, costs.decode
-        self._late = costs.over_prefill > costs.limit
-        if costs.prefill is not pair[0]:
-            self._margins = _predicted(prefills), self._margins[1]
-        return costs.prefill, pair[1]
+            self._late = way.late
+            if way.prefill is not pair[0]:
+                self._margins = _predicted(way.candidates), self._margins[1]
+        return way.prefill, way.decode
 
     def _alone(self, request: Request, decodes: list[Worker]) -> Pair | None:
         """Return a decode worker that computes the prompt too, or None to wait."""
@@ -309,9 +403,9 @@ class Placement:
         return request.hashes
 
 
-def _predicted(workers: Sequence[Worker]) -> Preference:
-    """Return why mode adaptive chose one of ``workers``; None for the only one."""
-    return Chosen(PREDICTED, len(workers)) if len(workers) > 1 else None
+def _predicted(candidates: int) -> Preference:
+    """Return why mode adaptive chose one of so many workers; None for the only one."""
+    return Chosen(PREDICTED, candidates) if candidates > 1 else None
 
 
 def _narrowed(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
 
 from baton.proto.errors import ConfigError
 
@@ -23,37 +22,11 @@ from .records import Preference, Worker
 NO_HASHES: Sequence[bytes] = ()
 
 
-class Policy(Protocol):
-    """What the placement asks; :class:`baton.extend.Policy` is the interface for users' own."""
-
-    wants_hashes: bool
-    """True if the policy needs block hashes of the prompt."""
-    margin: Preference
-    """By how much :meth:`choose` preferred its last worker; None without an alternative or cost."""
-
-    def choose(self, workers: Sequence[Worker], hashes: Sequence[bytes]) -> Worker:
-        """Return one of ``workers`` (not empty, all of one role) for a prompt with these blocks."""
-        ...
-
-    def cached(self, worker: Worker, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks the worker has probably cached; 0 if not known."""
-        ...
-
-    def placed(self, worker: Worker, hashes: Sequence[bytes], tokens: int) -> int:
-        """Note that ``worker`` got a request with these blocks and ``tokens`` of work.
-
-        Returns how many leading tokens the worker has probably cached; 0 if not known.
-        """
-        ...
-
-    def forget(self, worker: Worker) -> None:
-        """Drop the state of a dead worker."""
-
-
 class RoundRobin:
     """Chooses the workers of a role in turn."""
 
     wants_hashes = False
+    begin = None
     margin: Preference = None
 
     def __init__(self, first: int = 0) -> None:
@@ -83,6 +56,7 @@ class LeastLoaded:
     """Chooses the worker with the fewest outstanding tokens of all routers; ties take turns."""
 
     wants_hashes = False
+    begin = None
 
     def __init__(self, first: int = 0) -> None:
         self.margin: Preference = None
@@ -171,6 +145,7 @@ class PrefixAware:
     """
 
     wants_hashes = True
+    begin = None
 
     def __init__(self, config: PolicyConfig, first: int = 0) -> None:
         self.margin: Preference = None
@@ -244,7 +219,11 @@ class PrefixAware:
         return max(1, min(fits, self._config.index_blocks))
 
 
-def make_policy(config: PolicyConfig, router: str = "") -> Policy:
+Own = RoundRobin | LeastLoaded | PrefixAware
+"""A policy of Baton's own."""
+
+
+def make_policy(config: PolicyConfig, router: str = "") -> Own:
     """Return the policy with this name; raises ConfigError for an unknown name.
 
     Routers with different numbers in their names begin with different workers.

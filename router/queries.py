@@ -25,9 +25,9 @@ from baton.proto.wire.messages import (
 )
 
 from .events import ClientInputRejected, ToClient, ToWorker
+from .records import Caller
 from .registry import last_worker
 from .state import RouterState
-from .status import Reporter
 
 _QUERIES = frozenset((Describe, Status))
 
@@ -35,16 +35,22 @@ _QUERIES = frozenset((Describe, Status))
 class Queries:
     """Answers the messages of ClientToRouter that concern no request.
 
-    ``files``: text files of the model folder by name, returned by Describe.
+    ``report``: makes the status report (:mod:`.status`). ``files``: text files of the model folder
+    by name, returned by Describe.
     """
 
-    def __init__(self, state: RouterState, reporter: Reporter, files: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        state: RouterState,
+        report: Callable[[Status, float, Caller], bytes],
+        files: dict[str, bytes],
+    ) -> None:
         self._config = state.config
         self._out = state.out
         self._registry = state.registry
         self._clients = state.clients
         self._metrics = state.metrics
-        self._reporter = reporter
+        self._report = report
         self._files = files
         self._caller_of = state.caller_of
         self._drains: dict[str, list[bytes]] = {}  # clients that wait for Drained, by worker id
@@ -67,7 +73,7 @@ class Queries:
         self.answer(identity, answer)
 
     def _status(self, identity: bytes, message: Status, now: float) -> None:
-        report = self._reporter.report(message, now, self._caller_of(identity))
+        report = self._report(message, now, self._caller_of(identity))
         self.answer(identity, StatusReport(report=report, nonce=message.nonce))
 
     def _ping(self, identity: bytes, message: Ping, _now: float) -> None:

@@ -164,6 +164,10 @@ WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
     WorkerState.REFUSED: frozenset(),
     WorkerState.DEAD: frozenset(),
 }
+NO_HEARTBEAT = "no heartbeat"
+CONNECTION_CLOSED = "its connection closed"
+SILENCES = (NO_HEARTBEAT, CONNECTION_CLOSED)
+"""Reasons for a worker's death that this router's own network could explain."""
 _LIVE = frozenset({WorkerState.READY, WorkerState.DRAINING, WorkerState.SUSPECT})
 _ENDED, _FORGOTTEN = State.ENDED, State.FORGOTTEN
 
@@ -615,6 +619,14 @@ class Request:
     def suspect(self) -> bool:
         """True if this request may have crashed its workers; suspects never share a worker."""
         return self.deaths + len(self.doubts) >= SUSPECT_DEATHS and not self.progressed
+
+    def start_over(self) -> None:
+        """Clear deaths, doubts and blame if the request has progressed since its last loss."""
+        if self.progressed:
+            self.losses = self.deaths = self.early_moves = 0
+            self.doubts = frozenset()
+            self.blame = 0.0
+        self.lost_at = self.next
 
     def keep(self, run: TokenRun) -> None:
         """Store a token run that starts at ``next``."""

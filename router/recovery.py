@@ -14,10 +14,10 @@ the KV on another worker. That costs memory and a transfer for each token, to sh
 
 What happened decides what is done, from the cheapest remedy to the dearest:
 
-- *Tokens or a terminal beyond the next position*: a message was lost. :meth:`Recovery.ask_again`
+- *Tokens or a terminal beyond the next position*: a message was lost. :meth:`.Lifecycle.ask_again`
   repeats Adopt, which asks the worker for its tokens from ``next`` on. A decode worker that leaves
   ``MAX_UNHEARD`` Adopts unanswered counts as not having the request, although it sends heartbeats.
-- *A pair of workers cannot reach each other*: :meth:`Recovery.unreachable` moves the request to
+- *A pair of workers cannot reach each other*: :meth:`.Lifecycle.unreachable` moves the request to
   another pair. This counts as no loss: a broken link would else end its requests with WorkerLost.
 - *Silence*: the worker is suspect. Prompts that only wait move at once. Running requests stay,
   since the worker may continue at the next moment (:mod:`.early_moves` limits that wait).
@@ -37,8 +37,8 @@ this process, the requests of one dead worker would move to the next dead one. T
 run apart from each other: an exception in one must not keep the others from running, since nothing
 repeats a loss.
 
-:class:`Recovery` handles one request, :class:`WorkerLosses` handles all requests of a suspect, dead
-or returned worker.
+This module handles all requests of a suspect, dead or returned worker; :class:`.Lifecycle` replays
+or fails each of them.
 """
 
 from __future__ import annotations
@@ -47,153 +47,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from baton.proto.errors import FeatureMissing, RequestPoisoned, WorkerLost
-from baton.proto.wire.messages import Adopt, PeerDead
+from baton.proto.wire.messages import PeerDead
 
 from .events import Log, ToWorker
-from .lifecycle import Lifecycle
-from .records import NEVER, PLACED, Request, State, Worker, WorkerState
-from .state import RouterState
-from .stories import MAX_MESSAGE_CHARS
-
-POISON_BLAME = 1.5
-"""A request with more blame than this is poisoned.
-
-The blame for a death is shared equally by the requests on the worker. So a request is poisoned if
-it was alone, or nearly alone, at two deaths. A single kill by an operator poisons no request."""
-MAX_UNHEARD = 6
-"""Unanswered Adopts after which a decode worker is assumed not to have the request."""
+from .records import Request, State, Worker, WorkerState
+from .state import Life, RouterState
 
 Losses = Sequence[tuple[Worker, str]]
 """Workers, each with the reason."""
 DEAD_WORKER_NOTICES = 3
 """How many times PeerDead is repeated for a dead worker."""
 NOTICE_INTERVAL_S = 1.0
-
-
-class Recovery:
-    """Asks again for lost messages, and replays or fails requests whose attempt was lost."""
-
-    def __init__(self, state: RouterState, lifecycle: Lifecycle) -> None:
-        self._config = state.config
-        self._out = state.out
-        self._table = state.table
-        self._placement = state.placement
-        self._lifecycle = lifecycle
-        self._metrics = state.metrics
-
-    def reclaim(self, request: Request, now: float) -> None:
-        """Ask the worker for the tokens again after a Resume of a known request."""
-        if request.running:
-            self.ask_again(request, now)
-
-    def served_by(self, request: Request, worker: Worker) -> None:
-        """Record that ``worker`` holds the current attempt."""
-        attempt = request.attempt
-        worker.requests[request.key] = request
-        if worker.role == "prefill":
-            if attempt.prefill is not worker:
-                attempt.leave_prefill(request.key)
-            attempt.prefill = attempt.server = worker
-            return
-        if attempt.decode is not worker:
-            attempt.leave_decode(request.key)
-        attempt.decode = worker
-        self._lifecycle.handed_over(request)
-
-    def ask_again(self, request: Request, now: float) -> None:
-        """Send Adopt for the tokens from ``next`` on, and repeat it until the worker answers."""
-        attempt = request.attempt
-        if not attempt.answered and request.retry_at != NEVER:
-            return  # already asking
-        attempt.answered, attempt.adopts = False, 0
-        request.backoff = self._config.adopt_retry_s
-        self.ask(request, now)
-
-    def ask(self, request: Request, now: float) -> None:
-        """Send Adopt once; after too many unanswered ones the attempt counts as lost."""
-        attempt, server = request.attempt, request.attempt.server
-        if server is None:
-            self.lost(request, "no worker is known to hold it", now)
-            return
-        if server.role == "decode" and attempt.adopts >= MAX_UNHEARD:
-            self.lost(request, f"worker {server.id} does not hold it", now)
-            return
-        attempt.adopts += 1
-        adopt = Adopt(request=request.key, position=request.next)
-        self._out.append(ToWorker(server.identity, adopt))
-        config = self._config
-        followed = request.state is State.FOLLOWED
-        ceiling = config.adopt_retry_s if followed else config.retry_ceiling_s
-        self._table.repeat_later(request, now, ceiling)
-
-    def lost(self, request: Request, reason: str, now: float) -> None:
-        """Replay a request whose attempt was lost; fail it if it is poisoned or lost too often."""
-        if request.state not in PLACED:
-            return
-        config = self._config
-        self.start_over(request)
-        request.losses += 1
-        if self.end_poisoned(request, now):
-            return
-        if request.losses >= config.max_attempts:
-            text = f"{request.losses} attempts were lost, the last because {reason}"
-            self._lifecycle.fail(request, WorkerLost(text), now)
-        else:
-            self._metrics.replayed += 1
-            self._out.append(
-                Log("request.replayed", {"request_id": request.request_id, "reason": reason})
-            )
-            self._lifecycle.requeue(request, now, reason)
-
-    def unreachable(self, request: Request, reason: str, now: float) -> None:
-        """Move a request of a failed pair to another pair.
-
-        The request did not cause the failure, so this is neither a death nor a lost attempt. If
-        all pairs fail, it is retried with back-off until a pair works or its deadline passes.
-        """
-        if request.state not in PLACED:
-            return
-        request.unreachable = reason[:MAX_MESSAGE_CHARS]
-        self._metrics.replayed += 1
-        self._out.append(
-            Log("request.replayed", {"request_id": request.request_id, "reason": reason})
-        )
-        delay = 0.0
-        try:
-            if self._placement.all_failed(request, now):
-                delay = self._lifecycle.back_off(request, self._config.busy_backoff_s, now)
-        except (WorkerLost, FeatureMissing) as error:
-            self._lifecycle.fail(request, error, now)
-            return
-        self._lifecycle.requeue(request, now, reason, delay)
-
-    def end_poisoned(self, request: Request, now: float) -> bool:
-        """Fail the request with RequestPoisoned and return True if it is poisoned."""
-        deadly = request.deaths >= self._config.poison_deaths
-        if request.done or not deadly or request.blame <= POISON_BLAME or request.progressed:
-            return False
-        text = f"{request.deaths} workers died with this request; it is not retried"
-        self._lifecycle.fail(request, RequestPoisoned(text), now)
-        return True
-
-    @staticmethod
-    def start_over(request: Request) -> None:
-        """Clear deaths, doubts and blame of a request that has progressed since its last loss."""
-        if request.progressed:
-            request.losses = request.deaths = request.early_moves = 0
-            request.doubts = frozenset()
-            request.blame = 0.0
-        request.lost_at = request.next
-
-    def blame(self, there: list[Request]) -> None:
-        """Count a death for every request; those with the most deaths so far share the blame."""
-        most = max((request.deaths for request in there), default=0)
-        likely = [request for request in there if request.deaths == most]
-        for request in likely:
-            request.blame += 1 / len(likely)
-        for request in there:
-            request.deaths += 1
 
 
 class WorkerLosses:
@@ -205,15 +69,13 @@ class WorkerLosses:
     def __init__(
         self,
         state: RouterState,
-        lifecycle: Lifecycle,
-        recovery: Recovery,
+        life: Life,
         on_lost: Callable[[str], None],
     ) -> None:
         self._out = state.out
         self._registry = state.registry
         self._placement = state.placement
-        self._lifecycle = lifecycle
-        self._recovery = recovery
+        self._life = life
         self._metrics = state.metrics
         self._errors = state.errors
         self._on_lost = on_lost
@@ -255,14 +117,14 @@ class WorkerLosses:
         def move(request: Request) -> None:
             if worker.draining and request.attempt.server is not worker:
                 # Not running there, and a drain is not a loss.
-                self._lifecycle.requeue(request, now, f"{worker.id} drained and disconnected")
+                self._life.requeue(request, now, f"{worker.id} drained and disconnected")
             else:
-                self._recovery.lost(request, f"the connection of worker {worker.id} closed", now)
+                self._life.lost(request, f"the connection of worker {worker.id} closed", now)
 
         self._errors.each(affected, move)
 
     def _doubt(self, worker: Worker, request: Request) -> None:
-        self._recovery.start_over(request)
+        request.start_over()
         request.doubts |= {worker.incarnation}
         worker.doubted.append(request)
 
@@ -274,7 +136,7 @@ class WorkerLosses:
         self._metrics.replayed += 1
         fields: dict[str, object] = {"request_id": request.request_id, "reason": reason}
         self._out.append(Log("request.replayed", fields))
-        self._lifecycle.requeue(request, now, reason)
+        self._life.requeue(request, now, reason)
 
     def judged(self, lost: Losses, doubtful: Losses, now: float) -> None:
         """Handle workers without heartbeat or progress: the lost ones, and those newly suspect.
@@ -301,7 +163,7 @@ class WorkerLosses:
             pinned = request.pin is not None and request.pin[1] == worker.endpoint
             if waits and not pinned and self._registry.prompt_workers(request.pool):
                 self._metrics.moved += 1
-                self._lifecycle.requeue(request, now, f"{worker.id} is suspect: {worker.reason}")
+                self._life.requeue(request, now, f"{worker.id} is suspect: {worker.reason}")
 
         self._errors.each(list(worker.requests.values()), move)
 
@@ -318,7 +180,7 @@ class WorkerLosses:
         for worker in self._registry.live():
             if worker.state is WorkerState.SUSPECT:
                 self._move_waiting(worker, now)
-        self._lifecycle.retry_waiting(now)
+        self._life.retry_waiting(now)
 
     def lose_all(self, lost: Losses, now: float, *, taken_over: bool = False) -> None:
         """Declare workers dead, send PeerDead to the others, and replay their requests.
@@ -358,16 +220,16 @@ class WorkerLosses:
             running = [request for request in doubted if not request.done]
             there = [request for request in affected if request.attempt.server is worker]
             for request in there:
-                self._recovery.start_over(request)
+                request.start_over()
             if blamed:  # one death, which the requests that moved early share with the others
-                self._recovery.blame([*running, *there])
+                self._blame([*running, *there])
 
         def move(request: Request) -> None:
             if drained and request.attempt.server is not worker:
                 # Not running there, and a drain is not a loss.
-                self._lifecycle.requeue(request, now, f"{worker.id} drained and was lost")
+                self._life.requeue(request, now, f"{worker.id} drained and was lost")
             else:
-                self._recovery.lost(request, f"worker {worker.id} was lost: {reason}", now)
+                self._life.lost(request, f"worker {worker.id} was lost: {reason}", now)
 
         apart = partial(self._errors.apart, worker.id)
         apart(lambda: self._registry.declare_dead(worker, reason))
@@ -375,13 +237,23 @@ class WorkerLosses:
         apart(announce)
         apart(blame)
         self._errors.each(affected, move)
-        self._errors.each(doubted, lambda request: self._recovery.end_poisoned(request, now))
+        self._errors.each(doubted, lambda request: self._life.end_poisoned(request, now))
         worker.doubted = []
         worker.requests.clear()
         worker.aborts.clear()
         apart(lambda: self._on_lost(worker.id))
         # A request pinned to this worker can now fail or move.
-        self._lifecycle.retry_waiting(now)
+        self._life.retry_waiting(now)
+
+    @staticmethod
+    def _blame(there: list[Request]) -> None:
+        """Count a death for every request; those with the most deaths so far share the blame."""
+        most = max((request.deaths for request in there), default=0)
+        likely = [request for request in there if request.deaths == most]
+        for request in likely:
+            request.blame += 1 / len(likely)
+        for request in there:
+            request.deaths += 1
 
     def tick(self, now: float) -> None:
         """Repeat PeerDead: a decode worker that missed it would keep grants of the dead worker."""

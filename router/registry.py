@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from baton.proto.errors import (
     EndpointDead,
@@ -32,9 +33,16 @@ from baton.runtime.liveness import closed_by_peer, suspect_after
 from baton.runtime.metrics.families import STEP_SECONDS
 
 from .config import RouterConfig
-from .health import CONNECTION_CLOSED, SILENCES, WorkerHealth
 from .majority import Claims, joint_card, keys_of, votes
-from .records import NO_KEY, Worker, WorkerCaller, WorkerState, roles_for
+from .records import (
+    CONNECTION_CLOSED,
+    NO_KEY,
+    SILENCES,
+    Worker,
+    WorkerCaller,
+    WorkerState,
+    roles_for,
+)
 from .worker_totals import WorkerTotals
 
 KEEP_GONE = 64
@@ -47,12 +55,24 @@ Owner = tuple[bytes, str]
 """The key and the id of a worker."""
 
 
+class Health(Protocol):
+    """What :class:`.health.WorkerHealth` judges: whether silence is a worker's fault."""
+
+    def excused(self, now: float) -> bool:
+        """True if this process paused, so that a lost connection is not the worker's fault."""
+        ...
+
+    def progresses(self, worker: Worker, now: float) -> bool:
+        """True if the worker is idle, or has made progress recently."""
+        ...
+
+
 class Registry:
     """All live and recently dead workers."""
 
-    def __init__(self, config: RouterConfig, now: float) -> None:
+    def __init__(self, config: RouterConfig, health: Health) -> None:
         self._config = config
-        self.health = WorkerHealth(config, now)
+        self._health = health
         self._by_identity: dict[bytes, Worker] = {}
         self._others: int | None = None  # cache, cleared by each heartbeat
         self._live: dict[int, Worker] = {}  # by incarnation
@@ -196,7 +216,7 @@ class Registry:
         replaced = self._replaced_by(hello, key)
         for holder in replaced:
             silent = now - holder.seen_at
-            heard = silent <= suspect_after(self._config.worker_timeout_s) or self.health.excused(
+            heard = silent <= suspect_after(self._config.worker_timeout_s) or self._health.excused(
                 now
             )
             if holder.connected and heard and not holder.finished:
@@ -219,7 +239,7 @@ class Registry:
         Raises ModelContested if as many want it, ModelMismatch if fewer do or the key of ``hello``
         serves the present model too.
         """
-        self._claims.add(hello.model, caller, now)
+        self._claims.add(hello.model, caller.key, now, vouched=caller.vouched)
         holders = keys_of(self._live.values())
         ours, theirs = votes(holders), votes(self._claims.voters(hello.model))
         if theirs > ours:
@@ -315,7 +335,7 @@ class Registry:
         silent = now - worker.seen_at
         self._by_identity.pop(worker.identity, None)
         worker.connected = False
-        worker.hung_up = not self.health.excused(now) and closed_by_peer(
+        worker.hung_up = not self._health.excused(now) and closed_by_peer(
             silent, self._config.worker_timeout_s
         )
         self.suspect(worker, CONNECTION_CLOSED)
@@ -373,7 +393,7 @@ class Registry:
         worker.extensions = beat.extensions
         if beat.draining:
             self.drain(worker)
-        return self.health.progresses(worker, now) and self.clear(worker)
+        return self._health.progresses(worker, now) and self.clear(worker)
 
     # ------------------------------------------------------------------ inner
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 import msgspec
@@ -12,7 +12,9 @@ from baton.proto.wire.messages import ExtensionCounts, Status
 from baton.runtime.metrics.families import Family
 
 from .families import Sources, families_of
-from .metrics import CANCELLED, FAILED, OK, Transferred
+from .handoffs import Transferred
+from .history import History
+from .metrics import CANCELLED, FAILED, OK
 from .pairs import FailedPair
 from .records import ANYBODY, Caller, State, Worker
 from .state import RouterState
@@ -35,9 +37,14 @@ def _failed_pair(pair: FailedPair, now: float) -> dict[str, object]:
 
 
 class Reporter:
-    """Builds the status report."""
+    """Builds the status report. ``extensions``: counts the calls of users' classes."""
 
-    def __init__(self, state: RouterState) -> None:
+    def __init__(
+        self,
+        state: RouterState,
+        history: History,
+        extensions: Callable[[], list[ExtensionCounts]],
+    ) -> None:
         self._config = state.config
         self._table = state.table
         self._registry = state.registry
@@ -47,9 +54,9 @@ class Reporter:
         self._metrics = state.metrics
         self._handoffs = state.handoffs
         self._stories = state.stories
-        self._history = state.history
+        self._history = history
         self._started_at = state.started_at
-        self._extensions = state.extensions
+        self._extensions = extensions
 
     def report(self, asked: Status, now: float, caller: Caller = ANYBODY) -> bytes:
         """Return the report as JSON text, with as many handoffs and requests as asked for.
@@ -68,7 +75,7 @@ class Reporter:
             ],
             "handoffs": self._handoffs.listed(asked.handoffs, caller),
             "failed_pairs": [_failed_pair(pair, now) for pair in self._failed_pairs.listed(now)],
-            "router": self._router(now) | {"extensions": _shown(self._extensions.counts(), caller)},
+            "router": self._router(now) | {"extensions": _shown(self._extensions(), caller)},
             "requests": self._requests(asked, now, caller),
         }
         if asked.failed:

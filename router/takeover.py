@@ -42,10 +42,8 @@ from __future__ import annotations
 from baton.proto.wire.messages import Abort, Adopt, Moved, RequestState
 
 from .events import ToClient, ToWorker
-from .lifecycle import Lifecycle
 from .records import NEVER, OpenSearch, Request, State, Step, Worker
-from .recovery import Recovery
-from .state import RouterState
+from .state import Life, RouterState
 
 SEARCH_S = 2.5
 """Longest search in seconds; after it the request is replayed."""
@@ -120,11 +118,11 @@ class UnclaimedRequests:
     allocated without a client. A client that resumes later gets a replay.
     """
 
-    def __init__(self, state: RouterState, lifecycle: Lifecycle) -> None:
+    def __init__(self, state: RouterState, life: Life) -> None:
         self._config = state.config
         self._table = state.table
         self._registry = state.registry
-        self._lifecycle = lifecycle
+        self._life = life
         self._until = state.started_at + state.config.orphan_grace_s
         self._swept = False
 
@@ -136,7 +134,7 @@ class UnclaimedRequests:
     def unknown(self, worker: Worker, key: bytes, attempt: int, now: float) -> None:
         """Abort a request without a record that a worker reports, unless it may continue."""
         if self._is_over(key, attempt, now):
-            self._lifecycle.abort_on(worker, key, attempt, NEVER, "unknown")
+            self._life.abort_on(worker, key, attempt, NEVER, "unknown")
 
     def reported(self, worker: Worker, now: float) -> None:
         """Abort the listed requests of a worker that may not continue."""
@@ -172,7 +170,7 @@ class UnclaimedRequests:
     def _drop(self, worker: Worker, held: RequestState) -> None:
         del worker.reported[held.request]
         self._table.remember_attempt(held.request, held.attempt)
-        self._lifecycle.abort_on(worker, held.request, held.attempt, NEVER, "not resumed")
+        self._life.abort_on(worker, held.request, held.attempt, NEVER, "not resumed")
 
     def _is_ours(self, held: RequestState) -> bool:
         return held.router == self._config.name
@@ -185,18 +183,17 @@ class UnclaimedRequests:
 class Takeover:
     """Adopts requests that workers hold, and replays requests that no worker holds."""
 
-    def __init__(self, state: RouterState, lifecycle: Lifecycle, recovery: Recovery) -> None:
+    def __init__(self, state: RouterState, life: Life) -> None:
         self._errors = state.errors
         self._config = state.config
         self._out = state.out
         self._table = state.table
-        self._lifecycle = lifecycle
+        self._life = life
         self._registry = state.registry
-        self._recovery = recovery
         self._metrics = state.metrics
         self._until = state.started_at + state.config.recovery_s
         self._search = Search(state)
-        self.unclaimed = UnclaimedRequests(state, lifecycle)
+        self.unclaimed = UnclaimedRequests(state, life)
 
     def resume(self, request: Request, now: float) -> None:
         """Resume an unknown request: find the worker that holds it, or wait for its Hello."""
@@ -230,14 +227,14 @@ class Takeover:
         if now < self._until:
             self._table.wake(request, self._until, now)
         else:
-            self._lifecycle.requeue(request, now, "no worker holds it")
+            self._life.requeue(request, now, "no worker holds it")
 
     def found(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
         """Adopt a request whose search has found a worker."""
         request.attempt.number = attempt
         request.attempt.search = None
         request.step(Step.ADOPT)
-        self._recovery.served_by(request, worker)
+        self._life.served_by(request, worker)
         self._follow(request, worker, now)
 
     def claimed(self, request: Request, worker: Worker, now: float) -> None:
@@ -250,7 +247,7 @@ class Takeover:
             return
         attempt = request.attempt
         if attempt.server is not worker:
-            self._recovery.served_by(request, worker)
+            self._life.served_by(request, worker)
         attempt.answered, attempt.adopts = False, 0
         request.backoff = self._config.adopt_retry_s
         self._table.repeat_later(request, now, request.backoff)
@@ -296,10 +293,10 @@ class Takeover:
             self._adopt(request, worker, held, now)
         elif request.state is State.PREFILLING or request.state is State.FOLLOWED:
             attempt.number = held.attempt
-            self._recovery.served_by(request, worker)
-            self._recovery.ask_again(request, now)
+            self._life.served_by(request, worker)
+            self._life.ask_again(request, now)
         elif attempt.server is worker:
-            self._recovery.ask_again(request, now)
+            self._life.ask_again(request, now)
 
     def _is_elsewhere(self, request: Request, held: RequestState) -> bool:
         """True if another router has adopted the request, unless its client resumed it here."""
@@ -311,7 +308,7 @@ class Takeover:
         if request.client is not None:
             moved = Moved(request=request.key, router=router)
             self._out.append(ToClient(request.client.identity, moved))
-        self._lifecycle.drop_moved(request, router, now)
+        self._life.drop_moved(request, router, now)
 
     def registered_again(self, worker: Worker, now: float) -> None:
         """Handle another Hello of a live worker: requests that it does not list are lost there.
@@ -326,7 +323,7 @@ class Takeover:
             held = worker.reported.get(request.key)
             missing = held is None or held.attempt < request.attempt.number
             if missing and request.attempt.server is worker:
-                self._recovery.lost(request, f"worker {worker.id} no longer holds it", now)
+                self._life.lost(request, f"worker {worker.id} no longer holds it", now)
 
         self._errors.each(list(worker.requests.values()), check)
         self.registered(worker, now, joined=False)
@@ -336,21 +333,19 @@ class Takeover:
 
         The two attempts have the same number, but perhaps different content.
         """
-        self._lifecycle.abort_on(worker, request.key, held.attempt, request.deadline, "superseded")
+        self._life.abort_on(worker, request.key, held.attempt, request.deadline, "superseded")
         if request.done:
             return
         request.attempt.number = held.attempt
         if request.state is State.QUEUED:
             request.attempt.number += 1
         else:
-            self._recovery.lost(
-                request, "its attempt number was used before the router's restart", now
-            )
+            self._life.lost(request, "its attempt number was used before the router's restart", now)
 
     def _adopt(self, request: Request, worker: Worker, held: RequestState, now: float) -> None:
         request.attempt.foreign = held.router not in ("", self._config.name)
         self.found(request, worker, held.attempt, now)
-        self._recovery.ask_again(request, now)
+        self._life.ask_again(request, now)
 
     def _holder(self, request: Request) -> Holder | None:
         """Return the live worker that reported the highest attempt, preferring decode workers."""

@@ -11,9 +11,10 @@ from baton.proto.wire.messages import Abort, Drain
 
 from .early_moves import EarlyMoves
 from .events import Tick, ToWorker
+from .history import History
 from .lifecycle import Lifecycle
 from .records import NEVER, Request, State, Worker
-from .recovery import Recovery, WorkerLosses
+from .recovery import WorkerLosses
 from .state import RouterState
 from .takeover import Takeover
 
@@ -28,21 +29,21 @@ class Timers:
         self,
         state: RouterState,
         lifecycle: Lifecycle,
-        recovery: Recovery,
         takeover: Takeover,
         losses: WorkerLosses,
+        history: History,
     ) -> None:
         self._config = state.config
         self._out = state.out
         self._table = state.table
         self._registry = state.registry
+        self._health = state.health
         self._admission = state.admission
         self._lifecycle = lifecycle
-        self._recovery = recovery
         self._takeover = takeover
         self._losses = losses
-        self._early_moves = EarlyMoves(state, losses)
-        self._history = state.history
+        self._early_moves = EarlyMoves(state, losses.move_early)
+        self._history = history
         self._errors = state.errors
         self._workers_next = state.started_at
         self._rates_next = state.started_at
@@ -83,7 +84,7 @@ class Timers:
         elif request.state is State.ENDED:
             self._lifecycle.send_terminal(request, now)
         elif request.attempt.waits or request.state is State.FOLLOWED:
-            self._recovery.ask(request, now)
+            self._lifecycle.ask(request, now)
         else:
             self._table.wake(request, NEVER, now)
 
@@ -106,7 +107,7 @@ class Timers:
     # ------------------------------------------------------------------ workers
 
     def _workers(self, now: float) -> None:
-        registry, health = self._registry, self._registry.health
+        registry, health = self._registry, self._health
         health.look(registry.live(), now)
         lost = health.failing(registry.live(), now)
         self._losses.judged(lost, health.doubtful(registry.live(), now), now)

@@ -7,7 +7,8 @@ One message carries a step's tokens for one client, with the runs as received.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from baton.proto.errors import DeadlineExceeded, HandoffFailed, InternalError
 from baton.proto.wire.messages import (
@@ -37,12 +38,10 @@ from baton.runtime.tables import RecentMap
 from .authorization import Proofs
 from .events import FromWorker, ToClient, ToWorker
 from .lifecycle import Lifecycle
-from .records import NEVER, PLACED, Client, Request, State, Step, Worker
-from .recovery import Recovery
+from .records import NEVER, PLACED, Client, Request, State, Step, Worker, WorkerCaller
 from .served import begun
 from .state import RouterState
 from .takeover import Takeover
-from .worker_registration import WorkerRegistration
 
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _QUEUED = State.QUEUED
@@ -52,6 +51,24 @@ _DECODING = State.DECODING
 REMEMBER_REPORTS = 4096
 
 
+class Registration(Protocol):
+    """What handles the other messages: :class:`.worker_registration.WorkerRegistration`."""
+
+    def hello(self, identity: bytes, hello: Hello, now: float, caller: WorkerCaller) -> None:
+        """Register a new worker, a known one again, or a successor."""
+
+    def heartbeat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
+        """Note a heartbeat."""
+
+    def drained(self, worker: Worker, message: Drained, _now: float) -> None:
+        """Note that a worker has finished its requests."""
+
+    def certified(
+        self, identity: bytes, certificates: Sequence[DeathCertificate], now: float
+    ) -> None:
+        """Declare workers dead whose supervisor certifies the end of their process."""
+
+
 class WorkerMessages:
     """Handles every message of WorkerToRouter; :mod:`.worker_registration` handles some of them."""
 
@@ -59,9 +76,8 @@ class WorkerMessages:
         self,
         state: RouterState,
         lifecycle: Lifecycle,
-        recovery: Recovery,
         takeover: Takeover,
-        registration: WorkerRegistration,
+        registration: Registration,
     ) -> None:
         self._config = state.config
         self._out = state.out
@@ -70,7 +86,6 @@ class WorkerMessages:
         self._failed_pairs = state.placement.failed_pairs
         self._admission = state.admission
         self._lifecycle = lifecycle
-        self._recovery = recovery
         self._takeover = takeover
         self._registration = registration
         self._proofs = Proofs(state.config, state.metrics.dropped)
@@ -283,10 +298,10 @@ class WorkerMessages:
             attempt = request.attempt
             late = request.state is _DECODING and worker.role == "prefill"
             if attempt.server is not worker and not late:
-                self._recovery.served_by(request, worker)
+                self._lifecycle.served_by(request, worker)
         if run.position > request.next:
             self._drop("tokens_ahead")
-            self._recovery.ask_again(request, now)
+            self._lifecycle.ask_again(request, now)
             return None
         skip = request.next - run.position
         attempt.answered = attempt.answered or attempt.server is worker
@@ -335,7 +350,7 @@ class WorkerMessages:
             current.number = attempt
             if request.state is _DECODING and worker.role == "prefill":
                 request.step(Step.REASSIGN)
-                self._recovery.served_by(request, worker)
+                self._lifecycle.served_by(request, worker)
         return True
 
     def _is_foreign(
@@ -380,10 +395,10 @@ class WorkerMessages:
         if request.state is _ASSIGNED:
             self._lifecycle.accepted(request)
         if request.attempt.server is not worker:
-            self._recovery.served_by(request, worker)
+            self._lifecycle.served_by(request, worker)
         if message.position > request.next and message.code is None:
             request.attempt.pending = message  # not acknowledged: the worker keeps the tokens
-            self._recovery.ask_again(request, now)
+            self._lifecycle.ask_again(request, now)
             return
         self._finish(request, message, now)
 
@@ -401,7 +416,7 @@ class WorkerMessages:
         if worker is not None:
             self._acknowledge(worker, message)
         if message.code == HandoffFailed.code:
-            self._recovery.lost(request, message.message or "the handoff failed", now)
+            self._lifecycle.lost(request, message.message or "the handoff failed", now)
             return
         if message.code is None and now >= request.deadline:
             # A timer waits for its tick, and an answer may be complete before that.
@@ -505,7 +520,7 @@ class WorkerMessages:
             if request.state is _DECODING and worker is current.prefill:
                 return
             current.number = max(current.number, attempt)
-            self._recovery.lost(request, f"worker {worker.id} does not have it", now)
+            self._lifecycle.lost(request, f"worker {worker.id} does not have it", now)
 
     def _peer_lost(self, worker: Worker, message: PeerLost, now: float) -> None:
         """Use another pair: the decode worker is unreachable from there, or incompatible."""
@@ -518,12 +533,12 @@ class WorkerMessages:
             avoid = request.avoid = request.avoid or set()
             if decode is not None:
                 avoid.add(decode.incarnation)
-            self._recovery.lost(request, reason, now)
+            self._lifecycle.lost(request, reason, now)
             return
         self._failed_pairs.failed(worker, decode, message.reason, now)
         if not {worker.incarnation, decode.incarnation} <= {*request.shunned}:
             request.shunned += (worker.incarnation, decode.incarnation)
-        self._recovery.unreachable(request, reason, now)
+        self._lifecycle.unreachable(request, reason, now)
 
     def _handoff(self, worker: Worker, message: HandoffReport, now: float) -> None:
         key, number = message.request, message.attempt
@@ -552,9 +567,9 @@ class WorkerMessages:
         if attempt.decode is not None:
             self._lifecycle.handed_over(request)
         elif (decode := self._registry.find(message.decode)) is not None:
-            self._recovery.served_by(request, decode)  # its tokens went to another router
+            self._lifecycle.served_by(request, decode)  # its tokens went to another router
             attempt.answered = True  # the last Adopt went to another worker
-            self._recovery.ask_again(request, now)
+            self._lifecycle.ask_again(request, now)
 
     def _passed_on(self, worker: Worker, message: HandoffReport) -> None:
         """Clear a failed pair after a finished handoff."""

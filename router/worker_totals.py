@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from baton.proto.wire.messages import Buckets, ExtensionCounts, WorkerLoad
 from baton.runtime.metrics.families import OTHER, WORKER_HISTOGRAMS, Histogram, Limited
-
-from .records import Worker
 
 KEEP_INCARNATIONS = 256
 """Dead incarnations that may still return; what older ones counted is added up."""
@@ -35,6 +34,16 @@ Series = tuple[str, str]
 """A histogram's name, and the role of its workers."""
 
 
+class Counted(Protocol):
+    """What is read of a worker. ``finished``: it was drained."""
+
+    id: str
+    role: str
+    incarnation: int
+    load: WorkerLoad
+    finished: bool
+
+
 class WorkerTotals:
     """Sums of the counters of all incarnations, restarts and changes of role, by worker."""
 
@@ -50,7 +59,7 @@ class WorkerTotals:
         self.role_changes: Counter[Owner] = Counter()
         self._roles: dict[str, str] = {}  # last role of each name
 
-    def owner(self, worker: Worker) -> Owner:
+    def owner(self, worker: Counted) -> Owner:
         """Return the labels of a worker's series."""
         return self._name(worker.id), worker.role
 
@@ -60,7 +69,7 @@ class WorkerTotals:
             return OTHER, OTHER
         return counts.point, counts.name
 
-    def joined(self, worker: Worker) -> None:
+    def joined(self, worker: Counted) -> None:
         """Record a registration: of a new incarnation, or of a dead incarnation that returns."""
         owner = name, role = self.owner(worker)
         if self._roles.get(name, role) != role and name != OTHER:
@@ -75,7 +84,7 @@ class WorkerTotals:
             self._lost.remove(owner)
             self.restarts[owner] += 1
 
-    def died(self, worker: Worker) -> None:
+    def died(self, worker: Counted) -> None:
         """Keep what a dead incarnation has counted."""
         owner = self.owner(worker)
         if not worker.finished:
@@ -89,7 +98,7 @@ class WorkerTotals:
             self._before[old] = [one + more for one, more in zip(sums, _counted(load), strict=True)]
             _add(self._histograms_before, old[1], load)
 
-    def sums(self, live: Iterable[Worker]) -> dict[Owner, list[float]]:
+    def sums(self, live: Iterable[Counted]) -> dict[Owner, list[float]]:
         """Return the sums of all :data:`COUNTERS` by worker; ``live``: registered workers."""
         found = {owner: list(sums) for owner, sums in self._before.items()}
         for owner, load in self._loads(live):
@@ -98,7 +107,7 @@ class WorkerTotals:
                 sums[index] += value
         return found
 
-    def histograms(self, live: Iterable[Worker]) -> dict[Series, Histogram]:
+    def histograms(self, live: Iterable[Counted]) -> dict[Series, Histogram]:
         """Return the sums of all histograms that workers report."""
         found: dict[Series, Histogram] = {}
         for series, before in self._histograms_before.items():
@@ -108,13 +117,13 @@ class WorkerTotals:
             _add(found, role, load)
         return found
 
-    def _loads(self, live: Iterable[Worker]) -> Iterator[tuple[Owner, WorkerLoad]]:
+    def _loads(self, live: Iterable[Counted]) -> Iterator[tuple[Owner, WorkerLoad]]:
         for (owner, _), load in self._dead.items():
             yield owner, load
         for worker in live:
             yield self.owner(worker), self._highest(worker)
 
-    def _highest(self, worker: Worker) -> WorkerLoad:
+    def _highest(self, worker: Counted) -> WorkerLoad:
         """Return the highest values that were read of the worker, and keep them."""
         life = self.owner(worker), worker.incarnation
         before = self._read.get(life)

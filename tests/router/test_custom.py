@@ -214,7 +214,7 @@ def test_the_facts(own, monkeypatch):
         else own("faulty_classes:Remembers")
     )
     seen = []
-    policy = bench.core.placement._own_policy._policy
+    policy = bench.core.placement._policy._policy
 
     def choose(request, workers):
         seen.append((request, workers))
@@ -244,7 +244,7 @@ def test_the_facts(own, monkeypatch):
 def test_mode_adaptive_keeps_the_choice_of_a_users_policy(own, monkeypatch):
     """Another prefill worker is always free, so its first token would be earlier."""
     bench = own("rack_policy:RackPolicy", EXAMPLES, mode="adaptive")
-    policy = bench.core.placement._own_policy._policy
+    policy = bench.core.placement._policy._policy
     monkeypatch.setattr(policy, "choose", lambda _request, workers: workers[-1])
     for worker in bench.workers:
         worker.beat(load=WorkerLoad(prompt_tokens=1000, compute_seconds=1.0))
@@ -256,7 +256,7 @@ def test_mode_adaptive_keeps_the_choice_of_a_users_policy(own, monkeypatch):
 
 def test_the_prefix_is_that_of_the_first_tokens_and_the_salt(own, monkeypatch):
     bench = own("faulty_classes:Remembers")
-    policy, seen = bench.core.placement._own_policy._policy, []
+    policy, seen = bench.core.placement._policy._policy, []
     monkeypatch.setattr(policy, "choose", lambda one, them: seen.append(one) or them[0])
     first = list(range(1, 33))
     for name, prompt, salt in (
@@ -281,7 +281,7 @@ def test_the_line_of_the_page_for_session_affinity(own, monkeypatch):
     page = (ROOT / "docs" / "extend.md").read_text()
     (line,) = re.findall(r"^return (max\(.*request\.prefix.*)$", page, re.MULTILINE)
     bench = own("faulty_classes:Remembers")
-    policy = bench.core.placement._own_policy._policy
+    policy = bench.core.placement._policy._policy
     choice = eval(f"lambda request, workers: {line}", {"zlib": zlib})
     monkeypatch.setattr(policy, "choose", choice)
     chosen = {}

@@ -28,12 +28,12 @@ from baton.router.config import RouterConfig
 from baton.router.decider import (
     ADAPTIVE,
     COLOCATED,
-    NO_PREFILL,
     Decider,
     HandoffTails,
     alone_at,
     at_prefill,
 )
+from baton.router.placement import NO_PREFILL
 from baton.router.records import State
 from baton.router.story_slices import slices_of
 

@@ -22,7 +22,7 @@ from baton.router.lifecycle import Lifecycle
 from baton.router.own_errors import METRIC, TEXT
 from baton.router.placement import Placement
 from baton.router.records import Attempt, Request
-from baton.router.recovery import Recovery
+from baton.router.recovery import WorkerLosses
 from baton.router.registry import Registry
 from baton.router.timers import Timers
 
@@ -138,7 +138,7 @@ def test_a_death_moves_the_other_requests_if_moving_one_raises(bench, monkeypatc
     requests = bench.core.table.requests
     there = [key for key in keys if requests[key].attempt.prefill.id == bench.prefill.id]
     assert len(there) > 1
-    plant(monkeypatch, Recovery, "lost", of(there[0]))
+    plant(monkeypatch, Lifecycle, "lost", of(there[0]))
     plant(monkeypatch, Lifecycle, "requeue", of(there[0]))
     bench.workers.remove(bench.prefill)
     bench.prefill.gone()
@@ -149,7 +149,8 @@ def test_a_death_moves_the_other_requests_if_moving_one_raises(bench, monkeypatc
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(("owner", "name"), [
-    (Registry, "_changed"), (Placement, "forget"), (Recovery, "start_over"), (Recovery, "blame"),
+    (Registry, "_changed"), (Placement, "forget"), (Request, "start_over"),
+    (WorkerLosses, "_blame"),
 ])  # fmt: skip
 def test_a_death_is_handled_to_its_end_if_a_part_of_it_raises(
     bench, monkeypatch, owner, name, before
@@ -205,7 +206,7 @@ def test_part_of_the_timers_that_raises_leaves_the_other_parts(bench, monkeypatc
 
 def test_a_query_that_raises_harms_nothing(bench, monkeypatch):
     key = bench.submit("r")
-    monkeypatch.setattr(bench.core._reporter, "report", lambda *_: {}["planted"])
+    monkeypatch.setattr(bench.core._reporter, "_requests", lambda *_: {}["planted"])
     bench.feed(FromClient(b"client", [Status()]))
     assert not any(isinstance(m, StatusReport) for m in bench.sent[b"client"])
     assert not bench.core.table.requests[key].done and not bench.core.errors.unowned
@@ -245,7 +246,7 @@ def test_the_log_has_the_exception_and_the_client_one_sentence(bench, monkeypatc
 def test_books_that_cannot_be_repaired_break_the_core(bench, monkeypatch):
     bench.submit("r")
     plant(monkeypatch, Timers, "_workers", lambda *_: True)
-    monkeypatch.setattr(bench.core.errors, "_recount", lambda now: {}["planted"])
+    monkeypatch.setattr(bench.core._repair, "_recount", lambda now: {}["planted"])
     bench.now += 0.1
     bench.feed(Tick())
     assert "could not be repaired" in bench.core.broken

@@ -21,7 +21,7 @@ from baton.proto.wire.messages import (
     Terminal,
     WorkerTimes,
 )
-from baton.router import metrics, status
+from baton.router import handoffs, status
 from baton.router.config import AdmissionConfig
 from baton.router.queries import merge_queries
 from baton.router.records import Caller
@@ -248,7 +248,7 @@ def test_a_running_request_s_handoff_names_its_prefill_worker(bench):
 
 
 def test_reports_with_invented_names_displace_no_worker_s_bytes(bench, monkeypatch):
-    monkeypatch.setattr(metrics, "MAX_WORKERS", 3)
+    monkeypatch.setattr(handoffs, "MAX_WORKERS", 3)
     bench.pair()
     prefill, _, assign = start(bench)
     for number in range(9):

@@ -28,11 +28,11 @@ from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import Committed, Drain, TokenRun, Tokens
 from baton.router.client_messages import ClientMessages
 from baton.router.lifecycle import Lifecycle
-from baton.router.own_errors import OwnErrors as RouterErrors
 from baton.router.queries import Queries
 from baton.router.records import NEVER, State
-from baton.router.recovery import Recovery, WorkerLosses
+from baton.router.recovery import WorkerLosses
 from baton.router.registry import Registry
+from baton.router.repair import Repair as RouterRepair
 from baton.router.takeover import UnclaimedRequests
 from baton.router.worker_messages import WorkerMessages
 from baton.router.worker_registration import WorkerRegistration
@@ -298,7 +298,7 @@ def deaths_not_counted(monkeypatch):
     def make(original):
         return lambda self, there: None
 
-    around(monkeypatch, Recovery, "blame", make)
+    around(monkeypatch, WorkerLosses, "_blame", make)
 
 
 def newcomers_take_any_name(monkeypatch):
@@ -471,11 +471,11 @@ def tokens_of_a_taken_over_request_begin_anew(monkeypatch):
 
 
 def a_harmed_request_gets_no_end(monkeypatch):
-    monkeypatch.setattr(RouterErrors, "_end", lambda self, request, lifecycle, now: None)
+    monkeypatch.setattr(RouterRepair, "_end", lambda self, request, lifecycle, now: None)
 
 
 def sums_are_not_made_again_after_an_error(monkeypatch):
-    monkeypatch.setattr(RouterErrors, "_recount", lambda self, now: None)
+    monkeypatch.setattr(RouterRepair, "_recount", lambda self, now: None)
 
 
 def a_harmed_job_gets_no_end(monkeypatch):
