@@ -38,7 +38,7 @@ from .host_backend import AfterPart, HostPictures
 from .memory import Arena
 from .shared_weights import SharedArena, opened
 
-REVISIONS = {"amx": 4, "avx512": 1, "avx2": 1, "plain": 1}
+REVISIONS = {"amx": 4, "avx512bf16": 1, "avx512": 1, "avx2": 1, "plain": 1}
 """Increase an instruction set's number when a change of the C code changes a bit of its results."""
 
 _start_threads = _cpu.start_threads
@@ -51,7 +51,7 @@ class CpuLinear:
     """Weights as panels ``[ceil(out / panel), in, panel]`` of float32 or bfloat16.
 
     With tiles (``amx``), bfloat16 panels are padded to 32 terms with pairs of terms innermost:
-    ``[.., ceil(in / 32), 16, 16, 2]``.
+    ``[.., ceil(in / 32), 16, 16, 2]``; with ``avx512bf16`` to pairs: ``[.., ceil(in / 2), 16, 2]``.
 
     ``bias`` is padded to whole panels; ``isa`` is the instruction set that packed them.
     """
@@ -102,10 +102,11 @@ class CpuQuantized:
 class CpuBackend(HostArrays, HostAudio, HostPictures):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
-    ``isa`` selects an instruction set by name (``amx``, ``avx512``, ``avx2``, ``plain``); None
-    selects the best one of this machine. ``amx`` uses matrix tiles for bfloat16 weights and for
-    the parts of attention that may be rounded. There it rounds the other factor to bfloat16, sums
-    in float32, and computes a gated MLP in one kernel; elsewhere it equals ``avx512``. Wrong
+    ``isa`` selects an instruction set by name (``amx``, ``avx512bf16``, ``avx512``, ``avx2``,
+    ``plain``); None selects the best one of this machine. ``amx`` uses matrix tiles for bfloat16
+    weights and for the parts of attention that may be rounded. There it rounds the other factor to
+    bfloat16, sums in float32, and computes a gated MLP in one kernel. ``avx512bf16`` rounds the
+    other factor of products with bfloat16 weights too. Elsewhere both equal ``avx512``. Wrong
     arguments raise ValueError before anything is written. ``floats``: a model's quantized weights
     become float32.
 

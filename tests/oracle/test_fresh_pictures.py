@@ -62,7 +62,7 @@ def backends():
 
 def near(actual, expected, tolerance, kernels, bfloat16):
     """Fail beyond the tolerance, or on tiles, which round activations to bfloat16, beyond 2 %."""
-    if bfloat16 and kernels.numerics.endswith("amx"):
+    if bfloat16 and kernels.numerics.endswith(("amx", "bf16")):
         off = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
         assert 1e-5 < off <= 0.02, f"seed {SEED}: {off:.4f}"
     else:
@@ -160,7 +160,7 @@ def test_pictures_equal_those_of_diffusers(tmp_path, changes, case, options, bac
         denoiser.step([drawing])
     near(drawing.latents, found["latents"], 1e-4, kernels, bfloat16)
     distance = np.abs(denoiser.finish(drawing).astype(int) - found["pixels"])
-    tiles = bfloat16 and kernels.numerics.endswith("amx")
+    tiles = bfloat16 and kernels.numerics.endswith(("amx", "bf16"))
     assert distance.max() <= (8 if tiles else 1), f"seed {SEED}"
 
 

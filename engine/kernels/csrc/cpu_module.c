@@ -24,12 +24,13 @@ typedef struct {
 } Choice;
 
 #if defined(__x86_64__)
-static Kernels kernels_amx;
+static Kernels kernels_amx, kernels_avx512bf16;
 #endif
 
 static Choice choices[] = {
 #if defined(__x86_64__)
     {&kernels_amx, 0, &products_avx2},
+    {&kernels_avx512bf16, 0, &products_avx2},
     {&kernels_avx512, 0, &products_avx2},
     {&kernels_avx2, 0, &products_avx2},
 #endif
@@ -42,17 +43,18 @@ static void find_usable(void) {
     unsigned a, b, c = 0, d;
     __builtin_cpu_init();
     __get_cpuid(1, &a, &b, &c, &d);
-    choices[1].usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    choices[2].usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    choices[2].usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+    choices[3].usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("bmi2") && (c >> 29 & 1); /* f16c */
-    choices[0].usable = choices[1].usable && add_tiles(&kernels_amx);
+    choices[0].usable = choices[2].usable && add_tiles(&kernels_amx);
+    choices[1].usable = choices[2].usable && add_pairs(&kernels_avx512bf16);
 #ifdef HAVE_VNNI256
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1)) /* avx_vnni */
-        for (int i = 0; i < 3; i++) choices[i].products = &products_vnni256;
+        for (int i = 0; i < 4; i++) choices[i].products = &products_vnni256;
 #endif
-    if (choices[1].usable && __builtin_cpu_supports("avx512vnni"))
-        choices[0].products = choices[1].products = &products_vnni512;
+    if (choices[2].usable && __builtin_cpu_supports("avx512vnni"))
+        for (int i = 0; i < 3; i++) choices[i].products = &products_vnni512;
 #endif
 }
 

@@ -31,7 +31,8 @@
 
 #include "exp2.h"
 
-#define TERMS 32     /* of x and the weights in one tile product */
+#include "round_halves.h"
+
 #define COLUMNS 16   /* of a panel */
 #define TILE_ROWS 16
 #define WEIGHT_TILE (TERMS * COLUMNS) /* bfloat16 of a panel's step; pairs of terms lie together */
@@ -60,22 +61,6 @@ static void pack(const void *w, int from_bf16, void *panels, int to_bf16, int64_
 }
 
 /* ---- x in bfloat16 ---- */
-
-/* The nearest bfloat16 of 32 floats, ties to even. A finite number that would become infinite is
- * truncated instead, so that it stays finite as in the rest of the model. */
-static inline void round_step(__m512 a, __m512 b, uint16_t *to) {
-    const __m512i sign = _mm512_set1_epi16((short)0x8000), end = _mm512_set1_epi16(0x7f80);
-    __m512i h = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-    __mmask32 ends = _mm512_cmpeq_epi16_mask(_mm512_andnot_si512(sign, h), end);
-    _mm512_storeu_si512(to, h);
-    if (__builtin_expect(ends != 0, 0)) {
-        uint32_t bits[TERMS];
-        _mm512_storeu_ps(bits, a);
-        _mm512_storeu_ps(bits + 16, b);
-        for (int i = 0; i < TERMS; i++)
-            if (ends >> i & 1) to[i] = (uint16_t)(bits[i] >> 16);
-    }
-}
 
 /* Rows of x as tiles [ceil(rows / tall), steps, tall, 32]; missing rows and terms are zero. */
 static void round_rows(const float *x, int64_t rows, int64_t in, int64_t tall, uint16_t *tiles) {

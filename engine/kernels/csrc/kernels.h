@@ -18,6 +18,10 @@
 #if __has_include(<amxbf16intrin.h>)
 #define HAVE_TILES
 #endif
+/* The same of products of pairs of bfloat16. */
+#if __has_include(<avx512bf16intrin.h>)
+#define HAVE_PAIRS
+#endif
 #endif
 
 /* Keys of an attention tile; tiles are aligned to absolute positions. */
@@ -170,6 +174,9 @@ extern const Kernels kernels_avx512, kernels_avx2, kernels_plain;
 /* The AVX-512 kernels with bf16 products on the matrix tiles of AMX; 0 if the processor, the
  * system or the compiler does not support AMX. Asks the system for permission once per process. */
 int add_tiles(Kernels *);
+
+/* The AVX-512 kernels with bf16 products by instructions for pairs of bfloat16; 0 as add_tiles. */
+int add_pairs(Kernels *);
 
 /* Attention with all factors rounded to bfloat16. Dims that do not fill whole tiles use
  * the AVX-512 kernel. */

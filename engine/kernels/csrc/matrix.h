@@ -8,6 +8,11 @@
  * together, because a core fetches several streams faster than one.
  */
 
+/* With PAIRS, a number of x and of the weights stands for a pair of bfloat16; see isa_avx512bf16.c. */
+#ifndef PAIRS
+#define ADD_TERM(row, column, sum) v_fma(row, column, sum)
+#endif
+
 /* Columns of one micro kernel are P panels, pstep apart, of NV vectors each. */
 #define MICRO(NAME, TYPE, MR, P, NV, LOAD, AHEAD)                                                  \
     static void NAME(const float *x, int64_t ldx, const TYPE *w, int64_t ldw, int64_t pstep,       \
@@ -31,7 +36,7 @@
                 vf row = v_set(x[m * ldx + i]);                                                    \
                 _Pragma("GCC unroll 8") for (int p = 0; p < P; p++)                                \
                     _Pragma("GCC unroll 8") for (int j = 0; j < NV; j++)                           \
-                        sum[m][p][j] = v_fma(row, b[p][j], sum[m][p][j]);                          \
+                        sum[m][p][j] = ADD_TERM(row, b[p][j], sum[m][p][j]);                       \
             }                                                                                      \
         }                                                                                          \
         _Pragma("GCC unroll 16") for (int m = 0; m < MR; m++)                                      \

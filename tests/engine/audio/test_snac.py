@@ -24,7 +24,7 @@ def reference():
     return np.load(FOLDER / "reference.npz")
 
 
-@pytest.fixture(params=["numpy", "amx", "avx512", "avx2", "plain"])
+@pytest.fixture(params=["numpy", "amx", "avx512bf16", "avx512", "avx2", "plain"])
 def decoder(request):
     if request.param == "numpy":
         return SnacDecoder(FOLDER, load_backend("numpy"))

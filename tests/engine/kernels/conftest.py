@@ -16,6 +16,11 @@ from baton.engine.kernels.reference import NumpyBackend
 Array = npt.NDArray[np.generic]
 
 
+def rounds(numerics: str) -> bool:
+    """Whether products with bfloat16 weights round x to bfloat16."""
+    return numerics.endswith(("amx", "bf16"))
+
+
 def instruction_sets() -> list[str]:
     if importlib.util.find_spec("baton.engine.kernels._cpu") is None:
         return []
@@ -25,7 +30,7 @@ def instruction_sets() -> list[str]:
 
 
 ISAS = instruction_sets()
-KNOWN = ["amx", "avx512", "avx2", "plain"]
+KNOWN = ["amx", "avx512bf16", "avx512", "avx2", "plain"]
 COMPILED = [
     isa if isa in ISAS else pytest.param(isa, marks=pytest.mark.skip(f"no {isa} kernels here"))
     for isa in KNOWN

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from .conftest import rounds
 from .test_linear import bf16_bits
 
 # in, width, out; those of 72 and 5 fill no panels
@@ -46,10 +47,10 @@ def test_close_to_oracle(backend, oracle, poisoned, shape, kind, bias):
     x = np.random.default_rng(4).standard_normal((50, shape[0]), dtype=np.float32)
     expected = run(oracle, exact, x.astype(float), np.empty((50, shape[2])), float)
     distance = np.abs(run(backend, ours, x, poisoned(50, shape[2])) - expected)
-    rounds = kind == "bf16" and backend.numerics.endswith("amx")
+    rounded = kind == "bf16" and rounds(backend.numerics)
     # Each of x and the product is rounded by at most 2^-9 of it, with errors of any sign.
-    assert distance.max() < (2.0**-5 if rounds else 5e-5)
-    assert distance.mean() < (2.0**-7 if rounds else 5e-6)
+    assert distance.max() < (2.0**-5 if rounded else 5e-5)
+    assert distance.mean() < (2.0**-7 if rounded else 5e-6)
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])

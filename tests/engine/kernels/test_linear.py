@@ -9,6 +9,8 @@ import pytest
 
 from baton.engine.kernels.reference import widen
 
+from .conftest import rounds
+
 EPS = 2.0**-24
 SHAPES = [
     (1, 1),
@@ -36,13 +38,14 @@ def make_weights(rng, out, width, kind):
 def tolerance(x, weights, bias, numerics):
     """Rounding bound of a sum of products in any order, at the size random errors reach.
 
-    Tiles (amx) round x to bfloat16, so a product of theirs may be 2^-8 of it away. The sum of
-    these distances is within that of all sizes and, as signs differ, grows like their square root.
+    Products of bfloat16 round x to bfloat16, so a product of theirs may be 2^-8 of it away. The sum
+    of these distances is within that of all sizes and, as signs differ, grows like their square
+    root.
     """
     a, b = np.abs(x).astype(np.float64), np.abs(widen(weights)).T.astype(np.float64)
     magnitude = a @ b
     limit = EPS * (4 + 2 * np.sqrt(x.shape[1])) * (magnitude + np.abs(bias))
-    if weights.dtype == np.uint16 and numerics.endswith("amx"):
+    if weights.dtype == np.uint16 and rounds(numerics):
         limit += 2.0**-8 * np.minimum(magnitude, 3 * np.sqrt(a**2 @ b**2))
     return limit
 
@@ -80,8 +83,8 @@ def test_a_row_has_the_same_bits_in_any_company(compiled, rng, poisoned, width, 
 
 
 def test_bf16_and_the_same_weights_in_f32_give_the_same_bits(compiled, rng):
-    if compiled.numerics.endswith("amx"):
-        pytest.skip("tiles multiply bf16 in an order of their own; see test_tiles.py")
+    if rounds(compiled.numerics):
+        pytest.skip("bf16 is multiplied in an order of its own; see test_half_products.py")
     halves = make_weights(rng, 150, 80, "bf16")
     x = rng.standard_normal((9, 80), dtype=np.float32)
     results = []
@@ -104,7 +107,7 @@ def test_parts_are_stacked(backend, rng, kinds):
         backend.linear(x, backend.pack_linear([part]), y)
         apart[:, start : start + len(part)] = y
         start += len(part)
-    tiles = backend.numerics.endswith("amx") and len(set(kinds)) > 1  # bf16 results differ
+    tiles = rounds(backend.numerics) and len(set(kinds)) > 1  # bf16 results differ
     if backend.row_independent and not tiles:
         assert np.array_equal(together, apart)
     else:
@@ -178,11 +181,11 @@ def test_what_is_no_number_stays_so_in_its_row(compiled, rng, poisoned, kind):
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 def test_the_ends_of_the_range(compiled, rng, poisoned, kind):
-    """The largest floats exceed bfloat16 but stay finite; tiles drop the bits beyond bfloat16.
+    """The largest floats exceed bfloat16 but stay finite; rounding drops the bits beyond bfloat16.
 
     Subnormal numbers may become zero.
     """
-    tiles = kind == "bf16" and compiled.numerics.endswith("amx")
+    rounded = kind == "bf16" and rounds(compiled.numerics)
     top = np.finfo(np.float32).max
     ones = np.ones((3, 40), np.float32)
     weights = bf16_bits(ones) if kind == "bf16" else ones
@@ -194,7 +197,7 @@ def test_the_ends_of_the_range(compiled, rng, poisoned, kind):
     compiled.linear(x, packed, y)
     assert np.isfinite(y).all()
     largest = np.repeat([[x[0, 7]], [x[1, 33]], [x[2, 0]]], 3, axis=1)
-    np.testing.assert_allclose(y[:3] / 2.0**100, largest / 2.0**100, rtol=2.0**-8 if tiles else 0)
+    np.testing.assert_allclose(y[:3] / 2.0**100, largest / 2.0**100, rtol=2.0**-8 if rounded else 0)
     np.testing.assert_allclose(y[3], 1e-40, rtol=0, atol=2.0**-126)
     assert not y[4].any()
     np.testing.assert_allclose(y[5], 40 * 2.0**-126, rtol=1e-6)

@@ -19,24 +19,28 @@ from .quantized_cases import put_halves
 
 DIGESTS = {
     ("4", "amx"): "21d7fd7decf4bbac",
+    ("1", "avx512bf16"): "21d7fd7decf4bbac",
     ("1", "avx512"): "21d7fd7decf4bbac",
     ("1", "avx2"): "7edb7a232b65a830",
     ("1", "plain"): "0957d8a22f92a9e8",
 }
 ENCODER_DIGESTS = {
     ("4", "amx"): "1816ebd286e11a0e",
+    ("1", "avx512bf16"): "1816ebd286e11a0e",
     ("1", "avx512"): "1816ebd286e11a0e",
     ("1", "avx2"): "8226cb1637cd48f5",
     ("1", "plain"): "7b72bd41f26d7416",
 }
 HALF_DIGESTS = {
     ("4", "amx"): "a68c0de911adca43",
+    ("1", "avx512bf16"): "874785f1980c0e83",
     ("1", "avx512"): "6cf53e8de2403f22",
     ("1", "avx2"): "6cf53e8de2403f22",
     ("1", "plain"): "6ab98264d8063d66",
 }
 AUDIO_DIGESTS = {
     ("4", "amx"): "011a6b638a67003f",
+    ("1", "avx512bf16"): "011a6b638a67003f",
     ("1", "avx512"): "011a6b638a67003f",
     ("1", "avx2"): "011a6b638a67003f",
     ("1", "plain"): "914c4e98f07d6b36",
