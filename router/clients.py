@@ -108,7 +108,8 @@ def runs_from(request: Request, position: int) -> list[TokenRun]:
         return []
     logprobs = _logprobs_from(request, start)
     number, base = request.attempt.number, request.base + start
-    media = {at - base: found for at, found in (request.media or {}).items() if at >= base}
+    end = base + len(tokens)  # an error may have left media without their token
+    media = {at - base: one for at, one in (request.media or {}).items() if base <= at < end}
     runs, first = [], 0
     for last in sorted({*media, len(tokens) - 1}):
         part = None if logprobs is None else logprobs[first : last + 1]

@@ -629,16 +629,19 @@ class Request:
         self.lost_at = self.next
 
     def keep(self, run: TokenRun) -> None:
-        """Store a token run that starts at ``next``."""
+        """Store a token run that starts at ``next``.
+
+        The tokens come last, so that after an error none is without what belongs to it.
+        """
         tokens = run.tokens
+        if self.logprobs is not None:
+            self.logprobs.extend(run.logprobs or [None] * len(tokens))
+        if run.media is not None:
+            self.media = self.media or {}
+            self.media[self.next + len(tokens) - 1] = run.media
         if len(tokens) == 1:
             self.emitted.append(tokens[0])  # a third of the time of extend
             self.next += 1
         else:
             self.emitted.extend(tokens)
             self.next += len(tokens)
-        if self.logprobs is not None:
-            self.logprobs.extend(run.logprobs or [None] * len(tokens))
-        if run.media is not None:
-            self.media = self.media or {}
-            self.media[self.next - 1] = run.media

@@ -117,6 +117,36 @@ def test_media_are_kept_with_the_tokens_that_complete_them(context):
     assert runs(17) == []
 
 
+@pytest.mark.parametrize("tokens", [[1], [1, 2]])
+def test_an_error_while_tokens_are_kept_leaves_none_without_its_media(context, tokens):
+    entries = [TokenLogProbs.of(-0.5, {1: -0.5}) for _ in tokens]
+    found = set()
+    for lines in range(20):
+        request = Request(b"k" * 16, "r", context(log_probabilities=1), 10.0, Attempt(1))
+        run = TokenRun(request.key, 1, 10, tokens, entries, b"media")
+        left = [lines]
+
+        def trace(frame, event, _argument, left=left):
+            if event == "line" and frame.f_code is Request.keep.__code__:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyError
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            request.keep(run)
+        except KeyError:
+            pass
+        finally:
+            sys.settrace(before)
+        kept = runs_from(request, 0)
+        assert kept in ([], [run])
+        found.add(bool(kept))
+    assert found == {False, True}
+
+
 def test_a_text_costs_the_same_memory_made_here_or_received(context):
     made = context(10, 20)
     frames = EnvelopeEncoder().encode([Submit(request_id="r", context=made)])
