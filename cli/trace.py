@@ -163,12 +163,24 @@ def describe(story: Story) -> list[str]:
         f"  client {story['client']}{through} at {story['router']}, {age}{resumed}",
         f"  {prompt} ({cached} cached), {new}",
         f"  {', '.join(times)}",
+        *_own_limits(story),
     ]
     for attempt in story["attempts"]:
         lines += ["", *_attempt(attempt)]
     if _without_decode(story) and lines[-1].startswith("  decode"):
         lines.append("  handoff  none: the request ended at its prefill worker")
     return [*lines, "", *_timeline(story)]
+
+
+def _own_limits(story: Story) -> list[str]:
+    """Return the line of the request's own limits, and what they allowed."""
+    limits = [("TTFT", "slo_ttft_s", "ttft_s"), ("mean ITL", "slo_itl_s", "itl_s")]
+    shown = []
+    for name, limit, seconds in limits:
+        if story[limit] is not None:
+            late = story[seconds] is not None and story[seconds] > story[limit]
+            shown.append(f"{name} {_ms(story[limit])}{' (missed)' if late else ''}")
+    return [f"  own limits: {', '.join(shown)}"] if shown else []
 
 
 def _why(story: Story) -> str:

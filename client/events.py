@@ -19,8 +19,9 @@ from baton.proto.wire.wire_context import WireContext
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The user's parameters of one request.
 
-    ``deadline``: seconds from the request's start. ``max_retries``: how often a request that the
-    cluster refuses for lack of room is submitted again.
+    ``deadline``: seconds from the request's start. ``slo_ttft``, ``slo_itl``: limits of its own of
+    TTFT and ITL in seconds; None: those of the cluster. ``max_retries``: how often a request that
+    the cluster refuses for lack of room is submitted again.
     """
 
     request_id: str
@@ -33,6 +34,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     gateway: str = ""
     traceparent: str = ""
     whole: bool = False
+    slo_ttft: float | None = None
+    slo_itl: float | None = None
 
 
 # --------------------------------------------------------------------------------- events

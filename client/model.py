@@ -346,6 +346,8 @@ def make_spec(wire: WireContext, options: RequestOptions, name: str | None) -> R
         max_retries=options.get("max_retries", 0),
         gateway=options.get("gateway", ""),
         traceparent=options.get("traceparent", ""),
+        slo_ttft=options.get("slo_ttft"),
+        slo_itl=options.get("slo_itl"),
         # A stop text may end the request here, so its tokens must come at once.
         whole=options.get("whole", False) and not wire.sampling.stop,
     )

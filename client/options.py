@@ -53,7 +53,9 @@ class RequestOptions(TypedDict, total=False):
 
     ``target_endpoint``: address of the worker to use. ``pin="strict"``: never replay the request
     on another worker. ``fallback=True``: let the router choose a worker if the target cannot
-    accept the request. ``deadline``: seconds, at most a day. ``pool``: name of the worker pool.
+    accept the request. ``deadline``: seconds, at most a day. ``slo_ttft``, ``slo_itl``: limits of
+    TTFT and of the mean ITL in seconds, in place of the cluster's; they decide the request's way
+    and its place in queues, and end nothing. ``pool``: name of the worker pool.
     ``request_id``: default random. ``log_probabilities``: for each token, return its log
     probability and those of this many most likely tokens. ``prompt_log_probabilities``: the same
     for the tokens of the prompt, which is then computed without the prefix cache; 0: their own
@@ -75,6 +77,8 @@ class RequestOptions(TypedDict, total=False):
 
     target_endpoint: str | None
     deadline: float | None
+    slo_ttft: float | None
+    slo_itl: float | None
     pool: str | None
     pin: str
     fallback: bool
@@ -155,6 +159,15 @@ def _deadline(name: str, value: Any) -> float:
     return _seconds(name, value)
 
 
+def _limit(name: str, value: Any) -> float:
+    """Check a latency limit in seconds."""
+    seconds = _number(value)
+    if not 0 < seconds <= LONGEST_WAIT_S:  # NaN as well
+        limits = f"above 0 and at most {LONGEST_WAIT_S:g}"
+        raise InputError(f"{name} must be a number of seconds, {limits}, not {shown(value)}")
+    return seconds
+
+
 _id_text = text(1, MAX_REQUEST_ID_CHARS)
 
 
@@ -200,6 +213,8 @@ def _images(name: str, value: Any) -> list[Any]:
 _CHECKS: dict[str, Check] = {
     "target_endpoint": _target,
     "deadline": _deadline,
+    "slo_ttft": _limit,
+    "slo_itl": _limit,
     "pool": text(0, MAX_POOL_CHARS),
     "pin": choice("prefer", "strict"),
     "fallback": flag,

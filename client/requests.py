@@ -275,6 +275,8 @@ class Request:
             gateway=spec.gateway,
             traceparent=spec.traceparent,
             whole=spec.whole,
+            slo_ttft=spec.slo_ttft,
+            slo_itl=spec.slo_itl,
         )
 
     def _resume(self, now: float) -> Resume:
@@ -293,6 +295,8 @@ class Request:
             fallback=spec.fallback,
             gateway=spec.gateway,
             traceparent=spec.traceparent,
+            slo_ttft=spec.slo_ttft,
+            slo_itl=spec.slo_itl,
         )
 
 

@@ -79,8 +79,9 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     handoff. ``streams``: requests that generate at the decode worker; ``step_s``: seconds of its
     steps without prompt tokens; ``target_s``: of steps with a chunk. ``over_prefill_s``,
     ``local_s``: until the second and the first token. ``delays_streams``: no decode worker has time
-    for a chunk within the target; ``local_s`` is infinite then. ``local``: the decision of Baton's
-    own decider.
+    for a chunk within the target; ``local_s`` is infinite then. ``slo_ttft_s``: TTFT limit of the
+    request, its own or the cluster's, 0 without one; ``slo_itl_s``: its own ITL limit, 0 without
+    one. ``local``: the decision of Baton's own decider.
     """
 
     request_id: str
@@ -97,6 +98,8 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     over_prefill_s: float
     local_s: float
     delays_streams: bool
+    slo_ttft_s: float
+    slo_itl_s: float
     local: bool
 
 
@@ -115,8 +118,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``generated_tokens``: tokens that the client has already, of a replayed request.
     ``asked_s``: when the client asked, by a clock of this worker; ``waited_s``: the seconds since.
     ``deadline_s``: until the request's deadline.
-    ``slo_ttft_s``: the setting ``slo_ttft``. ``seconds_per_token``: as measured here, 0 before the
-    first step.
+    ``slo_ttft_s``: its own limit, or the setting ``slo_ttft``. ``seconds_per_token``: as measured
+    here, 0 before the first step.
     """
 
     request_id: str
@@ -144,6 +147,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``outcome``: finished, failed, cancelled, or moved to another router. ``finish_reason``: of a
     result; ``code``: of an error. ``seconds``: from its arrival to its end. ``queue_s``: until a
     worker began; ``ttft_s``: until the first token; ``itl_s``: mean time between tokens.
+    ``slo_ttft_s``, ``slo_itl_s``: limits of its own; None: those of the cluster.
     ``transport``: of its handoff. ``attempts``: placements on workers.
     """
 
@@ -158,6 +162,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     queue_s: float | None
     ttft_s: float | None
     itl_s: float | None
+    slo_ttft_s: float | None
+    slo_itl_s: float | None
     prefill: str
     decode: str
     transport: str

@@ -14,6 +14,7 @@ from msgspec import inspect
 from msgspec.structs import astuple
 
 from baton.client.options import RequestOptions, check_options
+from baton.proto.errors import InputError
 from baton.proto.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults
 
 from .bodies import ChatBody, CompletionBody, GenerationBody
@@ -21,6 +22,7 @@ from .grammars import constraint_of
 from .parameters import (
     content_of,
     options_of,
+    renamed,
     sampling_of,
     seed_of,
     shared_sampling,
@@ -89,8 +91,12 @@ class Asked:
         options["show_text"] = True
         if isinstance(body, CompletionBody):  # of a chat, they depend on the prompt
             options |= constraint_of(content_of(body), whitespace=whitespace_of(body))
+        try:
+            checked = check_options(options)
+        except InputError as error:
+            raise renamed(error, body.__struct_fields__) from None
         return cls(
-            options=check_options(options),
+            options=checked,
             answers=body.answers,
             top=body.shown_log_probs(),
             shared=shared_sampling(body, defaults),

@@ -166,6 +166,10 @@ def options_of(body: SamplingBody) -> RequestOptions:
     options: RequestOptions = {}
     if body.cache_salt is not None:
         options["cache_salt"] = body.cache_salt
+    if body.slo_ttft is not None:
+        options["slo_ttft"] = body.slo_ttft
+    if body.slo_itl is not None:
+        options["slo_itl"] = body.slo_itl
     wanted = body.shown_log_probs()
     if wanted is not None:
         options["log_probabilities"] = max(1, wanted)

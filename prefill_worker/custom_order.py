@@ -41,7 +41,7 @@ class CustomOrder:
             asked_s=job.asked,
             waited_s=max(0.0, now - job.asked),
             deadline_s=job.deadline - now,
-            slo_ttft_s=urgency.slo_ttft,
+            slo_ttft_s=urgency.limit(job),
             seconds_per_token=urgency.pace.seconds_per_token,
         )
         rank = self._order.rank(prompt)

@@ -46,7 +46,11 @@ class Urgency:
         if job.assign.emitted:
             return math.inf  # the client already has the first token: TTFT no longer applies
         own = (job.sequence.num_tokens - self.cached(job)) * self.pace.seconds_per_token
-        return latest_start(job.asked, self.slo_ttft, own + self._ahead)
+        return latest_start(job.asked, self.limit(job), own + self._ahead)
+
+    def limit(self, job: Job) -> float:
+        """Return the TTFT target of a job in seconds, which may be its own."""
+        return job.assign.slo_ttft or self.slo_ttft
 
     def cached(self, job: Job) -> int:
         """Return how many leading tokens of the job are cached now."""

@@ -21,6 +21,7 @@ from baton.proto.errors import (
 )
 from baton.proto.ids import request_key, resume_secret
 from baton.proto.limits import (
+    MAX_DEADLINE_S,
     MAX_POOL_CHARS,
     MAX_REQUEST_ID_CHARS,
     MAX_RESUMED_ATTEMPT,
@@ -318,6 +319,9 @@ class ClientMessages:
         request.pool = message.pool
         request.strict = strict
         request.unchecked = card is None
+        if message.slo_ttft is not None or message.slo_itl is not None:
+            request.slo_ttft = _own_limit("slo_ttft", message.slo_ttft)
+            request.slo_itl = _own_limit("slo_itl", message.slo_itl)
         if request.work.pieces:
             request.media_bytes = piece_bytes(request.work, card)
         request.began = now
@@ -402,6 +406,18 @@ class ClientMessages:
         Cancel: _cancel,
         FinalAck: _final_ack,
     }
+
+
+def _own_limit(name: str, seconds: float | None) -> float:
+    """Return a request's own limit in seconds, 0 without one. Raises InputError."""
+    if seconds is None:
+        return 0.0
+    if not 0 < seconds <= MAX_DEADLINE_S:  # NaN as well
+        raise InputError(
+            f"{name} must be a number of seconds above 0 and at most {MAX_DEADLINE_S:g}, "
+            f"not {seconds:g}"
+        )
+    return seconds
 
 
 def _content(asked: Request | Submit | Resume) -> bytes:

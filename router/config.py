@@ -81,7 +81,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``mode``: one of :data:`MODES`. ``enforce_disaggregation``: requests wait for a prefill worker,
     even if no prefill worker is ready. Of mode adaptive, ``step_time_s``: target seconds of decode
-    workers' steps with prompt tokens (0: none), ``slo_ttft_s``: TTFT limit of requests (0: none).
+    workers' steps with prompt tokens (0: none), ``slo_ttft_s``, ``slo_itl_s``: limits of
+    requests that have none of their own (0: none).
 
     ``start_grace_s``: longest wait of a request before the first worker is ready;
     ``worker_grace_s``: longest wait after the last ready worker was lost.
@@ -114,6 +115,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enforce_disaggregation: bool = False
     step_time_s: float = 0.05
     slo_ttft_s: float = 0.0
+    slo_itl_s: float = 0.0
     admission: AdmissionConfig = AdmissionConfig()
 
     default_deadline_s: float = DEFAULT_DEADLINE_S
@@ -207,7 +209,7 @@ _MAY_BE_ZERO = {
     "requests_per_slot", "resume_window_s", "recovery_s", "orphan_grace_s",
     "start_grace_s", "worker_grace_s",
     "prefill_load", "decode_load", "trace_requests", "step_time_s",
-    "slo_ttft_s",
+    "slo_ttft_s", "slo_itl_s",
 }  # fmt: skip
 
 

@@ -276,6 +276,8 @@ class CustomDecider:
                 streams=streams_of(decode),
                 step_s=decode.stream_step_s,
                 target_s=costs.target,
+                slo_ttft_s=costs.limit if math.isfinite(costs.limit) else 0.0,
+                slo_itl_s=request.slo_itl,
                 over_prefill_s=costs.over_prefill + costs.handoff,
                 local_s=costs.alone,
                 delays_streams=costs.per_token > 0 and math.isinf(costs.alone),
@@ -300,7 +302,9 @@ class CustomMetric:
             request_id=line.request_id, outcome=line.outcome, finish_reason=line.finish_reason,
             code=line.code, prompt_tokens=line.prompt_tokens, cached_tokens=line.cached_tokens,
             new_tokens=line.new_tokens, seconds=line.seconds, queue_s=line.queue_s,
-            ttft_s=line.ttft_s, itl_s=line.itl_s, prefill=line.prefill, decode=line.decode,
+            ttft_s=line.ttft_s, itl_s=line.itl_s,
+            slo_ttft_s=line.slo_ttft_s, slo_itl_s=line.slo_itl_s,
+            prefill=line.prefill, decode=line.decode,
             transport=line.transport, attempts=line.attempts or 1,
         )  # fmt: skip
         self._guard.call(lambda: self._metric.ended(ended))

@@ -18,6 +18,9 @@ every prefill worker and, alone, at every decode worker, and takes the earliest 
 * The streams of a decode worker wait for each step with a chunk. The target of such steps must
   be within the ITL limit (``step_time_s``). If not even the least chunk fits, the worker takes no
   local request, however early its first token came.
+* A request may have limits of its own, which replace the cluster's (:class:`Limits`). A worker
+  with a stream whose own ITL limit is below a step with a chunk takes no local request. Nor does a
+  request with such a limit become local to a worker that has other local prompts.
 * A request that no way serves within the TTFT limit goes to a prefill worker, which begins late
   prompts last (``prefill_worker/start_order.py``). So it delays no streams, and other prompts only
   if the worker has nothing else to do and has begun it.
@@ -37,12 +40,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.proto.requests import local_feature
 from baton.proto.wire.messages import HandoffReport
 
-from .config import RouterConfig
+from .config import STEP_SHARE, RouterConfig
 from .placement import NO_PREFILL, Way
 from .records import Request, Worker
 
@@ -55,6 +58,16 @@ NEW = 0.2
 MAX_TAILS = 4096
 LEAST_CHUNK = 32
 """Prompt tokens of a step at least, as the engine has it (``LEAST`` in its step times)."""
+
+
+class Limits(NamedTuple):
+    """A request's own limits in seconds; 0: the cluster's."""
+
+    ttft: float = 0.0
+    itl: float = 0.0
+
+
+CLUSTERS = Limits()
 
 
 @dataclass(slots=True, frozen=True)
@@ -194,6 +207,7 @@ class Decider:
         self.compares = config.mode == "adaptive"
         """Whether both ways of a request are compared (:meth:`costs`)."""
         self._falls_back = not config.enforce_disaggregation
+        self._own_itl = False  # some request had an ITL limit of its own
 
     def alone(
         self, request: Request, decodes: list[Worker], *, prefill: bool
@@ -204,6 +218,7 @@ class Decider:
         one, or if :attr:`always`. A request that is pinned to a prefill worker is never local.
         Workers that are only avoided for the moment, such as full ones, are worth waiting for.
         """
+        self._own_itl |= request.slo_itl > 0
         if _pinned_to_prefill(request):
             return [], ""
         if not self.always and (not self._falls_back or prefill):
@@ -221,7 +236,8 @@ class Decider:
     ) -> Way:
         """Return the way that mode adaptive prefers; ``pair``: the choice of the policy."""
         alone = able(request, decodes)
-        costs = self.costs(prefills, alone, pair, uncached, now)
+        own = Limits(request.slo_ttft, request.slo_itl)
+        costs = self.costs(prefills, alone, pair, uncached, now, own)
         if self._own is None:
             why, local = costs.explain(), costs.prefers_local
         else:
@@ -239,12 +255,14 @@ class Decider:
         pair: tuple[Worker, Worker],
         uncached: Callable[[Worker], int],
         now: float,
+        own: Limits = CLUSTERS,
     ) -> Costs:
         """Return the best way of each kind.
 
         ``decodes``: workers that may serve it alone. ``pair``: the workers that the policy chose.
-        ``uncached``: tokens of the prompt that a worker has to compute.
+        ``uncached``: tokens of the prompt that a worker has to compute. ``own``: the request's.
         """
+        self._own_itl |= own.itl > 0
         prefill, over = pair[0], 0.0
         local, alone = pair[1] if pair[1] in decodes else None, math.inf
         per_token = _seconds_per_token(prefills)
@@ -256,18 +274,28 @@ class Decider:
                     prefill, over = worker, at
             for worker in decodes:
                 at = alone_at(worker, uncached(worker), per_token, self._target)
+                if self._own_itl and self._too_tight(worker, own):
+                    continue
                 if at < alone:
                     local, alone = worker, at
         return Costs(
             over_prefill=over,
             handoff=self._tails.of(prefill, pair[1]),
             alone=alone,
-            limit=self._limit,
+            limit=own.ttft or self._limit,
             prefill=prefill,
             decode=local,
             per_token=per_token,
             target=self._target,
         )
+
+    def _too_tight(self, worker: Worker, own: Limits) -> bool:
+        """Whether a step with a chunk is longer than an own ITL limit allows at this worker."""
+        limits = [request.slo_itl for request in worker.requests.values() if request.slo_itl]
+        if own.itl and worker.prompts:
+            limits.append(own.itl)
+        longest = self._target or math.inf
+        return bool(limits) and STEP_SHARE * min(limits) < longest
 
 
 def _seconds_per_token(prefills: Sequence[Worker]) -> float:

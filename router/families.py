@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import product
 
 import msgspec
 
@@ -32,7 +33,7 @@ from baton.runtime.metrics.latency import Latency, cumulated
 from .admission import Admission
 from .config import RouterConfig
 from .handoffs import HandoffMetrics
-from .metrics import CANCELLED, OK, Metrics
+from .metrics import CANCELLED, MISSED, OK, OWNERS, Metrics
 from .placement import NO_PREFILL
 from .records import Worker, WorkerState
 from .registry import Registry
@@ -120,6 +121,12 @@ def _requests(sources: Sources) -> list[Family]:
             "Admitted requests that ended, by outcome and by finish reason or error code.",
             outcomes,
             ("outcome", "reason"),
+        ),
+        counter(
+            "baton_requests_limits_total",
+            "Finished requests by whose latency limits they have, and by the limits they missed.",
+            {key: metrics.served.kept[key] for key in product(OWNERS, MISSED)},
+            ("limits", "missed"),
         ),
         counter(
             "baton_requests_refused_total",

@@ -182,6 +182,7 @@ class Lifecycle:
             decode_key=there.key if there else b"",
             deadline=left,
             waited=waited if waited > 0 else 0.0,  # also for a resumed request
+            slo_ttft=request.slo_ttft,
             proof=proof,
             decode_proof=decode_proof,
             ticket=ticket,

@@ -8,7 +8,8 @@ status report.
 from __future__ import annotations
 
 from collections import Counter
-from math import isfinite
+from itertools import product
+from math import inf, isfinite
 
 import numpy as np
 
@@ -33,6 +34,10 @@ REASONS = {
     GenerationStatus.MAXIMUM_LENGTH.value: (OK, "length"),
 }
 """Outcome and finish reason of a terminal by its status."""
+OWNERS = ("cluster", "own")
+"""Whose limits a request has."""
+MISSED = ("none", "ttft", "itl", "both")
+"""Which limits a finished request missed; none: it counts for goodput."""
 _CODES = known_codes()
 _FINISHED = tuple(REASONS.values())
 _NUMBERS = {status: number for number, status in enumerate(REASONS)}
@@ -52,10 +57,12 @@ class Served:
         self.per_token = Histogram(GAP_S)
         self.prompts = Histogram(TOKENS)
         self.generated = Histogram(TOKENS)
+        self.kept: Counter[tuple[str, str]] = Counter()
+        """Finished requests by whose limits they have, and by those that they missed."""
 
     def count_requests(self, columns: Column) -> None:
         """Count finished requests; the columns are those of :meth:`Metrics.ended`."""
-        reason, cached, base, end, submitted, first, last, ended = columns
+        reason, cached, base, end, submitted, first, last, ended, own, ttft, itl = columns
         found = np.bincount(reason.astype(np.intp), minlength=len(_FINISHED))
         self.finished = [one + int(new) for one, new in zip(self.finished, found, strict=True)]
         self.cached_tokens += int(cached.sum())
@@ -69,6 +76,13 @@ class Served:
         decoding = last[several] - first[several]
         self.decoding.observe_all(decoding)
         self.per_token.observe_all(decoding / (tokens[several] - 1))
+        gaps = np.zeros(len(tokens))
+        gaps[several] = decoding / (tokens[several] - 1)
+        limited = timed & np.isfinite(first) & (ttft >= 0)
+        missed = (first - submitted > ttft) + 2 * (gaps > itl) + len(MISSED) * own
+        counts = np.bincount(missed[limited].astype(np.intp), minlength=2 * len(MISSED))
+        for key, count in zip(product(OWNERS, MISSED), counts.tolist(), strict=True):
+            self.kept[key] += count
 
     def count_attempts(self, columns: Column) -> None:
         """Count attempts at prefill workers; the columns are those of :meth:`Metrics.prefilled`."""
@@ -89,12 +103,15 @@ class Metrics:
     """
 
     __slots__ = (
-        "_attempts", "_lost", "_requests", "_served", "between_tokens", "between_tokens_s",
+        "_attempts", "_limits", "_lost", "_requests", "_served",
+        "between_tokens", "between_tokens_s",
         "dropped", "first_piece", "first_piece_s", "first_tokens", "first_tokens_s",
         "local", "moved", "refused", "replayed", "submitted",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, slo_ttft: float = 0.0, slo_itl: float = 0.0) -> None:
+        """``slo_ttft``, ``slo_itl``: the cluster's limits in seconds; 0: none."""
+        self._limits = slo_ttft or inf, slo_itl or inf
         self.submitted = self.replayed = self.moved = 0
         self.local: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
@@ -105,7 +122,7 @@ class Metrics:
         self.first_tokens_s = self.between_tokens_s = self.first_piece_s = 0.0
         self._lost: Counter[tuple[str, str]] = Counter()  # outcomes of requests without a result
         self._served = Served()
-        self._requests = Rows(8, self._served.count_requests)
+        self._requests = Rows(11, self._served.count_requests)
         self._attempts = Rows(3, self._served.count_attempts)
 
     def ended(self, request: Request, terminal: Terminal, now: float) -> None:
@@ -113,10 +130,15 @@ class Metrics:
         code = terminal.code
         reason = None if code else _NUMBERS.get(terminal.status or "")
         if reason is not None:
+            ttft, itl = self._limits
+            own = request.slo_ttft > 0 or request.slo_itl > 0
+            if request.embeds or request.work.file:
+                ttft = _NOT_REACHED  # their limits would be others
             self._requests.add(
                 (
                     reason, terminal.cached_tokens, request.base, request.next,
                     request.submitted_at, request.first_at, request.token_at, now,
+                    own, request.slo_ttft or ttft, request.slo_itl or itl,
                 )
             )  # fmt: skip
             if terminal.times is not None and not terminal.decode:

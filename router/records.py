@@ -529,6 +529,8 @@ class Request:
     began: float = NEVER  # when its Submit or Resume arrived
     gateway: str = ""
     traceparent: str = ""
+    slo_ttft: float = 0.0  # its own limits in seconds; 0: the cluster's
+    slo_itl: float = 0.0
     past: deque[Attempt] | None = None  # replaced attempts, for its story
     first_at: float = NEVER  # arrival of its first token or embedding
     ended_at: float = NEVER

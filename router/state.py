@@ -58,7 +58,7 @@ class RouterState:
         registry = self.registry = Registry(config, self.health)
         self.admission = Admission(config.admission, now)
         self.clients = Clients()
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.slo_ttft_s, config.slo_itl_s)
         self.stories = Stories(config.trace_requests, fresh=fresh_stories)
         policy, decider = placing(self._failed)
         self.placement = Placement(registry, config, policy, decider)

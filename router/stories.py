@@ -88,7 +88,8 @@ class Story(msgspec.Struct, array_like=True, gc=False):
     ``state``: finished, failed, cancelled, refused or moved (to another router), or the state of
     an unfinished request. ``attempts``: the earlier attempts and the last one. ``times``: of the
     last attempt, from the terminal of its worker; ``decoded``: that is a decode worker.
-    ``resumed``: it began at another router, or before this router's start.
+    ``resumed``: it began at another router, or before this router's start. ``slo_ttft``,
+    ``slo_itl``: the request's own limits in seconds, 0 without.
     """
 
     key: bytes
@@ -113,6 +114,8 @@ class Story(msgspec.Struct, array_like=True, gc=False):
     message: str = ""
     times: WorkerTimes | None = None
     decoded: bool = False
+    slo_ttft: float = 0.0
+    slo_itl: float = 0.0
 
     @property
     def ttft(self) -> float | None:
@@ -404,7 +407,7 @@ def story_of(request: Request, now: float = NEVER) -> Story:
         request.traceparent, state, request.began, request.first_at, request.token_at,
         now if ended == NEVER else ended, request.base, request.next - request.base, cached,
         task, request.submitted_at == NEVER, attempts, status, code, message,
-        request.times, request.decoded,
+        request.times, request.decoded, request.slo_ttft, request.slo_itl,
     )  # fmt: skip
 
 

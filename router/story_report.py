@@ -41,6 +41,8 @@ def story_record(story: Story, policy: str, now: float) -> Record:
         "queue_s": _rounded(story.queued),
         "ttft_s": _rounded(story.ttft),
         "itl_s": _rounded(story.itl),
+        "slo_ttft_s": story.slo_ttft or None,
+        "slo_itl_s": story.slo_itl or None,
         "first_token_s": _after(story, story.first_token),
         "last_token_s": _after(story, story.last_token),
         "prompt_tokens": story.prompt_tokens,
@@ -72,6 +74,8 @@ class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
     queue_s: float | None = None
     ttft_s: float | None = None
     itl_s: float | None = None
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
     prefill: str = ""
     decode: str = ""
     transport: str = ""
@@ -95,6 +99,7 @@ def request_line(story: Story) -> RequestLine:
         story.prompt_tokens, story.cached_tokens, story.new_tokens,
         _rounded(story.ended - story.began),
         _rounded(story.queued), _rounded(story.ttft), _rounded(story.itl),
+        story.slo_ttft or None, story.slo_itl or None,
         prefill, decode, transport, len(attempts) if len(attempts) > 1 else None,
     )  # fmt: skip
 

@@ -113,6 +113,8 @@ class Submit(Message, frozen=True, kw_only=True):
     serial: Word = 0  # number of the request at its client; distinguishes requests of one name
     gateway: Name = ""  # name of the gateway that sends it for an HTTP client
     traceparent: Name = ""  # trace that the request belongs to, as in W3C Trace Context
+    slo_ttft: float | None = None  # its own limits in seconds, in place of the cluster's; not ...
+    slo_itl: float | None = None  # ... bounded here: the router answers with an InputError
     whole: bool = False  # send the tokens with the terminal, all at once
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
@@ -131,8 +133,10 @@ class Resume(Message, frozen=True, kw_only=True):
     pool: Name | None = None
     pin: Name = "prefer"
     fallback: bool = False
-    gateway: Name = ""  # as in Submit, like the next field
+    gateway: Name = ""  # as in Submit, like the next fields
     traceparent: Name = ""
+    slo_ttft: float | None = None
+    slo_itl: float | None = None
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 

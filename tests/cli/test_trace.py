@@ -44,7 +44,8 @@ def story(**fields: Any) -> dict[str, Any]:
         "client": "00ff", "gateway": "gateway-0", "traceparent": "", "state": "finished",
         "task": "generate", "resumed": False, "finish_reason": "maximum_length", "code": None,
         "message": "", "age_s": 12.5, "seconds": 0.5, "queue_s": 0.005, "ttft_s": 0.101,
-        "itl_s": 0.0123, "first_token_s": 0.101, "last_token_s": 0.5, "prompt_tokens": 512,
+        "itl_s": 0.0123, "slo_ttft_s": None, "slo_itl_s": None,
+        "first_token_s": 0.101, "last_token_s": 0.5, "prompt_tokens": 512,
         "cached_tokens": 448, "new_tokens": 33, "attempts": [attempt], **fields,
     }  # fmt: skip
 
@@ -100,6 +101,13 @@ def test_a_replay_and_a_refusal_tell_their_cause():
     )  # fmt: skip
     assert "refused: capacity: overloaded" in "\n".join(describe(refused))
     assert "refused" in listed([refused])[1]
+
+
+def test_own_limits_are_shown_with_those_that_were_missed():
+    assert "own limits" not in "\n".join(describe(story()))
+    text = "\n".join(describe(story(slo_ttft_s=0.1, slo_itl_s=0.02)))
+    assert "  own limits: TTFT 100.0 ms (missed), mean ITL 20.0 ms\n" in text
+    assert "own limits: TTFT 200.0 ms\n" in "\n".join(describe(story(slo_ttft_s=0.2)))
 
 
 def test_the_list_has_one_line_per_request():

@@ -45,6 +45,8 @@ LONG = "x" * 5000
 WRONG = {
     "target_endpoint": [*NO_TEXT, "", "http://x", "tcp://:", "tcp://a:0", f"ipc://{LONG}"],
     "deadline": ["5", b"5", True, [1], math.nan, np.float64("nan"), 1j],
+    "slo_ttft": ["5", True, [1], 0, -1, math.nan, math.inf, LONGEST_WAIT_S + 1, 10**400],
+    "slo_itl": ["5", b"5", True, 0.0, -0.5, math.nan, 1j, math.inf],
     "pool": [*NO_TEXT, LONG, "\ud800"],
     "pin": [*NO_TEXT, "", "maybe", "STRICT"],
     "fallback": ["yes", 0, 1, 1.0, [], object()],
@@ -84,6 +86,8 @@ def test_good_options_have_the_declared_types_and_none_leaves_out():
     checked = check_options(
         {
             "deadline": np.float32(2),
+            "slo_ttft": np.float32(0.5),
+            "slo_itl": 1,
             "log_probabilities": np.int64(3),
             "request_id": RequestID("mine"),
             "json_schema": {"type": "object"},
@@ -92,6 +96,8 @@ def test_good_options_have_the_declared_types_and_none_leaves_out():
     )
     assert checked == {
         "deadline": 2.0,
+        "slo_ttft": 0.5,
+        "slo_itl": 1.0,
         "log_probabilities": 3,
         "request_id": "mine",
         "json_schema": '{"type":"object"}',

@@ -511,6 +511,20 @@ def test_an_http_request_is_traced_by_its_id(pools, gateway, tmp_path, capsys):
     assert story["request_id"] in known
 
 
+def test_limits_of_a_request_are_in_its_story_and_wrong_ones_are_refused(pools, gateway, capsys):
+    body = {"messages": MESSAGES, "max_tokens": 9, "ignore_eos": True, "temperature": 0.0}
+    _, plain, _ = gateway.ask("POST", CHAT, body)
+    status, limited, headers = gateway.ask("POST", CHAT, {**body, "slo_ttft": 600, "slo_itl": 1e-9})
+    assert status == 200 and limited["choices"] == plain["choices"]
+    assert "warnings" not in limited
+    assert main(["trace", headers["x-request-id"], "--address", pools.address]) == 0
+    assert "own limits: TTFT 600000.0 ms, mean ITL 0.0 ms (missed)" in capsys.readouterr().out
+    for name, value in (("slo_ttft", 0), ("slo_itl", -1.0), ("slo_ttft", 1e9)):
+        status, refused, _ = gateway.ask("POST", CHAT, {**body, name: value})
+        assert status == 400 and refused["error"]["param"] == name
+        assert refused["error"]["message"].startswith(f"{name} must be a number of seconds")
+
+
 @pytest.mark.long  # a minute of waiting in all
 def test_a_request_waits_for_a_router_that_is_away_longer_than_a_client_would(gateway, pools):
     pid = pools.pids()["router"]

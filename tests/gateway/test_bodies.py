@@ -171,7 +171,7 @@ def test_every_field_of_a_generation_is_used_or_refused():
         "model", "user", "metadata", "stream", "stream_options", "n", "temperature", "top_p",
         "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
         "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "logit_bias",
-        "response_format", "structured_outputs", "cache_salt", "messages",
+        "response_format", "structured_outputs", "cache_salt", "slo_ttft", "slo_itl", "messages",
         "max_completion_tokens", "logprobs",
         "top_logprobs", "chat_template_kwargs", "add_generation_prompt", "prompt", "echo",
         "add_special_tokens", "tools", "tool_choice", "parallel_tool_calls",
@@ -287,6 +287,8 @@ def test_options_come_from_the_body():
     body = chat(cache_salt="s", logprobs=True, top_logprobs=3)
     assert options_of(body) == {"cache_salt": "s", "log_probabilities": 3}
     assert options_of(chat(logprobs=True)) == {"log_probabilities": 1}
+    limits = {"slo_ttft": 0.5, "slo_itl": 0.05}
+    assert options_of(chat(**limits)) == limits
     with pytest.raises(ParameterError, match="top_logprobs needs"):
         options_of(chat(top_logprobs=2))
 

@@ -90,6 +90,7 @@ def test_every_field_is_used_or_refused():
         "model", "user", "metadata", "stream", "stream_options", "temperature", "top_p", "top_k",
         "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens",
         "stop", "stop_token_ids", "ignore_eos", "seed", "cache_salt", "structured_outputs",
+        "slo_ttft", "slo_itl",
         "logit_bias", "input", "instructions",
         "max_output_tokens", "text", "include", "top_logprobs", "prompt_cache_key",
         "safety_identifier", "reasoning", "chat_template_kwargs", "tools", "tool_choice",

@@ -1482,6 +1482,20 @@ def test_a_prompt_that_is_late_lets_those_in_time_go_first():
     bench.assert_empty()
 
 
+def test_a_prompt_s_own_limit_replaces_that_of_the_worker():
+    bench = in_time_bench()
+    bench.assign(key=b"x" * 16)
+    (first,) = bench.to_peer(Reserve)
+    context = make_context(10)
+    context.tokens.array[:] = 9
+    bench.assign(key=b"o" * 16, waited=0.5, context=context, slo_ttft=0.4)
+    a, b = queue(bench, a=1.5, b=2.5)
+    bench.grant(first)
+    bench.step()
+    bench.committed(bench.commit())
+    assert served(bench) == [a, b"o" * 16, b]
+
+
 def test_in_the_order_of_coming_unless_there_is_a_time_to_keep():
     bench = Bench(max_active=1)
     names = queue(bench, a=1.5, b=2.5, c=0.0)

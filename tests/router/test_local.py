@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -27,9 +28,11 @@ from baton.proto.wire.proofs import Holder, assignment_proof
 from baton.router.config import RouterConfig
 from baton.router.decider import (
     ADAPTIVE,
+    CLUSTERS,
     COLOCATED,
     Decider,
     HandoffTails,
+    Limits,
     alone_at,
     at_prefill,
 )
@@ -357,14 +360,15 @@ def test_a_decode_worker_computes_a_prompt_beside_its_streams(decode, target, se
     assert alone_at(decode, 100, 0.001, target) == pytest.approx(seconds)
 
 
-def ways(prefills, decodes, uncached=100, *, handoff=0.0, limit=0.0, now=0.0):
+def ways(prefills, decodes, uncached=100, *, handoff=0.0, limit=0.0, now=0.0, own=CLUSTERS):
     config = RouterConfig(
         client_address="ipc:///c", worker_address="ipc:///w", mode="adaptive", slo_ttft_s=limit
     )
     tails = HandoffTails()
     tails.learn(prefills[0].id, decodes[0].id, handoff)
     tokens = uncached if callable(uncached) else lambda _: uncached
-    return Decider(config, tails).costs(prefills, decodes, (prefills[0], decodes[0]), tokens, now)
+    pair = prefills[0], decodes[0]
+    return Decider(config, tails).costs(prefills, decodes, pair, tokens, now, own)
 
 
 @pytest.mark.parametrize(
@@ -385,6 +389,28 @@ def test_the_way_with_the_earlier_first_token_is_chosen(prefill, decode, options
     assert found.prefers_local is local
     assert found.explain().startswith("adaptive: ")
     assert (found.over_prefill > found.limit) is ("limit" in options)
+
+
+@pytest.mark.parametrize(
+    ("own", "streams_itl", "prompts", "local"),
+    [
+        (Limits(), 0.0, 0, True),
+        (Limits(ttft=0.05), 0.0, 0, False),  # late on either way
+        (Limits(ttft=0.2), 0.0, 0, True),
+        (Limits(itl=0.01), 0.0, 0, True),  # no other prompt is there
+        (Limits(itl=0.01), 0.0, 1, False),  # its tokens would wait for steps of 50 ms
+        (Limits(itl=0.0625), 0.0, 1, True),  # 80 % of it are 50 ms
+        (Limits(itl=1.0), 0.062, 0, False),  # a stream has a tight limit
+        (Limits(itl=1.0), 0.0625, 0, True),
+    ],
+)
+def test_own_limits_of_the_request_and_of_streams_decide_its_way(own, streams_itl, prompts, local):
+    stream = SimpleNamespace(slo_itl=streams_itl)
+    prefill = worker("p", load=MEASURED, uncached=400)
+    decode = worker("d", requests={1: stream, 2: SimpleNamespace(slo_itl=0.0)}, prompts=prompts)
+    found = ways([prefill], [decode], own=own)
+    assert found.prefers_local is local
+    assert found.limit == (own.ttft or math.inf)
 
 
 def test_the_best_worker_of_each_way_is_found():
@@ -425,6 +451,27 @@ def test_an_adaptive_router_sends_a_prompt_around_a_busy_prefill_worker(adaptive
     assert "0.552 s with handoff, 0.052 s alone" in story["attempts"][0]["route"]["why"]
     adaptive.submit("pinned", prompt=50, target_endpoint=prefill.endpoint)
     assert adaptive.take(prefill, Assign)
+
+
+def test_the_limits_of_a_request_reach_worker_decider_and_story(adaptive):
+    prefill, decode = adaptive.workers
+    prefill.beat(load=MEASURED)
+    adaptive.submit("first", prompt=500)
+    assert adaptive.one(prefill, Assign).slo_ttft == 0.0
+    adaptive.submit("late", prompt=505, slo_ttft=0.001, slo_itl=0.5)
+    assert adaptive.one(prefill, Assign).slo_ttft == 0.001  # too late to be local
+    (story,) = told(adaptive, "late")
+    assert (story["slo_ttft_s"], story["slo_itl_s"]) == (0.001, 0.5)
+    adaptive.submit("local", prompt=505)
+    assert adaptive.one(decode, Assign).slo_ttft == 0.0
+
+
+@pytest.mark.parametrize("name", ["slo_ttft", "slo_itl"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 86_401.0])
+def test_a_limit_that_is_none_is_refused(adaptive, name, value):
+    adaptive.submit("r", prompt=50, **{name: value})
+    refused = adaptive.one(b"client", Terminal)
+    assert refused.code == "input" and refused.message.startswith(f"{name} must be a number of")
 
 
 def test_a_prompt_counts_from_its_placement_to_its_first_token(adaptive):

@@ -31,6 +31,7 @@ from baton.runtime.metrics.families import (
 from baton.runtime.metrics.latency import BUCKETS, bucket, cumulated
 
 from .conftest import CARD, Bench, make_config
+from .test_stories import serve
 
 HELLO = Hello(
     version=PROTOCOL_VERSION, worker="", role="decode", incarnation=7, pid=1,
@@ -245,6 +246,24 @@ def test_a_drained_worker_with_a_successor_is_no_restart(bench):
     bench.join("decode")
     assert numbers(bench, "baton_worker_restarts_total")["decode-0", "decode"] == 0
     assert generated(bench) == 4
+
+
+@pytest.mark.parametrize(
+    ("own", "counted"),
+    [
+        ({}, ("cluster", "ttft")),  # 1.75 s and 1 s are the times, 1.5 s and 2 s the limits
+        ({"slo_ttft": 1.8}, ("own", "none")),
+        ({"slo_itl": 0.9}, ("own", "both")),
+        ({"slo_ttft": 2.0, "slo_itl": 0.9}, ("own", "itl")),
+    ],
+)
+def test_goodput_counts_requests_by_their_own_limits_or_the_cluster_s(make_bench, own, counted):
+    bench = make_bench(slo_ttft_s=1.5, slo_itl_s=2.0)
+    bench.pair()
+    serve(bench, **own)
+    found = numbers(bench, "baton_requests_limits_total")
+    assert {key: count for key, count in found.items() if count} == {counted: 1}
+    assert len(found) == 8
 
 
 def test_a_worker_that_registers_in_the_other_pool_is_a_change_of_role():
