@@ -32,7 +32,7 @@ import numpy.typing as npt
 import zmq
 
 from baton.engine.cache.paged_cache import Allocation, PagedCache
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.pipeline.model import make_pool
 from baton.kv_transfer.checksums import envelope_digest
 from baton.kv_transfer.frames import BufferPool, FramePacker, FrameWriter

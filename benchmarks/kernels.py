@@ -18,8 +18,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.kernels import load_backend
 from baton.engine.kernels.backend import F32, Backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.pipeline.model import make_pool
 from baton.proto.layout import KVLayout
 from baton.runtime.process.os_settings import limit_blas_threads

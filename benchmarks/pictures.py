@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.pictures.configs import (
     ClipConfig,
     FluxConfig,

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.engine.kernels import load_backend
 from baton.engine.kernels.backend import F32, Backend, PackedLinear, QuantizedWeights
+from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.quantized import KINDS
 from baton.runtime.process.os_settings import limit_blas_threads
 

@@ -29,7 +29,7 @@ from baton.client.speech import I16
 from baton.deploy.config import demo_model_folder
 from baton.engine.audio.snac import DILATIONS, TAPS, Rows, SnacDecoder
 from baton.engine.audio.snac_weights import SnacConfig
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.proto.sampling import SamplingParams
 from baton.runtime.process.os_settings import limit_blas_threads
 

@@ -8,9 +8,8 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from itertools import repeat
 from pathlib import Path
 
 import msgspec
@@ -21,8 +20,8 @@ from baton.client.environment import KEYS_VARIABLE, find_cluster
 from baton.loadgen.http import EMBEDDINGS, ENDPOINTS, HttpTarget, Server
 from baton.loadgen.modes import Configuration, parse_configurations
 from baton.loadgen.picture import picture
-from baton.loadgen.plan import Job, Lengths, Shape, constant, poisson, random_jobs, trace_jobs
-from baton.loadgen.run import LIMIT_S, NativeEmbeddings, NativeTarget, Runner, Target, until
+from baton.loadgen.plan import Lengths, Shape, random_jobs
+from baton.loadgen.run import LIMIT_S, NativeEmbeddings, NativeTarget, Runner, Target
 from baton.loadgen.statistics import (
     OK,
     Record,
@@ -32,17 +31,25 @@ from baton.loadgen.statistics import (
     table,
     warning,
 )
-from baton.loadgen.traces import read_trace
 from baton.proto.errors import ConfigError, InputError, RequestFailed
 
+from .bench_load import (
+    REQUESTS,
+    ROUNDS,
+    WARMUP,
+    loads_of,
+    options_of,
+    planned,
+    sent,
+    unit_of,
+    warmup_of,
+    workload,
+    write,
+)
 from .numbers import at_least_one, count, limits, number, positive, seconds
 from .parser import one_of, shown, warn
 
 ARRIVALS = ("poisson", "constant")
-ROUNDS = 3
-REQUESTS = 100
-"""Requests of a run without --requests, --duration and --trace."""
-WARMUP = 4
 KEY_VARIABLE = "BATON_API_KEY"
 MAX_TEXTS = 2048
 """Of a request for embeddings: as many as OpenAI's route takes."""
@@ -251,13 +258,6 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {file}: the folder does not exist")
 
 
-def unit_of(arguments: argparse.Namespace) -> str:
-    """Return what the load of a run is."""
-    if arguments.trace:
-        return "trace speed"
-    return "requests/s" if arguments.rates else "at a time"
-
-
 async def _measure(arguments: argparse.Namespace) -> tuple[str, list[Summary]]:
     target, name, shape = await _target(arguments)
     runner = Runner(target, limit=arguments.limit)
@@ -290,60 +290,6 @@ async def _one_run(
 ) -> list[Record]:
     jobs = await asyncio.to_thread(planned, arguments, shape, load, seed)
     return await sent(arguments, runner, jobs, load)
-
-
-def planned(
-    arguments: argparse.Namespace, shape: Shape, load: float, seed: int, series: int = 0
-) -> Iterable[Job]:
-    """Return the jobs of a run; another ``series`` has other tokens. A trace is read here."""
-    duration = arguments.duration
-    number = arguments.requests or (0 if duration or arguments.trace else REQUESTS)
-    if arguments.trace:
-        arrivals, scale = read_trace(Path(arguments.trace), number), arguments.trace_scale
-        found = trace_jobs(arrivals, shape, seed, speed=load, scale=scale, series=series)
-        return list(until(found, duration))
-    if arguments.rates:
-        number = number or math.ceil(load * (duration or 1.0))
-        schedule = constant(load, number)
-        if arguments.arrivals == "poisson":
-            schedule = poisson(load, number, seed)
-        return list(until(random_jobs(shape, schedule, seed, series=series), duration))
-    times = repeat(None, number) if number else repeat(None)
-    return random_jobs(shape, times, seed, series=series)
-
-
-async def sent(
-    arguments: argparse.Namespace, runner: Runner, jobs: Iterable[Job], load: float
-) -> list[Record]:
-    """Send the jobs of :func:`planned`."""
-    if arguments.trace or arguments.rates:
-        return await runner.open_loop(list(jobs))
-    return await runner.closed_loop(jobs, int(load), arguments.duration)
-
-
-def warmup_of(arguments: argparse.Namespace, workers: int = 1) -> int:
-    """Return the number of requests before a run."""
-    return WARMUP * max(1, workers) if arguments.warmup is None else int(arguments.warmup)
-
-
-def loads_of(arguments: argparse.Namespace) -> Sequence[float]:
-    """Return the loads to run at: speeds of a trace, rates, or requests at a time."""
-    if arguments.trace:
-        return arguments.trace_speed or [1.0]
-    found: Sequence[float] = arguments.rates or arguments.concurrency or [8.0]
-    return found
-
-
-def workload(arguments: argparse.Namespace, *, embeds: bool) -> str:
-    """Return what is sent, in words."""
-    if arguments.trace:
-        what = "embeddings of the prompts of " if embeds else ""
-        return f"{what}trace {Path(arguments.trace).name}, lengths x {arguments.trace_scale:g}"
-    loop = f"open loop, {arguments.arrivals}" if arguments.rates else "closed loop"
-    what = f"{arguments.input} tokens in, {arguments.output} out"
-    if embeds:
-        what = f"embeddings of {arguments.texts} x {arguments.input} tokens"
-    return f"{what}, {loop}, seed {arguments.seed}"
 
 
 async def _target(arguments: argparse.Namespace) -> tuple[Target, str, Shape]:
@@ -425,24 +371,6 @@ def report(arguments: argparse.Namespace, title: str, summaries: list[Summary]) 
     options = options_of(arguments)
     content = {"title": title, "unit": unit_of(arguments), "options": options, "runs": summaries}
     return msgspec.json.format(msgspec.json.encode(content), indent=2)
-
-
-def options_of(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the options for the JSON file."""
-    skipped = ("run", "parser", "debug", "json", "plot", "api_key")
-    return {
-        name: str(value) if isinstance(value, Lengths) else value
-        for name, value in vars(arguments).items()
-        if name not in skipped
-    }
-
-
-def write(file: str, content: bytes) -> None:
-    """Write a result. Raises ConfigError."""
-    try:
-        Path(file).write_bytes(content)
-    except OSError as problem:
-        raise ConfigError(f"cannot write {file}: {problem.strerror}") from None
 
 
 def _lengths(text: str) -> Lengths:

@@ -36,7 +36,17 @@ from baton.proto.errors import BatonError, ConfigError, RequestFailed
 from baton.proto.layout import ModelCard
 from baton.runtime.process.cores import usable_cores
 
-from .bench import ROUNDS, loads_of, options_of, planned, sent, unit_of, warmup_of, workload, write
+from .bench_load import (
+    ROUNDS,
+    loads_of,
+    options_of,
+    planned,
+    sent,
+    unit_of,
+    warmup_of,
+    workload,
+    write,
+)
 from .cluster import parsed
 from .parser import warn
 from .settings import GROUPS, resolve

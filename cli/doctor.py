@@ -28,7 +28,7 @@ from baton.deploy.plan.memory import PROCESS_BYTES, folder_memory, free_memory, 
 from baton.deploy.plan.plan import model_folder
 from baton.deploy.plan.prepare import sizing_of, visible_gpus_of_children
 from baton.deploy.plan.sizing import lines, suggestion
-from baton.engine.kernels import kernels_title, load_backend
+from baton.engine.kernels.load import kernels_title, load_backend
 from baton.engine.loading.checkpoint import load_checkpoint, require_tokenizer
 from baton.engine.loading.embedding_config import DRAW, GENERATE
 from baton.engine.loading.loader import folder_task

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from baton.proto.errors import BatonError, InternalError
 
@@ -19,9 +19,6 @@ from .model import Prepared
 from .output import Assembler, Output
 from .result import Collector, Completion
 from .window import Sink, Window
-
-if TYPE_CHECKING:
-    from .async_client import AsyncClient
 
 Prepare = Callable[[], Coroutine[Any, Any, Prepared]]
 
@@ -81,7 +78,7 @@ class AsyncGeneration:
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: object,
         connection: Connection,
         request_id: str,
         window: Window | None = None,

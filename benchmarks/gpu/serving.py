@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from baton.client import Client
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.loading.loader import Runner
 from baton.proto.sampling import SamplingParams
 

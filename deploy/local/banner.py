@@ -7,7 +7,7 @@ import contextlib
 import msgspec
 
 from baton import __version__
-from baton.engine.kernels import (
+from baton.engine.kernels.load import (
     BUILD_KERNELS,
     compiled_kernels_problem,
     kernels_title,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from baton.engine.kernels import BUILD_KERNELS, compiled_kernels_problem
 from baton.engine.kernels.backend import Gpu
 from baton.engine.kernels.cuda.cupy_device import INSTALL_CUPY, checked_gpu, cupy_is_installed
+from baton.engine.kernels.load import BUILD_KERNELS, compiled_kernels_problem
 from baton.engine.kernels.shared_weights import has_huge_pages
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.embedding_config import DRAW, EMBED, GENERATE

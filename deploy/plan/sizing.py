@@ -15,8 +15,8 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from baton.engine.kernels import load_backend
 from baton.engine.kernels.backend import Backend, QuantizedWeights, Weights
+from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.quantized import KINDS
 from baton.engine.loading.checkpoint import Checkpoint
 from baton.engine.loading.safetensors import TensorEntry, is_narrow

@@ -1,7 +1,4 @@
-"""The classes that run as Ray actors. Importing this module does not need ``ray``.
-
-An actor has the name of its member (``decode-3``, ``router``), in the namespace ``baton``.
-"""
+"""The controller as a Ray actor. Importing this module does not need ``ray``."""
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -12,63 +9,12 @@ import traceback
 
 import msgspec
 
-from baton.proto.errors import BatonError, ConfigError
+from baton.proto.errors import BatonError
 
 from ..config import ServeSettings
 from ..supervise.oom import score_like_parent
+from .api import Ray
 from .controller import ControllerFacts, RayCluster
-from .member import MemberReport, State, Supervisor
-from .placing import place, read_order
-
-
-class PoolMember:
-    """One member: the supervisor of one router or worker (:mod:`.member`).
-
-    ``order``: :func:`.placing.order_of`. If the member cannot run on this node, the actor reports
-    it as ended and refused, and keeps running. The controller decides what follows.
-    """
-
-    def __init__(self, order: bytes) -> None:
-        import ray
-
-        score_like_parent()
-        read = read_order(order)
-        self._host = str(ray.util.get_node_ip_address())
-        self._supervisor: Supervisor | None = None
-        self._refusal: MemberReport | None = None
-        try:
-            process = place(read, self._host)
-        except ConfigError as problem:
-            self._refusal = MemberReport(
-                name=read.name,
-                role=read.role,
-                revision=read.revision,
-                host=self._host,
-                supervisor=os.getpid(),
-                state=State.ENDED,
-                code=1,
-                reason=str(problem),
-                refused=True,
-            )
-            return
-        self._supervisor = Supervisor(process, revision=read.revision, host=self._host)
-
-    def report(self) -> bytes:
-        """A :class:`MemberReport` as JSON."""
-        if self._supervisor is None:
-            return msgspec.json.encode(self._refusal)
-        return msgspec.json.encode(self._supervisor.report())
-
-    def stop(self, grace: float) -> None:
-        """See :meth:`Supervisor.stop`."""
-        if self._supervisor is not None:
-            self._supervisor.stop(grace)
-
-    def kill_child(self, pid: int) -> None:
-        """See :meth:`Supervisor.kill_child`."""
-        if self._supervisor is not None:
-            self._supervisor.kill_child(pid)
-
 
 CONTROLLER = "controller"
 """Name of the controller's actor."""
@@ -82,8 +28,6 @@ class Controller:
 
     def __init__(self, settings: bytes) -> None:
         import ray
-
-        from .api import Ray
 
         score_like_parent()
         self._facts = ControllerFacts()

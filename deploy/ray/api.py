@@ -14,11 +14,11 @@ from baton.proto.errors import ConnectionLost
 
 from ..controller.backend import MemberSpec
 from ..roles import DECODE, GATEWAY, POOLS, PREFILL, ROUTER
-from .actors import PoolMember
 from .backend import ActorGone
 from .connect import NAMESPACE
 from .member import MemberReport
 from .placing import order_of
+from .pool_member import PoolMember
 
 ROLES = (ROUTER, PREFILL, DECODE)
 _FLAG = "--autoscaling-config="

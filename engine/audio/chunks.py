@@ -22,8 +22,8 @@ from baton.proto.errors import CheckpointError
 from baton.text.model_files import SPEECH_FILE
 from baton.text.speech_format import SpeechFormat, parse_speech_format
 
-from ..kernels import load_backend
 from ..kernels.audio import AudioBackend
+from ..kernels.load import load_backend
 from ..loading.checkpoint import digest_tensors
 from ..loading.safetensors import TensorStore
 from .pcm import pcm16

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from baton.proto.errors import InternalError
 
-from ..kernels import load_backend
 from ..kernels.audio import AudioBackend
 from ..kernels.backend import Backend
+from ..kernels.load import load_backend
 
 
 def codec_kernels(backend: Backend) -> AudioBackend:

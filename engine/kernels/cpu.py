@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from . import _cpu
+from ..kernels import _cpu
 from .audio import HostAudio, with_margins
 from .backend import (
     ACTIVATIONS,

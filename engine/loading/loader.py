@@ -24,10 +24,10 @@ from baton.runtime.process.log import get_logger
 
 from ..audio.chunks import codec_fingerprint, read_layout
 from ..audio.codec_kernels import codec_numerics
-from ..kernels import load_backend
 from ..kernels.backend import Backend
 from ..kernels.fp8 import DTYPE as FP8
 from ..kernels.host_backend import HostBackend
+from ..kernels.load import load_backend
 from ..kernels.memory import Allocate, aligned_zeros
 from ..kernels.quantized import NUMERICS as QUANTIZED_NUMERICS
 from ..models.cross_decoder import CrossDecoder

@@ -13,7 +13,7 @@ from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS
 from baton.text.picture_prompts import PicturePrompts, read_picture_files
 
-from ..kernels import load_backend
+from ..kernels.load import load_backend
 from .folder import open_folder
 from .pipeline import Denoiser, PromptEncoder
 

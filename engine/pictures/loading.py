@@ -20,8 +20,8 @@ from baton.proto.layout import FEATURES, KVLayout, ModelCard, model_name
 from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_STEPS
 from baton.proto.picture_requests import PICTURE_MULTIPLE, STATE_KEY_TOKENS, STATE_VOCABULARY
 
-from ..kernels import load_backend
 from ..kernels.host_backend import HostBackend, PictureBackend
+from ..kernels.load import load_backend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool
 from ..loading.checkpoint import digest_tensors
 from ..loading.embedding_config import DRAW

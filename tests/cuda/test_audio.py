@@ -15,10 +15,10 @@ from baton.engine.audio.chunks import LONGEST_CHUNK, AudioDecoder, chunk_end, lo
 from baton.engine.audio.codec_kernels import codec_kernels
 from baton.engine.audio.pcm import pcm16
 from baton.engine.audio.snac import Rows, SnacDecoder
-from baton.engine.kernels import load_backend
 from baton.engine.kernels.cuda.audio import CudaAudio
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
+from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.reference import NumpyBackend
 from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.proto.errors import ConfigError

@@ -15,7 +15,7 @@ from baton.proto.errors import ConfigError
 ON_THE_CPU = """
 import sys
 import baton.decode_worker.shell, baton.prefill_worker.shell
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 load_backend("numpy")
 loaded = [name for name in sys.modules if name.split(".")[0] == "cupy" or ".kernels.cuda" in name]
 assert not loaded, loaded

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from baton.engine.kernels import load_backend
 from baton.engine.kernels.cuda import pictures
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.cuda.pictures import CudaPictures
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 from baton.engine.kernels.host_backend import PictureBackend, pack_conv
+from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.reference import NumpyBackend
 from baton.engine.loading.loader import RunnerConfig
 from baton.engine.pictures.folder import open_folder

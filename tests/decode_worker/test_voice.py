@@ -11,7 +11,7 @@ from baton.decode_worker.voice import Codec, Voice
 from baton.engine.audio.chunks import AudioDecoder, AudioLayout, Window, next_window
 from baton.engine.audio.pcm import pcm16
 from baton.engine.audio.snac import SnacDecoder
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 
 SNAC = Path(__file__).parents[1] / "data" / "codecs" / "snac"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from baton.deploy.config import demo_flux_folder
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.pictures.draw import PictureEngine
 from baton.tools.demo_flux.scenes import (
     COLOURS,

@@ -7,7 +7,7 @@ from baton.deploy.config import ServeSettings
 from baton.deploy.plan import prepare
 from baton.deploy.plan.memory import kv_share, model_memory, process_bytes
 from baton.deploy.plan.sizing import Speed, _bytes_read, lines, measure, sizing, suggestion
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.loading.checkpoint import load_checkpoint
 
 from ..engine.gguf_models import write_file

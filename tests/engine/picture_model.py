@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.pipeline import Denoiser, Drawing, PromptEncoder
 from baton.proto.contexts.pixels import PixelContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.engine.kernels import compiled_kernels_problem
+from baton.engine.kernels.load import compiled_kernels_problem
 from baton.engine.loading import gguf_folder
 from baton.engine.loading.loader import RunnerConfig, load_runner
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.engine.loading.model_config import load_model_config, parse_cross_config
 from baton.engine.loading.tiled_config import MLLAMA

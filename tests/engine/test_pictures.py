@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.pictures.draw import PictureEngine
 from baton.engine.pictures.flux import FluxTransformer, latent_image_ids
 from baton.engine.pictures.folder import open_folder

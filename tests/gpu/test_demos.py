@@ -19,7 +19,7 @@ from baton.deploy.config import (
     demo_vision_model_folder,
 )
 from baton.deploy.demo_shapes import Thing
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.proto.sampling import SamplingParams, SamplingParamsInput
 from baton.tools.demo_model.sights import Sight
 from baton.tools.demo_speech.clips import WORDS

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.kv_transfer.frames import BufferPool, FramePacker, FrameWriter
 from baton.proto.wire.messages import GrantRef, KVFrame
 

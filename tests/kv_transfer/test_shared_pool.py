@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.pipeline.model import make_pool
 from baton.kv_transfer.frames import FramePacker, FrameWriter
 from baton.kv_transfer.shared_pool import MappedPools, PoolOwner, can_share, map_pool, unmap

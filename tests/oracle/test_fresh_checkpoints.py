@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.engine.models.rope import cos_sin_table, parse_rope
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from baton.engine.audio.snac import Rows, SnacDecoder, SnacEncoder
-from baton.engine.kernels import load_backend
 from baton.engine.kernels.cuda.audio import CudaAudio
+from baton.engine.kernels.load import load_backend
 
 from ..cuda.host.builder import why_not
 from ..cuda.host_device import HostDevice

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.loading.loader import RunnerConfig, load_embedder
 from baton.proto.contexts.text import TextContext
 from baton.proto.contexts.tokens import TokenBuffer

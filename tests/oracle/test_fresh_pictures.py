@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.pipeline import Denoiser, PromptEncoder
 from baton.engine.pictures.t5 import relative_buckets

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.pictures.draw import PictureEngine
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.pipeline import Denoiser, PromptEncoder

@@ -18,7 +18,7 @@ from baton.engine.audio.chunks import (
     read_layout,
 )
 from baton.engine.audio.snac import SnacDecoder
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.proto.errors import CheckpointError
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "codecs" / "snac"

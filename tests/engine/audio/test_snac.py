@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from baton.engine.audio.snac import Rows, SnacDecoder, SnacEncoder
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.loading.safetensors import TensorStore
 from baton.proto.errors import CheckpointError, InputError
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from baton.engine.kernels import load_backend
 from baton.engine.kernels.backend import Backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.reference import NumpyBackend
 
 Array = npt.NDArray[np.generic]

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 
 from .conftest import COMPILED, ISAS
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 
 
 def test_numpy_is_always_there():
@@ -46,7 +46,8 @@ def test_unknown_instruction_set_raises(compiled):
 def test_kernels_of_other_sources_are_as_good_as_none():
     """As after an update of a checkout that was not installed again."""
     program = (
-        "import baton.engine.kernels as k, baton.engine.kernels._cpu as c; del c.quantized_kinds;"
+        "import baton.engine.kernels.load as k, baton.engine.kernels._cpu as c;"
+        "del c.quantized_kinds;"
         "print(k.load_backend().numerics); print(k.compiled_kernels_problem())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -11,8 +11,8 @@ import secrets
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
 from baton.engine.kernels.backend import QuantizedWeights
+from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.quantized import KINDS, dequantized, product, round_rows
 from baton.engine.loading.gguf_blocks import dequantize
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 
 from ...processes import wait_until
 from .quantized_cases import random_weights
@@ -255,7 +255,7 @@ def in_process(text: str) -> str:
     program = f"""
 import os, resource, signal, sys, time
 import numpy as np
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from tests.engine.kernels.test_threads import CALLS
 
 call = CALLS["floats, many rows"]

@@ -12,7 +12,7 @@ import pytest
 from baton.deploy.config import demo_speech_folder
 from baton.engine.audio.chunks import AudioDecoder, chunk_end
 from baton.engine.audio.snac import SnacDecoder
-from baton.engine.kernels import load_backend
+from baton.engine.kernels.load import load_backend
 from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.engine.pipeline import SpeechPipeline
 from baton.proto.contexts.speech import TTSContext
