@@ -24,7 +24,7 @@ from baton.deploy.local.banner import kernels_warning
 from baton.deploy.local.run_folder import socket_in_use
 from baton.deploy.messages import counted, mebibytes
 from baton.deploy.plan.addresses import free_ports, ipc_path
-from baton.deploy.plan.memory import PROCESS_BYTES, folder_memory, free_memory, process_bytes
+from baton.deploy.plan.memory import PROCESS_BYTES, folder_memory, process_bytes
 from baton.deploy.plan.plan import model_folder
 from baton.deploy.plan.prepare import sizing_of, visible_gpus_of_children
 from baton.deploy.plan.sizing import lines, suggestion
@@ -36,6 +36,7 @@ from baton.proto.errors import BatonError, ConfigError
 from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES
 from baton.runtime.net.user_address import default_address
 from baton.runtime.process.cores import default_threads, plural, usable_cores
+from baton.runtime.process.memory import free_memory
 
 from .numbers import count
 

@@ -1,13 +1,9 @@
 """The default sizes of a worker's KV memory, and of its memory for pictures.
 
-:func:`free_memory` reads the free memory of this machine and its control groups. :func:`kv_share`
-and :func:`picture_share` are pure and divide the free memory among the workers.
+:func:`kv_share` and :func:`picture_share` are pure and divide the free memory among the workers.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -22,7 +18,6 @@ from baton.engine.pictures.loading import (
     state_layout,
 )
 from baton.engine.pictures.memory import USUAL_PIXELS, picture_bytes
-from baton.runtime.process.control_groups import groups_of, text_of
 
 from ..roles import DECODE
 
@@ -113,49 +108,3 @@ _ENTRY_BYTES = 1 << 10
 def process_bytes(vocab_size: int) -> int:
     """Return the memory of a worker of a text model besides weights and KV blocks."""
     return PROCESS_BYTES + _ENTRY_BYTES * vocab_size
-
-
-def total_memory(root: Path = Path("/")) -> int | None:
-    """Return the memory limit in bytes of this machine and its control groups; None if unknown."""
-    machine = _field(root / "proc/meminfo", "MemTotal:")
-    if machine is None:
-        return None
-    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
-    limits = [
-        text_of(folder / names[version]).strip() for version, folder in groups_of("memory", root)
-    ]
-    return min([machine << 10, *(int(limit) for limit in limits if limit.isdigit())])
-
-
-def free_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that new processes can use without swapping; None if unknown.
-
-    The minimum over the machine's available memory and the free memory of each control group
-    (version 1 or 2) of this process. Caches count as free.
-    """
-    machine = _field(root / "proc/meminfo", "MemAvailable:")
-    if machine is None:
-        return None
-    return max(0, min([machine << 10, *_group_rooms(root)]))
-
-
-def _group_rooms(root: Path) -> Iterator[int]:
-    """Yield the free bytes of each control group."""
-    names = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        2: ("memory.max", "memory.current", "inactive_file"),
-    }
-    for version, folder in groups_of("memory", root):
-        limit, usage, cache = names[version]
-        most, used = text_of(folder / limit).strip(), text_of(folder / usage).strip()
-        if most.isdigit() and used.isdigit():
-            yield int(most) - int(used) + (_field(folder / "memory.stat", cache) or 0)
-
-
-def _field(path: Path, name: str) -> int | None:
-    """Return the number after a name in a file with one name and number per line."""
-    for line in text_of(path).splitlines():
-        words = line.split()
-        if len(words) > 1 and words[0] == name and words[1].isdigit():
-            return int(words[1])
-    return None

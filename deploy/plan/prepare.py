@@ -25,6 +25,7 @@ from baton.proto.errors import BatonError, CheckpointError, ConfigError
 from baton.runtime.keys.allowed import OPERATOR
 from baton.runtime.keys.keyring import CONTROLLER, client_keys, load_keys
 from baton.runtime.process.cores import default_threads
+from baton.runtime.process.memory import free_memory, total_memory
 from baton.runtime.process.otlp import check_installed
 
 from ..config import (
@@ -47,11 +48,9 @@ from .memory import (
     USUAL_PROMPT_TOKENS,
     ModelMemory,
     folder_memory,
-    free_memory,
     kv_share,
     model_memory,
     picture_share,
-    total_memory,
 )
 from .plan import (
     ClusterPlan,

@@ -18,10 +18,11 @@ from baton.gateway.config import GatewayConfig
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.proto.errors import BatonError, ConfigError
 from baton.router.config import RouterConfig
+from baton.runtime.process.memory import free_memory
 
 from ..config import demo_model_folder
 from ..controller.backend import MemberSpec
-from ..plan.memory import PROCESS_BYTES, folder_memory, free_memory, kv_share, picture_share
+from ..plan.memory import PROCESS_BYTES, folder_memory, kv_share, picture_share
 from ..roles import DECODE, GATEWAY, PREFILL, ROUTER
 from ..supervise.process import ProcessSpec
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..plan.memory import total_memory
+from baton.runtime.process.memory import total_memory
 
 WORKER_MARGIN = 100
 """Difference between the scores of a worker and of the process that starts it, in thousandths."""

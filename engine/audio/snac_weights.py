@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
 
-from ..loading.safetensors import SINGLE_NAME, TensorStore, read_json, widened
+from ..loading.json_files import read_json
+from ..loading.safetensors import SINGLE_NAME, TensorStore, widened
 
 F32 = npt.NDArray[np.float32]
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]

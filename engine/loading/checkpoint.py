@@ -18,13 +18,9 @@ from .fp8 import read_fp8
 from .gguf import gguf_file, open_parts
 from .gguf_folder import local_folder
 from .gguf_tensors import GgufTensors
-from .model_config import (
-    GenerationConfig,
-    ModelConfig,
-    load_generation_config,
-    load_model_config,
-)
-from .safetensors import SINGLE_NAME, TensorStore, Weights, read_json
+from .json_files import read_json
+from .model_config import GenerationConfig, ModelConfig, load_generation_config, load_model_config
+from .safetensors import SINGLE_NAME, TensorStore, Weights
 
 _SAMPLE_BYTES = 4096
 _SAMPLES = 16

@@ -13,7 +13,7 @@ import msgspec
 
 from baton.proto.errors import CheckpointError
 
-from .safetensors import read_json
+from .json_files import read_json
 
 GENERATE, EMBED, DRAW = "generate", "embed", "draw"
 TASKS = (GENERATE, EMBED, DRAW)

@@ -24,3 +24,5 @@ _TABLE = msgspec.json.decode(
 FAMILY_DEFAULTS = _TABLE.defaults
 TRANSFORMERS = _TABLE.transformers
 """The version of the classes."""
+PHI3 = "Phi3ForCausalLM"
+"""The architecture with other rope settings."""

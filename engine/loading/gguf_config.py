@@ -9,11 +9,11 @@ import numpy as np
 
 from baton.proto.errors import CheckpointError
 
+from .family_defaults import PHI3
 from .gemma_config import GEMMA3
 from .gguf import GgufFile, Metadata
 from .gguf_blocks import BLOCKS
 from .gguf_tensors import ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
-from .model_config import PHI3
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),

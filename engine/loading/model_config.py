@@ -23,10 +23,10 @@ from baton.proto.sampling import (
 )
 
 from ..models.rope import RopeConfig, parse_rope
-from .family_defaults import FAMILY_DEFAULTS
+from .family_defaults import FAMILY_DEFAULTS, PHI3
 from .fp8 import read_fp8
 from .gemma_config import GEMMA3, own_settings, plain_settings
-from .safetensors import read_json
+from .json_files import read_json
 from .tiled_config import (
     EXTRA_TOKENS,
     MLLAMA,
@@ -36,7 +36,6 @@ from .tiled_config import (
 )
 from .vision_config import QWEN2_5_VL, QWEN3_VL, VisionConfig, parse_vision, rope_axes
 
-PHI3 = "Phi3ForCausalLM"
 FAMILIES = {
     **{name: name for name in FAMILY_DEFAULTS},
     **{

@@ -24,6 +24,7 @@ from baton.proto.errors import CheckpointError
 from ..kernels.fp8 import DTYPE as FP8
 from ..kernels.fp8 import dequantized
 from .fp8 import INPUT_SCALE, SCALE_SUFFIXES, Fp8, check_codes, row_scales
+from .json_files import read_json
 
 Weights = npt.NDArray[np.generic]
 
@@ -250,19 +251,6 @@ def widened(tensor: Weights) -> npt.NDArray[np.float32]:
     if tensor.dtype == np.uint16:
         return (tensor.astype(np.uint32) << 16).view(np.float32)
     return tensor.astype(np.float32)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises :class:`CheckpointError` if unreadable or not an object."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def map_file(path: Path) -> mmap.mmap:

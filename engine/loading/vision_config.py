@@ -13,7 +13,7 @@ from baton.proto.errors import CheckpointError
 from baton.proto.limits import MAX_LAYERS, MAX_SIZE
 
 from .family_defaults import FAMILY_DEFAULTS
-from .safetensors import read_json
+from .json_files import read_json
 
 Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.contexts.text import TextContext
-from baton.proto.contexts.tiled_images import IDS, MASK, block_count, is_tiled, seen_images
-from baton.proto.contexts.vision import TextAndVisionContext
+from baton.proto.contexts.tiled_images import IDS, MASK, block_count
+from baton.proto.contexts.vision import TextAndVisionContext, is_tiled, seen_images
 from baton.proto.errors import BatonError, CheckpointError, ConfigError, HandoffFailed, InputError
 
 from ..kernels.backend import Backend, PackedLinear

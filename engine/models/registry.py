@@ -21,8 +21,9 @@ from baton.proto.wire.wire_context import WireContext
 from ..kernels.backend import Backend
 from ..loading.checkpoint import Checkpoint
 from ..loading.embedding_config import EMBED, GENERATE, EmbeddingSettings
+from ..loading.family_defaults import PHI3
 from ..loading.gemma_config import GEMMA3
-from ..loading.model_config import PHI3, ModelConfig
+from ..loading.model_config import ModelConfig
 from ..loading.tiled_config import MLLAMA
 from ..loading.vision_config import QWEN2_5_VL, QWEN3_VL
 from .bert import BertModel

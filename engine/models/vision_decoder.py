@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from baton.proto.contexts.rope_positions import GRIDS, context_grids, merged_grids, spans_of
+from baton.proto.contexts.rope_positions import GRIDS, merged_grids
 from baton.proto.contexts.text import TextContext
-from baton.proto.contexts.tiled_images import is_tiled
-from baton.proto.contexts.vision import TextAndVisionContext
+from baton.proto.contexts.vision import TextAndVisionContext, context_grids, is_tiled, spans_of
 from baton.proto.errors import BatonError, CheckpointError, HandoffFailed, InputError
 
 from ..kernels.backend import Backend

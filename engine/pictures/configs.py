@@ -15,7 +15,8 @@ from msgspec import Meta
 from baton.proto.errors import CheckpointError
 from baton.proto.limits import MAX_LAYERS, MAX_SIZE
 
-from ..loading.safetensors import TensorStore, Weights, read_json
+from ..loading.json_files import read_json
+from ..loading.safetensors import TensorStore, Weights
 
 Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]

@@ -13,7 +13,8 @@ from pathlib import Path
 from baton.proto.errors import CheckpointError
 from baton.proto.picture_requests import FLUX, Z_IMAGE
 
-from ..loading.safetensors import TensorStore, read_json
+from ..loading.json_files import read_json
+from ..loading.safetensors import TensorStore
 from .configs import ModelPart, SchedulerConfig, VaeConfig, read_config
 from .family import Family
 from .flux_family import FluxFamily

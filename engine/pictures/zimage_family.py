@@ -13,8 +13,8 @@ from baton.proto.errors import CheckpointError, InputError
 from baton.proto.picture_requests import Z_IMAGE, check_prompts
 
 from ..kernels.host_backend import PictureBackend
+from ..loading.json_files import read_json
 from ..loading.model_config import ModelConfig, parse_model_config
-from ..loading.safetensors import read_json
 from ..models.weights import Progress
 from .configs import VaeConfig, ZImageConfig, read_config
 from .family import EncodedPrompt, OpenPart

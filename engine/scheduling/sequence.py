@@ -14,18 +14,18 @@ import numpy as np
 from baton.proto.contexts.images import IMAGE_KEY_BYTES
 from baton.proto.contexts.matching import Matcher
 from baton.proto.contexts.outputs import TokenLogProbs
-from baton.proto.contexts.rope_positions import (
-    context_grids,
-    context_rope_delta,
-    merged_grids,
-    rope_positions,
-    spans_of,
-)
+from baton.proto.contexts.rope_positions import merged_grids, rope_positions
 from baton.proto.contexts.status import GenerationStatus
 from baton.proto.contexts.text import TextContext
-from baton.proto.contexts.tiled_images import is_tiled, seen_images
 from baton.proto.contexts.tokens import FUTURE_TOKEN
-from baton.proto.contexts.vision import TextAndVisionContext
+from baton.proto.contexts.vision import (
+    TextAndVisionContext,
+    context_grids,
+    context_rope_delta,
+    is_tiled,
+    seen_images,
+    spans_of,
+)
 from baton.proto.hashing import ImageSpan, block_hashes
 from baton.proto.picture_runs import Picture, PictureRun
 from baton.proto.prompt_log_probs import record_type, records_bytes

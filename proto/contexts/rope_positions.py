@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
-from .tiled_images import is_tiled
-from .vision import TextAndVisionContext
 
 Int32 = npt.NDArray[np.int32]
 Span = tuple[int, int]
@@ -28,11 +26,6 @@ GRIDS = "image_grid_thw"
 """Name in ``extra_model_args``: int32 ``[images, 3]``, time, rows and columns in patches."""
 DELTA = "rope_delta"
 """Name in ``extra_model_args``: int32 ``[1]``, the rope delta that the prefill worker used."""
-
-
-def spans_of(context: TextAndVisionContext) -> list[Span]:
-    """Return the placeholder tokens of the context's images."""
-    return [(image.start_idx, image.end_idx) for image in context.images]
 
 
 def merged_grids(spans: Sequence[Span], grids: npt.ArrayLike) -> list[tuple[int, int]]:
@@ -103,31 +96,3 @@ def _runs(
         delta += max(rows, columns) - (last - first)
         at = last
     yield at, max(at, end), delta, 0
-
-
-def context_rope_delta(context: TextAndVisionContext) -> int:
-    """Return the rope delta of a context: from its arguments, or computed from its grids.
-
-    Raises InputError if images have no grid, or if the delta is not an integer.
-    """
-    sent = context.extra_model_args.get(DELTA)
-    if sent is not None:
-        if sent.shape != (1,) or sent.dtype.kind not in "iu" or not -len(context.tokens) <= sent[0]:
-            raise InputError(f"{DELTA} must be one integer, not {sent.dtype} of {sent.shape}")
-        if sent[0] > 0:
-            raise InputError(f"{DELTA} {sent[0]} must not be positive")
-        return int(sent[0])
-    if not context.images:
-        return 0
-    if is_tiled(context):
-        return -context.images[-1].end_idx  # the text begins after the last image, at 0
-    spans = spans_of(context)
-    return rope_delta(spans, merged_grids(spans, context_grids(context)))
-
-
-def context_grids(context: TextAndVisionContext) -> npt.ArrayLike:
-    """Return the grids of the context's images. Raises InputError if it has none."""
-    grids = context.extra_model_args.get(GRIDS)
-    if grids is None:
-        raise InputError(f"{GRIDS} is missing in extra_model_args")
-    return grids

@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
-from .vision import TextAndVisionContext
 
 Int32 = npt.NDArray[np.int32]
 
@@ -123,28 +122,6 @@ class SeenImages:
         while first and (first == last or self.places[first - 1] + 1 == self.places[first]):
             first -= 1
         return first, last
-
-
-def is_tiled(context: TextAndVisionContext) -> bool:
-    """True if the context's images are read by cross-attention."""
-    return IDS in context.extra_model_args
-
-
-def seen_images(context: TextAndVisionContext) -> SeenImages:
-    """Return the images of a context with at least one. Raises InputError for contradictions."""
-    named = context.extra_model_args
-    if MASK not in named:
-        raise InputError(f"{MASK} is missing in extra_model_args")
-    canvases = canvases_of(named[IDS], named[MASK], len(context.images))
-    prompt = context.tokens.all[: context.prompt_length]
-    spans = [(image.start_idx, image.end_idx) for image in context.images]
-    places = check_row(prompt, spans, named[IDS][0].tolist(), context.vision_token_ids[0])
-    return SeenImages(
-        end=spans[-1][1],
-        ranges=tuple((start - 1, end) for start, end in spans),
-        canvases=tuple(canvases),
-        places=tuple(places),
-    )
 
 
 def check_row(

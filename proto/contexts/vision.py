@@ -19,7 +19,9 @@ from ..hashing import ImageSpan, block_hashes
 from ..limits import MAX_IMAGES, MAX_NAMED_ARRAYS, MAX_VISION_TOKEN_IDS
 from .images import ImageMetadata
 from .outputs import LogProbabilities, TokenLogProbs
+from .rope_positions import DELTA, GRIDS, Span, merged_grids, rope_delta
 from .text import TextContext
+from .tiled_images import IDS, MASK, SeenImages, canvases_of, check_row
 
 Pixels = npt.NDArray[Any]
 
@@ -201,3 +203,58 @@ class TextAndVisionContext(TextContext):
         else:
             spans = self.image_spans()
         return block_hashes(self.tokens.all, block_size, salt, images=spans)
+
+
+def spans_of(context: TextAndVisionContext) -> list[Span]:
+    """Return the placeholder tokens of the context's images."""
+    return [(image.start_idx, image.end_idx) for image in context.images]
+
+
+def is_tiled(context: TextAndVisionContext) -> bool:
+    """True if the context's images are read by cross-attention."""
+    return IDS in context.extra_model_args
+
+
+def seen_images(context: TextAndVisionContext) -> SeenImages:
+    """Return the images of a context with at least one. Raises InputError for contradictions."""
+    named = context.extra_model_args
+    if MASK not in named:
+        raise InputError(f"{MASK} is missing in extra_model_args")
+    canvases = canvases_of(named[IDS], named[MASK], len(context.images))
+    prompt = context.tokens.all[: context.prompt_length]
+    spans = [(image.start_idx, image.end_idx) for image in context.images]
+    places = check_row(prompt, spans, named[IDS][0].tolist(), context.vision_token_ids[0])
+    return SeenImages(
+        end=spans[-1][1],
+        ranges=tuple((start - 1, end) for start, end in spans),
+        canvases=tuple(canvases),
+        places=tuple(places),
+    )
+
+
+def context_rope_delta(context: TextAndVisionContext) -> int:
+    """Return the rope delta of a context: from its arguments, or computed from its grids.
+
+    Raises InputError if images have no grid, or if the delta is not an integer.
+    """
+    sent = context.extra_model_args.get(DELTA)
+    if sent is not None:
+        if sent.shape != (1,) or sent.dtype.kind not in "iu" or not -len(context.tokens) <= sent[0]:
+            raise InputError(f"{DELTA} must be one integer, not {sent.dtype} of {sent.shape}")
+        if sent[0] > 0:
+            raise InputError(f"{DELTA} {sent[0]} must not be positive")
+        return int(sent[0])
+    if not context.images:
+        return 0
+    if is_tiled(context):
+        return -context.images[-1].end_idx  # the text begins after the last image, at 0
+    spans = spans_of(context)
+    return rope_delta(spans, merged_grids(spans, context_grids(context)))
+
+
+def context_grids(context: TextAndVisionContext) -> npt.ArrayLike:
+    """Return the grids of the context's images. Raises InputError if it has none."""
+    grids = context.extra_model_args.get(GRIDS)
+    if grids is None:
+        raise InputError(f"{GRIDS} is missing in extra_model_args")
+    return grids

@@ -1,11 +1,14 @@
-"""Memory of the processes of this host, as shares: a page of N processes counts as 1/N in each."""
+"""Memory of this machine and its control groups, and that of the processes of this host.
+
+Processes have shares: a page of N processes counts as 1/N in each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from .control_groups import text_of
+from .control_groups import groups_of, text_of
 
 _PROC = Path("/proc")
 
@@ -40,3 +43,49 @@ def family_of(pid: int) -> Iterator[int]:
     for thread in sorted((_PROC / str(pid)).glob("task/*/children")):
         for child in text_of(thread).split():
             yield from family_of(int(child))
+
+
+def total_memory(root: Path = Path("/")) -> int | None:
+    """Return the memory limit in bytes of this machine and its control groups; None if unknown."""
+    machine = _field(root / "proc/meminfo", "MemTotal:")
+    if machine is None:
+        return None
+    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    limits = [
+        text_of(folder / names[version]).strip() for version, folder in groups_of("memory", root)
+    ]
+    return min([machine << 10, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that new processes can use without swapping; None if unknown.
+
+    The minimum over the machine's available memory and the free memory of each control group
+    (version 1 or 2) of this process. Caches count as free.
+    """
+    machine = _field(root / "proc/meminfo", "MemAvailable:")
+    if machine is None:
+        return None
+    return max(0, min([machine << 10, *_group_rooms(root)]))
+
+
+def _group_rooms(root: Path) -> Iterator[int]:
+    """Yield the free bytes of each control group."""
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    for version, folder in groups_of("memory", root):
+        limit, usage, cache = names[version]
+        most, used = text_of(folder / limit).strip(), text_of(folder / usage).strip()
+        if most.isdigit() and used.isdigit():
+            yield int(most) - int(used) + (_field(folder / "memory.stat", cache) or 0)
+
+
+def _field(path: Path, name: str) -> int | None:
+    """Return the number after a name in a file with one name and number per line."""
+    for line in text_of(path).splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == name and words[1].isdigit():
+            return int(words[1])
+    return None

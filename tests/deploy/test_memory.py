@@ -6,16 +6,10 @@ import pytest
 
 from baton.deploy.config import ServeSettings, demo_model_folder
 from baton.deploy.plan import prepare
-from baton.deploy.plan.memory import (
-    LEAST_BYTES,
-    ModelMemory,
-    free_memory,
-    kv_share,
-    model_memory,
-    total_memory,
-)
+from baton.deploy.plan.memory import LEAST_BYTES, ModelMemory, kv_share, model_memory
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.proto.errors import ConfigError
+from baton.runtime.process.memory import free_memory, total_memory
 
 GIB = 1 << 30
 SMALL = ModelMemory(weights=1 << 20, context=4 << 20)

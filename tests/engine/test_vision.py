@@ -13,13 +13,9 @@ from baton.engine.scheduling.admission import _victim
 from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.sequence import Sequence
-from baton.proto.contexts.rope_positions import (
-    context_rope_delta,
-    merged_grids,
-    rope_delta,
-    rope_positions,
-)
+from baton.proto.contexts.rope_positions import merged_grids, rope_delta, rope_positions
 from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.vision import context_rope_delta
 from baton.proto.errors import InputError
 from baton.proto.ids import RequestID
 from baton.proto.wire.context_maps import request_map

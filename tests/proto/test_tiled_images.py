@@ -6,7 +6,6 @@ from msgspec.structs import replace
 
 from baton.proto import InputError, SamplingParams, build_wire_context, check_wire_context
 from baton.proto.contexts.images import image_hash
-from baton.proto.contexts.rope_positions import context_rope_delta
 from baton.proto.contexts.tiled_images import (
     IDS,
     MASK,
@@ -15,8 +14,8 @@ from baton.proto.contexts.tiled_images import (
     canvases_of,
     image_row,
     ratio_args,
-    seen_images,
 )
+from baton.proto.contexts.vision import context_rope_delta, seen_images
 from baton.proto.ids import RequestID
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.requests import check_continued, check_wire_shape
