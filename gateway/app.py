@@ -30,7 +30,7 @@ from .errors import (
 )
 from .exchange import Exchange
 from .images_route import images
-from .metrics import CLIENT_GONE, GatewayMetrics
+from .metrics import CLIENT_GONE, Clock, GatewayMetrics, current_clock
 from .openapi import encoded, openapi
 from .responses_route import responses
 from .served import TARGET_HEADER, Served, header_of, random_name
@@ -71,6 +71,8 @@ _GENERATING = frozenset(
 """Paths whose requests the router admits or refuses."""
 _OPEN = frozenset(("/live", "/ready", "/health", "/"))
 """Paths that need no key: load balancers ask them, or browsers that will be asked for it."""
+_ENTRY = "baton.entry"
+"""In the scope of a request that :meth:`Door.refuses` has passed on."""
 _SHED = "the cluster is full: it refused most of the latest requests"
 
 
@@ -153,6 +155,26 @@ class Direct:
             raise
 
 
+class _Entry:
+    """A request that was named and checked. ``refusal``: its answer if no route gets it."""
+
+    __slots__ = ("clock", "exchange", "headers", "name", "refusal")
+
+    def __init__(
+        self,
+        headers: dict[bytes, bytes],
+        name: bytes,
+        clock: Clock,
+        exchange: Exchange | None,
+        refusal: Response | None,
+    ) -> None:
+        self.headers = headers
+        self.name = name
+        self.clock = clock
+        self.exchange = exchange
+        self.refusal = refusal
+
+
 class Door:
     """Checks a request before any route, gives every response its request id, and counts it.
 
@@ -178,22 +200,52 @@ class Door:
         self._cors = cors
         self._shedding = metrics.shedding
 
+    def refuses(self, scope: Scope) -> bool:
+        """Answer a request that no route gets, by its exchange, if that takes no coroutine.
+
+        False: the request was not answered and must be passed to this application.
+        """
+        if self._cors is not None or scope["method"] != "POST":
+            return False
+        try:
+            entry = self._enter(scope)
+        except Exception:
+            return False  # the request's task meets it too, and logs it
+        exchange = entry.exchange
+        if entry.refusal is None or exchange is None:
+            scope[_ENTRY] = entry
+            return False
+        exchange.refuse(entry.refusal)
+        self._leave(scope, entry, exchange.status if exchange.is_complete else CLIENT_GONE)
+        return True
+
+    def _enter(self, scope: Scope) -> _Entry:
+        """Name and check a request, whose time begins now."""
+        headers, name, repeated = _named(scope)
+        exchange = Exchange.find(scope)
+        if exchange is not None:
+            exchange.fields = headers
+            exchange.headers = b"x-request-id: %b\r\n" % name
+        refusal = self._refusal(scope, headers, repeated, exchange)
+        return _Entry(headers, name, self._metrics.begin(), exchange, refusal)
+
+    def _leave(self, scope: Scope, entry: _Entry, status: int) -> None:
+        Exchange.end(scope)
+        entry.clock.ended(_route_of(scope["path"]), status)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, name, repeated = _named(scope)
-        clock, status = self._metrics.begin(), CLIENT_GONE
+        entry: _Entry = scope.pop(_ENTRY, None) or self._enter(scope)
+        clock, exchange, status = entry.clock, entry.exchange, CLIENT_GONE
+        current_clock.set(clock)
         answer = 0
-        added = [(b"x-request-id", name)]
+        added = [(b"x-request-id", entry.name)]
         if self._cors is not None:
             added += await self._cors.headers(scope)
-        exchange = Exchange.find(scope)
-        if exchange is not None:
-            exchange.fields = headers
-            exchange.headers = b"x-request-id: %b\r\n" % name
-            if len(added) > 1:
+            if exchange is not None:
                 exchange.headers = b"".join([b"%b: %b\r\n" % pair for pair in added])
 
         async def send_named(message: Message) -> None:
@@ -210,19 +262,17 @@ class Door:
 
         tracing, span = self._tracing, None
         try:
-            refused = self._refusal(scope, headers, repeated, exchange)
-            if refused is not None:
-                await refused(scope, receive, send_named)
+            if entry.refusal is not None:
+                await entry.refusal(scope, receive, send_named)
                 return
             if tracing is not None and routes.STATUS_ONLY not in scope:
-                span = tracing.begin(scope, headers, name.decode())
+                span = tracing.begin(scope, entry.headers, entry.name.decode())
             await self._app(scope, receive, send_named)
         finally:
             if exchange is not None and exchange.status:
                 answer = exchange.status
                 status = answer if exchange.is_complete else CLIENT_GONE
-            Exchange.end(scope)
-            clock.ended(_route_of(scope["path"]), status)
+            self._leave(scope, entry, status)
             if tracing is not None and span is not None:
                 tracing.end(span, answer)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Final
 
+from starlette.responses import Response
 from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -190,6 +192,15 @@ class Exchange:
         """Answer with JSON and status 200."""
         self._begin()
         self._write(_JSON % (len(body), self._lines(), body))
+        self._complete()
+
+    def refuse(self, response: Response) -> None:
+        """Answer a request, whose method is POST, with a whole response."""
+        self._begin()
+        lines = [b"%b: %b\r\n" % pair for pair in response.raw_headers]
+        status = self.status = response.status_code
+        head = b"HTTP/1.1 %d %b\r\n" % (status, HTTPStatus(status).phrase.encode())
+        self._write(b"".join([head, *lines, self._lines(), b"\r\n", response.body]))
         self._complete()
 
     def event(self, content: bytes) -> None:

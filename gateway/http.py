@@ -7,13 +7,18 @@ within a time, and heads and trailers have a maximum size.
 from __future__ import annotations
 
 import asyncio
+import urllib.parse
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import httptools
 import msgspec
+from starlette.types import Scope
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from .connections import Phase, Place, nothing
 from .exchange import Exchange
@@ -29,6 +34,8 @@ _UNREAD_S = 60.0
 """Seconds after which a connection ends whose client does not read its answer."""
 FIRST_REQUEST_S = 1.0
 """Seconds that a new connection has for its first request when the server stops."""
+_NO_PIPELINE: deque[Any] = deque()
+"""Of all connections without a request that waits for the answer to another one; stays empty."""
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -39,21 +46,33 @@ class LimitedHttp(HttpToolsProtocol):
     """
 
     head_timeout_s = 10.0
-    _head_bytes = 0
-    _idle_bytes = 0  # since the head or the last part of the body: of trailers and chunk headers
-    _codings = b""  # of the request's transfer
-    _hosts = 0  # Host headers of the request
-    _in_head = True
-    _timer: asyncio.TimerHandle | None = None
-    _exchange: Exchange | None = None  # the last exchange that began
-    _blocked: asyncio.TimerHandle | None = None  # runs while the client does not read
-    _idle_timer: asyncio.TimerHandle | None = None
-    _idle_since = 0.0  # the end of the last answer
-    _leaves = False  # the server stops: the first request on this connection is its last
-    _lingers = False  # was refused: what still arrives is dropped
-    _refusal: _Refusal | None = None  # why the parser's callback has raised ValueError
-    _place: Place
-    _closed: Callable[[Place], object] | None = None
+
+    # Besides the attributes of uvicorn these would be too many for a dict that shares its keys
+    # with the other connections: 1.6 KB each.
+    __slots__ = (
+        "_blocked", "_closed", "_codings", "_exchange", "_head_bytes", "_hosts", "_idle_bytes",
+        "_idle_since", "_idle_timer", "_in_head", "_leaves", "_lingers", "_place", "_refusal",
+        "_timer",
+    )  # fmt: skip
+
+    def __init__(self, *settings: Any, **more: Any) -> None:
+        super().__init__(*settings, **more)
+        self.pipeline = _NO_PIPELINE
+        self._head_bytes = 0
+        self._idle_bytes = 0  # since the head or the last body part: trailers and chunk headers
+        self._codings = b""  # of the request's transfer
+        self._hosts = 0  # Host headers of the request
+        self._in_head = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._exchange: Exchange | None = None  # the last exchange that began
+        self._blocked: asyncio.TimerHandle | None = None  # runs while the client does not read
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0  # the end of the last answer
+        self._leaves = False  # the server stops: the first request here is the last
+        self._lingers = False  # was refused: what still arrives is dropped
+        self._refusal: _Refusal | None = None  # why the parser's callback has raised ValueError
+        self._place = Place("", Phase.FRESH, 0.0)
+        self._closed: Callable[[Place], object] | None = None
 
     def take(self, place: Place, closed: Callable[[Place], object]) -> None:
         """Take a place among the gateway's connections; call ``closed`` when it is free."""
@@ -61,8 +80,12 @@ class LimitedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for the first request's head."""
-        super().connection_made(cast(asyncio.Transport, transport))
-        self.parser = cast(Any, _Parser(self))
+        self.connections.add(self)
+        self.transport = made = cast(asyncio.Transport, transport)
+        self.flow = _Flow(made)
+        self.server, self.client = get_local_addr(made), get_remote_addr(made)
+        self.scheme = "https" if is_ssl(made) else "http"
+        self.parser = _Parser(self)
         if self._closed is None:
             self._place = Place("", Phase.FRESH, self.loop.time())
         self._place.end = self._crowded_out
@@ -92,7 +115,11 @@ class LimitedHttp(HttpToolsProtocol):
         else:
             # The parser keeps an unfinished trailer: dropping finished ones does not bound memory.
             self._idle_bytes += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return
         if self.transport.is_closing() or self._lingers:
             return
         size = self._head_bytes if self._in_head else self._idle_bytes
@@ -149,7 +176,41 @@ class LimitedHttp(HttpToolsProtocol):
         self._head_bytes = self._idle_bytes = self._hosts = 0
         self._codings = b""
         self._stop_timer()
-        super().on_headers_complete()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a request, or let it wait for the answer to the one before."""
+        parser, scope = self.parser, self.scope
+        version = parser.get_http_version()
+        if version != "1.1":
+            scope["http_version"] = version
+        scope["method"] = parser.get_method().decode("ascii")
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        scope["path"] = urllib.parse.unquote(path) if "%" in path else path
+        scope["raw_path"] = url.path
+        scope["query_string"] = url.query or b""
+        before = self.cycle
+        self.cycle = cycle = RequestResponseCycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=cast(asyncio.Event, _Signal()),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        if before is None or before.response_complete:
+            self._answer(cycle, getattr(self.app, "refuses", None))
+        else:
+            self.flow.pause_reading()
+            if not self.pipeline:
+                self.pipeline = deque()
+            self.pipeline.appendleft((cycle, cast(Any, self.app)))
 
     def on_message_complete(self) -> None:
         """Expect the next head."""
@@ -159,12 +220,22 @@ class LimitedHttp(HttpToolsProtocol):
         self._stop_timer()
         super().on_message_complete()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Answer a request. A pipelined one comes here after the answer before it."""
+    def _answer(
+        self, cycle: RequestResponseCycle, refuses: Callable[[Scope], bool] | None = None
+    ) -> None:
+        """Answer a request. A pipelined one comes here after the answer before it.
+
+        ``refuses``: of the application; it may answer a request at once. Under overload, a task for
+        each refused request would take more time and memory than the requests that are served.
+        """
         if self._leaves:
             cycle.keep_alive = False
         self._exchange = Exchange.begin(cycle, self._place)
-        super()._start_asgi_task(cycle, app)
+        if refuses is not None and refuses(cast(Scope, cycle.scope)):
+            return
+        task = self.loop.create_task(cycle.run_asgi(cast(Any, self.app)))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
 
     def pause_writing(self) -> None:
         """Limit the time in which the client does not read its answer."""
@@ -193,7 +264,7 @@ class LimitedHttp(HttpToolsProtocol):
             return
         self.flow.resume_reading()
         if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+            self._answer(self.pipeline.pop()[0])
         else:
             if self._idle_timer is None:
                 self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._idle)
@@ -295,36 +366,73 @@ class LimitedHttp(HttpToolsProtocol):
         self._timer = self.loop.call_later(limit, self.transport.close)
 
 
-class _Parser:
+class _Signal:
+    """An ``asyncio.Event`` that has waiting tasks seldom: until then it needs 1.2 KB less."""
+
+    __slots__ = ("_event", "_is_set")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._event: asyncio.Event | None = None
+
+    def set(self) -> None:
+        """Wake the waiting tasks."""
+        self._is_set = True
+        if self._event is not None:
+            self._event.set()
+
+    def clear(self) -> None:
+        """Let further tasks wait."""
+        self._is_set = False
+        if self._event is not None:
+            self._event.clear()
+
+    async def wait(self) -> None:
+        """Wait until it is set."""
+        if self._is_set:
+            return
+        if self._event is None:
+            self._event = asyncio.Event()
+        await self._event.wait()
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control of one connection, with a smaller event."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.read_paused = self.write_paused = False
+        signal = _Signal()
+        signal.set()
+        self._is_writable_event = cast(asyncio.Event, signal)
+
+
+class _Parser(httptools.HttpRequestParser):
     """A parser of requests that ignores every Upgrade, as RFC 9110 (7.8) allows.
 
     Java's client asks for ``h2c`` with its first request. httptools takes what follows such a head
     for another protocol. A new parser, whose head nobody sees, goes on with the body.
     """
 
-    def __init__(self, protocol: LimitedHttp) -> None:
+    __slots__ = ("_protocol",)
+
+    def __init__(self, protocol: LimitedHttp, callbacks: _Rest | None = None) -> None:
+        super().__init__(callbacks or protocol)
         self._protocol = protocol
-        self._start(protocol)
-
-    def _start(self, callbacks: object) -> None:
-        self._parser = parser = httptools.HttpRequestParser(callbacks)
         # As uvicorn: what follows the last request of a connection is no error.
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self.should_upgrade = parser.should_upgrade
-        self.should_keep_alive = parser.should_keep_alive
-        self.get_http_version = parser.get_http_version
-        self.get_method = parser.get_method
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: Any) -> None:
         """Parse received bytes. Raises HttpParserError."""
         try:
-            self._parser.feed_data(data)
+            super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
+            protocol = self._protocol
             frames = (b"content-length", b"transfer-encoding")
-            lines = [b"%b: %b\r\n" % one for one in self._protocol.headers if one[0] in frames]
-            self._start(_Rest(self._protocol))
-            self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
-            self.feed_data(data[upgrade.args[0] :])
+            lines = [b"%b: %b\r\n" % one for one in protocol.headers if one[0] in frames]
+            protocol.parser = rest = _Parser(protocol, _Rest(protocol))
+            rest.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
+            rest.feed_data(data[upgrade.args[0] :])
 
 
 class _Rest:

@@ -133,11 +133,9 @@ class GatewayMetrics:
         self.generated = Histogram(TOKENS)
 
     def begin(self) -> Clock:
-        """Start the clock of an HTTP request, which becomes the current one of this task."""
+        """Start the clock of an HTTP request."""
         self.running += 1
-        clock = Clock(self)
-        current_clock.set(clock)
-        return clock
+        return Clock(self)
 
     def own_error(self, error: Exception, where: str, request_id: str = "") -> str:
         """Log and count an exception of our own code; return all that a client learns about it."""
