@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
 import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +23,7 @@ from baton.runtime.metrics.listener import MAX_CONNECTIONS as METRICS_CONNECTION
 from baton.runtime.metrics.listener import MetricsListener
 from baton.runtime.metrics.vllm import vllm_families
 from baton.runtime.net.descriptors import open_files
+from baton.runtime.process.bursts import Burst
 from baton.runtime.process.log import get_logger
 from baton.runtime.process.main import SIGN_EVERY_S, collect_rarely, favor_event_loop, say_alive
 
@@ -43,8 +42,8 @@ from .tracing import make_tracing
 _BACKLOG = 2048
 _ENDS_LATER_S = 30.0
 """Seconds that a gateway which is replaced may need in addition to its grace."""
-_BURST = 128
-"""Requests at a time that leave a noticeable amount of free memory behind."""
+_BURST = 512
+"""Connections above which a gateway takes memory that it can give back: each takes 10 to 30 KB."""
 _ROUTER_FILES = 8
 """Descriptors of the sockets to one router."""
 _SPARE_FILES = 20
@@ -63,6 +62,7 @@ class Server(uvicorn.Server):
         if places is None:
             places = Connections(*places_for(open_files(), 0, MAX_CONNECTIONS))
         self.places = places
+        self._burst = Burst(_BURST)
         self._acceptors: list[Acceptor] = []
 
     @contextmanager
@@ -93,6 +93,7 @@ class Server(uvicorn.Server):
 
     async def _connect(self, connection: socket.socket, place: Place) -> None:
         """Serve a connection. A TLS handshake has as long as a request's head."""
+        self._burst.count(len(self.places))
         protocol = LimitedHttp(self.config, self.server_state, self.lifespan.state)
         protocol.take(place, self._freed)
         tls = self.config.ssl
@@ -101,8 +102,13 @@ class Server(uvicorn.Server):
             lambda: protocol, connection, ssl=tls, ssl_handshake_timeout=limit
         )
 
+    def tidy(self) -> None:
+        """Give memory back if a burst of connections has ended."""
+        self._burst.tidy(len(self.places))
+
     def _freed(self, place: Place) -> None:
         self.places.closed(place)
+        self._burst.count(len(self.places))
         for acceptor in self._acceptors:
             acceptor.resume()
 
@@ -211,7 +217,7 @@ async def _serve(
         if on_listening is not None:
             await served.model()
             on_listening(url, served.name, bool(config.api_keys))
-        clock = _Life(asyncio.get_running_loop(), counts)
+        clock = _Life(server)
         try:
             await server.serve(sockets=sockets)
         finally:
@@ -267,14 +273,14 @@ def _metrics_listener(config: GatewayConfig, counts: GatewayMetrics) -> MetricsL
 class _Life:
     """Shows the supervisor every second that the loop runs; a gateway has no other timers.
 
-    After a burst of requests it gives memory back.
+    After a burst of connections it gives memory back.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, counts: GatewayMetrics) -> None:
-        self._loop = loop
-        self._counts = counts
-        self._turns = self._most = 0
-        self._timer = loop.call_soon(self._turn)
+    def __init__(self, server: Server) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._server = server
+        self._turns = 0
+        self._timer = self._loop.call_soon(self._turn)
 
     def stop(self) -> None:
         """Stop; the gateway ends."""
@@ -284,9 +290,4 @@ class _Life:
         self._timer = self._loop.call_later(SIGN_EVERY_S, self._turn)
         self._turns += 1
         say_alive(self._turns)
-        self._most = max(self._most, self._counts.running)
-        if self._most >= _BURST and self._counts.running <= self._most // 8:
-            self._most = self._counts.running
-            gc.collect()
-            with suppress(AttributeError):  # a C library without it
-                ctypes.CDLL(None).malloc_trim(0)
+        self._server.tidy()
