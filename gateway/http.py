@@ -7,6 +7,7 @@ within a time, and heads and trailers have a maximum size.
 from __future__ import annotations
 
 import asyncio
+import select
 import urllib.parse
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,8 @@ _SHORT_LINGER_S = 0.25
 """The same, while other clients wait to be refused."""
 _UNREAD_S = 60.0
 """Seconds after which a connection ends whose client does not read its answer."""
+_SOON_S = 0.1
+"""Seconds in which bytes that have arrived are read."""
 FIRST_REQUEST_S = 1.0
 """Seconds that a new connection has for its first request when the server stops."""
 _NO_PIPELINE: deque[Any] = deque()
@@ -285,17 +288,28 @@ class LimitedHttp(HttpToolsProtocol):
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if self._head_bytes or not self._in_head:  # limited by the other timer
             left = self.timeout_keep_alive
+        elif left <= 0 and self._has_unread():
+            left = _SOON_S
         if left > 0:
             self._idle_timer = self.loop.call_later(left, self._idle)
         else:
             self.transport.close()
+
+    def _has_unread(self) -> bool:
+        """Whether a request may have arrived: a busy event loop runs timers before it reads."""
+        connection = self.transport.get_extra_info("socket")
+        if connection is None or connection.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def shutdown(self) -> None:
         """End the connection after its running request, or after the first one if it is new.
 
         The client of a new connection has sent its request, or is about to, and would be reset.
         """
-        if self.cycle is None and not self._leaves:
+        if not self._leaves and (self.cycle is None or self._has_unread()):
             self._leaves = True
             self._stop_timer()
             self._timer = self.loop.call_later(FIRST_REQUEST_S, self.transport.close)

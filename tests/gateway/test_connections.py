@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -118,6 +119,70 @@ def test_an_idle_connection_ends_some_time_after_its_last_answer():
         assert peer.closed
 
     talk(GET, then=wait, timeout_keep_alive=0.5)
+
+
+@pytest.mark.parametrize("ends", ["idle", "stops"])
+def test_a_request_that_has_arrived_is_answered_before_its_connection_ends(ends):
+    """A busy event loop may run the timer of an idle connection before it reads a request."""
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        head = {"type": "http.response.start", "status": 200}
+        await send({**head, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def run() -> bytes:
+        (ours, peer), (reader, writer) = socket.socketpair(), socket.socketpair()
+        config = server_config(app, grace_s=1.0)
+        config.timeout_keep_alive = 0.05  # type: ignore[assignment]  # whole seconds for uvicorn
+        config.load()
+        protocol = LimitedHttp(config, ServerState(), {})
+        loop = asyncio.get_running_loop()
+        ours.setblocking(False)
+        await loop.connect_accepted_socket(lambda: protocol, ours)
+
+        def be_busy() -> None:
+            loop.remove_reader(reader)
+            peer.send(GET)
+            if ends == "idle":
+                time.sleep(0.1)  # until the timer is due
+            else:
+                protocol.shutdown()
+
+        with peer, reader, writer:
+            peer.sendall(GET)
+            peer.setblocking(False)
+            answer = await loop.sock_recv(peer, 65536)
+            loop.add_reader(reader, be_busy)
+            writer.send(b"x")
+            return answer + await loop.sock_recv(peer, 65536)
+
+    assert uvloop.run(run()).count(b"200 OK") == 2
+
+
+def test_a_burst_of_connections_takes_memory_that_is_given_back(monkeypatch):
+    monkeypatch.setattr("baton.gateway.server._BURST", 2)
+
+    async def run() -> list[bool]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = server_config(lambda *_: None, grace_s=1.0)  # type: ignore[arg-type]
+        config.load()
+        server = Server(config)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup([listener])
+        states = [server._burst.is_on]
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(4)]
+        while len(server.server_state.connections) < 4:
+            await asyncio.sleep(0.01)
+        states.append(server._burst.is_on)
+        for one in clients:
+            one.close()
+        while server.places:
+            await asyncio.sleep(0.01)
+        server.tidy()
+        await server.shutdown()
+        return [*states, server._burst.is_on]
+
+    assert uvloop.run(run()) == [False, True, False]
 
 
 @pytest.mark.parametrize("answer_first", [True, False])
