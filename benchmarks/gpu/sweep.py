@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from baton.engine.kernels.cuda import linear
+from baton.engine.kernels.cuda import elementwise, linear
 from baton.engine.kernels.cuda.reference import from_bf16
 from baton.engine.kernels.cuda.tuning import Card, Tuning, default_tuning, table_path, write_card
 
@@ -41,7 +41,7 @@ _CACHE = 256 << 20
 
 
 def sweep(stage: Stage) -> Iterator[Line]:
-    """Attention of decode, its splits with the winner, that of prefill, products with few rows."""
+    """Attention of decode and of prefill, products with few rows, RMSNorm."""
     start = Tuning()
     if stage.cupy is not None:
         start = default_tuning(stage.cupy.cuda.Device().compute_capability)
@@ -57,6 +57,7 @@ def sweep(stage: Stage) -> Iterator[Line]:
         found = yield from _prefills(stage, found)
     found = yield from _products(stage, found)
     found = yield from _gates(stage, found)
+    found = yield from _norms(stage, found)
     yield _written(stage, found)
 
 
@@ -202,6 +203,24 @@ def _gates(stage: Stage, found: Tuning) -> Any:
             min(fuse_from, start) if _logs(times["fused"]) < _logs(times["apart"]) else never
         )
     return msgspec.structs.replace(found, fuse_from=fuse_from)
+
+
+def _norms(stage: Stage, found: Tuning) -> Any:
+    """Yield a line per number of rows; one word per thread up to the rows where it is slower."""
+    width, norm_rows, better = stage.size(4096, 64), 0, True
+    for rows in (1, 3) if stage.tiny else (1, 64, 256, 1024):
+        x, residual = (stage.random_bf16((rows, width), seed=at) for at in range(2))
+        weight, out = stage.random_bf16((width,)), stage.device.empty((rows, width), np.uint16)
+        runners = []
+        for name, most in (("one", rows), ("two", 0)):
+            device = stage.device.tuned(msgspec.structs.replace(found, norm_rows=most))
+            work = partial(elementwise.add_rms_norm, device, x, residual, weight, 1e-5, out)
+            runners.append(own(replace(stage, device=device), [work], stage.size(200, 2), name))
+        raced = race(stage, runners, 10)
+        better = better and raced["one"].median <= raced["two"].median
+        norm_rows = rows if better else norm_rows
+        yield _told(f"words per thread of add + RMSNorm {rows} x {width}", raced)
+    return msgspec.structs.replace(found, norm_rows=norm_rows)
 
 
 def _written(stage: Stage, found: Tuning) -> Line:

@@ -8,6 +8,7 @@ import pytest
 from baton.engine.kernels.backend import ACTIVATIONS
 from baton.engine.kernels.cuda import elementwise, reference
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
+from baton.engine.kernels.cuda.tuning import Tuning
 
 EPS = 1e-5
 
@@ -155,6 +156,22 @@ def test_add_rms_norm(device, schedules, rng, rows, width, wide):
         np.testing.assert_allclose(out, expected, rtol=2e-6)
     else:
         assert_close(out, to_bf16(expected))
+
+
+@pytest.mark.parametrize("width", [8, 2048, 2056, 8192])
+def test_an_rms_norm_has_the_same_bits_with_one_word_per_thread(device, rng, width):
+    shapes = (3, width), (3, width), (width,)
+    x, before, weight = (to_bf16(rng.standard_normal(shape)) for shape in shapes)
+    found = []
+    for rows in (0, 3):
+        tuned = device.tuned(Tuning(norm_rows=rows))
+        residual, out = device.upload(before), device.zeros(x.shape, np.uint16)
+        elementwise.add_rms_norm(tuned, device.upload(x), residual, device.upload(weight), EPS, out)
+        again = device.zeros(x.shape, np.uint16)
+        elementwise.rms_norm(tuned, residual, device.upload(weight), EPS, again)
+        assert (device.download(again) == device.download(out)).all()
+        found.append(device.download(out))
+    np.testing.assert_array_equal(*found)
 
 
 def norm_terms(x, weight, bias, eps):

@@ -90,4 +90,4 @@ def test_an_installation_that_cannot_compute_is_one_sentence(with_cupy: dict[str
 
 
 def test_compiler_and_cublas_are_part_of_what_decides_bits(with_cupy: dict[str, str]) -> None:
-    assert made(with_cupy) == "cuda-sm_80-nvrtc13.0-cublas130101-2-bf16"
+    assert made(with_cupy) == "cuda-sm_80-nvrtc13.0-cublas130101-3-bf16"

@@ -7,17 +7,22 @@
 
 namespace {
 
-constexpr int kWordsPerThread = 2;
-
-// Returns the sum over the block to each thread. `part` has 32 entries, used for one sum only.
-__device__ __forceinline__ float block_sum(float v, float* part) {
+// Returns to each thread the sum over the block's words, of which a thread has sums[j] of word
+// threadIdx.x + j blockDim.x. Neighbouring 32 words are added first, so that the bits do not depend on
+// how many words a thread has. `part` has 64 entries, used for one sum only.
+template <int kWords> __device__ __forceinline__ float block_sum(const float (&sums)[kWords], float* part) {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    v = warp_sum(v);
-    if (lane == 0) part[threadIdx.x >> 5] = v;
+#pragma unroll
+    for (int j = 0; j < kWords; j++) {
+        const float v = warp_sum(sums[j]);
+        if (lane == 0) part[(threadIdx.x >> 5) + j * warps] = v;
+    }
 #ifndef BATON_PLANT_NORM_BARRIER
     __syncthreads();
 #endif
-    return warp_sum(lane < warps ? part[lane] : 0.0f);
+    float v = lane < kWords * warps ? part[lane] : 0.0f;
+    if (kWords > 1) v += lane + 32 < kWords * warps ? part[lane + 32] : 0.0f;
+    return warp_sum(v);
 }
 
 __device__ __forceinline__ void store8(uint4* out, long long word, const float* f) {
@@ -32,28 +37,29 @@ __device__ __forceinline__ void store8(float4* out, long long word, const float*
 // rounded to bf16, and also replaces the residual. With kCentre (LayerNorm) the row's mean is
 // subtracted before the sum of squares, and `bias` is added at the end. With kModulated the weight is
 // what is added to one.
-template <bool kAdd, bool kCentre, bool kModulated = false, class Out>
+template <bool kAdd, bool kCentre, bool kModulated = false, int kWords = 2, class Out>
 __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __restrict__ residual,
                                          const uint4* __restrict__ weight,
                                          const uint4* __restrict__ bias, Out* __restrict__ out,
                                          int words, float inverse_width, float eps) {
-    __shared__ float part[32];
+    __shared__ float part[64];
     const long long base = static_cast<long long>(blockIdx.x) * words;
-    uint4 row[kWordsPerThread], other[kWordsPerThread], scales[kWordsPerThread];
+    uint4 row[kWords], other[kWords], scales[kWords];
 #pragma unroll
-    for (int j = 0; j < kWordsPerThread; j++) {  // load weights now too, to wait for memory only once
+    for (int j = 0; j < kWords; j++) {  // load weights now too, to wait for memory only once
         const int i = threadIdx.x + j * blockDim.x;
         const uint4 zero = make_uint4(0, 0, 0, 0);
         row[j] = i < words ? x[base + i] : zero;
         if (kAdd) other[j] = i < words ? residual[base + i] : zero;
         scales[j] = i < words ? weight[i] : zero;
     }
-    float sum = 0.0f;
+    float sums[kWords];
 #pragma unroll
-    for (int j = 0; j < kWordsPerThread; j++) {
+    for (int j = 0; j < kWords; j++) {
         const int i = threadIdx.x + j * blockDim.x;
         float v[8];
         unpack8(row[j], v);
+        sums[j] = 0.0f;
         if (kAdd) {
             float r[8];
             unpack8(other[j], r);
@@ -64,27 +70,27 @@ __device__ __forceinline__ void norm_row(const uint4* __restrict__ x, uint4* __r
             unpack8(row[j], v);
         }
 #pragma unroll
-        for (int e = 0; e < 8; e++) sum = kCentre ? sum + v[e] : fmaf(v[e], v[e], sum);
+        for (int e = 0; e < 8; e++) sums[j] = kCentre ? sums[j] + v[e] : fmaf(v[e], v[e], sums[j]);
     }
     float mean = 0.0f;
     if (kCentre) {
-        __shared__ float means[32];
-        mean = block_sum(sum, means) * inverse_width;
-        sum = 0.0f;
+        __shared__ float means[64];
+        mean = block_sum<kWords>(sums, means) * inverse_width;
 #pragma unroll
-        for (int j = 0; j < kWordsPerThread; j++) {
+        for (int j = 0; j < kWords; j++) {
+            sums[j] = 0.0f;
 #ifndef BATON_PLANT_VARIANCE
-            if (threadIdx.x + j * blockDim.x >= words) break;  // zeros outside the row are not centred
+            if (threadIdx.x + j * blockDim.x >= words) continue;  // zeros outside the row are not centred
 #endif
             float v[8];
             unpack8(row[j], v);
 #pragma unroll
-            for (int e = 0; e < 8; e++) sum = fmaf(v[e] - mean, v[e] - mean, sum);
+            for (int e = 0; e < 8; e++) sums[j] = fmaf(v[e] - mean, v[e] - mean, sums[j]);
         }
     }
-    const float scale = rsqrtf(block_sum(sum, part) * inverse_width + eps);
+    const float scale = rsqrtf(block_sum<kWords>(sums, part) * inverse_width + eps);
 #pragma unroll
-    for (int j = 0; j < kWordsPerThread; j++) {
+    for (int j = 0; j < kWords; j++) {
         const int i = threadIdx.x + j * blockDim.x;
         if (i >= words) break;
         float v[8], w[8];
@@ -284,30 +290,24 @@ extern "C" __global__ void __launch_bounds__(128)
     put_row<true>(x, rows, out, words, count);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    rms_norm(const uint4* __restrict__ x, const uint4* __restrict__ weight, uint4* __restrict__ out,
-             int words, float inverse_width, float eps) {
-    norm_row<false, false>(x, static_cast<uint4*>(nullptr), weight, nullptr, out, words,
-                           inverse_width, eps);
-}
-extern "C" __global__ void __launch_bounds__(1024)
-    rms_norm_f32(const uint4* __restrict__ x, const uint4* __restrict__ weight,
-                 float4* __restrict__ out, int words, float inverse_width, float eps) {
-    norm_row<false, false>(x, static_cast<uint4*>(nullptr), weight, nullptr, out, words,
-                           inverse_width, eps);
-}
-extern "C" __global__ void __launch_bounds__(1024)
-    add_rms_norm(const uint4* __restrict__ x, uint4* __restrict__ residual,
-                 const uint4* __restrict__ weight, uint4* __restrict__ out, int words,
-                 float inverse_width, float eps) {
-    norm_row<true, false>(x, residual, weight, nullptr, out, words, inverse_width, eps);
-}
-extern "C" __global__ void __launch_bounds__(1024)
-    add_rms_norm_f32(const uint4* __restrict__ x, uint4* __restrict__ residual,
-                     const uint4* __restrict__ weight, float4* __restrict__ out, int words,
-                     float inverse_width, float eps) {
-    norm_row<true, false>(x, residual, weight, nullptr, out, words, inverse_width, eps);
-}
+#define BATON_RMS_NORM(words_each, suffix, Out)                                                    \
+    extern "C" __global__ void __launch_bounds__(1024)                                             \
+        rms_norm##suffix(const uint4* __restrict__ x, const uint4* __restrict__ weight,            \
+                         Out* __restrict__ out, int words, float inverse_width, float eps) {       \
+        norm_row<false, false, false, words_each>(x, static_cast<uint4*>(nullptr), weight,         \
+                                                  nullptr, out, words, inverse_width, eps);        \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(1024)                                             \
+        add_rms_norm##suffix(const uint4* __restrict__ x, uint4* __restrict__ residual,            \
+                             const uint4* __restrict__ weight, Out* __restrict__ out, int words,   \
+                             float inverse_width, float eps) {                                     \
+        norm_row<true, false, false, words_each>(x, residual, weight, nullptr, out, words,         \
+                                                 inverse_width, eps);                              \
+    }
+BATON_RMS_NORM(2, , uint4)
+BATON_RMS_NORM(2, _f32, float4)
+// With a word per thread: twice the threads for a row, with the same bits.
+BATON_RMS_NORM(1, _one, uint4)
 
 extern "C" __global__ void __launch_bounds__(1024)
     layer_norm(const uint4* __restrict__ x, const uint4* __restrict__ weight,

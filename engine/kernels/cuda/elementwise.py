@@ -119,7 +119,7 @@ def rms_norm(
     suffix, numbers = _check_norm(x, weight, eps, out)
     if x.shape[0]:
         args = (x, weight, out, *numbers)
-        device.launch(_kernel(f"rms_norm{suffix}"), (x.shape[0],), _norm_block(x.shape[1]), args)
+        _launch_norm(device, "rms_norm", suffix, x.shape, args)
 
 
 def add_rms_norm(
@@ -139,9 +139,7 @@ def add_rms_norm(
     check_array("residual", residual, BF16, x.shape)
     if x.shape[0]:
         args = (x, residual, weight, out, *numbers)
-        device.launch(
-            _kernel(f"add_rms_norm{suffix}"), (x.shape[0],), _norm_block(x.shape[1]), args
-        )
+        _launch_norm(device, "add_rms_norm", suffix, x.shape, args)
 
 
 def layer_norm(
@@ -213,9 +211,19 @@ def _check_norm(
     return ("_f32" if is_wide else ""), numbers
 
 
-def _norm_block(width: int) -> tuple[int]:
-    """Return the block size for two loads of 16 bytes per thread and tensor."""
-    return (32 * -(-width // (VECTOR * 2 * 32)),)
+def _launch_norm(
+    device: Device, name: str, suffix: str, shape: tuple[int, ...], args: tuple[Any, ...]
+) -> None:
+    """Launch an RMSNorm with one or two words per thread; the bits are the same."""
+    rows, width = shape
+    each = 1 if rows <= device.tuning.norm_rows and not suffix and width <= MAX_WIDTH // 2 else 2
+    kernel = _kernel(f"{name}_one" if each == 1 else f"{name}{suffix}")
+    device.launch(kernel, (rows,), _norm_block(width, each), args)
+
+
+def _norm_block(width: int, each: int = 2) -> tuple[int]:
+    """Return the block size for ``each`` loads of 16 bytes per thread and tensor."""
+    return (32 * -(-width // (VECTOR * each * 32)),)
 
 
 def qk_norm_rope_append(

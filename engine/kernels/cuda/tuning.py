@@ -35,6 +35,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     from there on; empty: two tiles if those still give every multiprocessor two blocks.
     ``fuse_from``: channels of a gated MLP from which on one kernel computes gate, up and activation
     of few rows; None: where a product of gate and up takes two tiles, as the fused kernel does.
+    ``norm_rows``: up to so many rows, a thread of RMSNorm has 8 values of a row instead of 16.
     ``prefill``: instructions of prefill attention with heads of 64 or 128; "wgmma" exists on sm_90
     alone.
     """
@@ -45,6 +46,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     combine_warps: Literal[1, 2, 4] = 4
     skinny_tiles: Steps = ()
     fuse_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    norm_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
     prefill: Literal["mma", "wgmma"] = "mma"
 
     def __post_init__(self) -> None:
