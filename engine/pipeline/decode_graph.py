@@ -19,7 +19,7 @@ from ..kernels.cuda.device import Array, Device, Event, Graph
 from ..kernels.cuda.row_plan import GraphPlan
 from ..scheduling.plan import Chunk, Sampled
 from .device_rows import TURNS, DeviceRows, GraphSizes, report_parts
-from .device_sampler import DeviceSampler, collect
+from .device_sampler import collect
 from .model import ModelInputs, ModelOutputs
 
 _ALIGNED = 256
@@ -93,13 +93,14 @@ class DecodeGraph:
     """A decode step of the first ``count`` rows of ``rows``, captured when it is first run.
 
     Its sampling is as the step needs that is placed at that time (:class:`.device_rows.Needs`).
+    ``space`` is shared by all graphs, which run one after the other.
     """
 
     def __init__(
         self,
         model: GraphModel,
         backend: CudaBackend,
-        sampler: DeviceSampler,
+        space: sampling.Workspace,
         rows: DeviceRows,
         sizes: GraphSizes,
         count: int,
@@ -117,7 +118,7 @@ class DecodeGraph:
             },
         )
         self._plan = GraphPlan(device, count, sizes.max_length, sizes.pool_tokens, TURNS)
-        self._space = sampler.workspace(count)
+        self._space = space
         self._parts: list[_Part] = []
         self._logits: list[Any] = []  # of runs of the forward pass that were not sampled yet
 
@@ -159,6 +160,7 @@ class DecodeGraph:
         offsets: Any = self._device.upload(np.arange(count + 1, dtype=np.int32))
         tokens, errors = rows.drawn[0, :count], rows.drawn[1, :count]
         restrictions, report = rows.restrictions(), rows.report(count)
+        filters = rows.needs.filters
         inputs = ModelInputs(
             tokens=tokens,
             positions=arrays["positions"],
@@ -180,7 +182,7 @@ class DecodeGraph:
         def sample(logits: Any) -> None:
             sampling.sample(
                 self._device, logits, arrays["sampling"], self._space, tokens, errors,
-                restrictions, report, record=True,
+                restrictions, report, record=True, filters=filters,
             )  # fmt: skip
 
         if restrictions.masks is None:

@@ -56,11 +56,15 @@ class GraphSizes:
 
 
 class Needs(NamedTuple):
-    """What a step's sampling needs beside parameters: masks, histories, log-probabilities."""
+    """What a step's sampling needs: masks, histories, log-probabilities, more passes for filters.
+
+    See :func:`~baton.engine.kernels.cuda.sampling.filtered`.
+    """
 
     masks: bool = False
     histories: bool = False
     report: bool = False
+    filters: bool = False
 
 
 def report_parts(memory: Any, rows: int) -> tuple[Any, Any, Any]:
@@ -270,7 +274,12 @@ class DeviceRows:
         masked = np.flatnonzero(packed["mask"][at] >= 0).tolist()
         self._masked = [(rows[i], chunks[i].request, specs[i]) for i in masked]
         penalized = np.flatnonzero(packed["history"][at] >= 0).tolist()
-        self.needs = Needs(bool(masked), bool(penalized), bool(packed["logprobs"][at].any()))
+        self.needs = Needs(
+            bool(masked),
+            bool(penalized),
+            bool(packed["logprobs"][at].any()),
+            sampling.filtered(packed[at], self._vocab),
+        )
         if not masked and not penalized:
             return True
         self._reserve()

@@ -80,11 +80,12 @@ class DeviceSampler:
             device,
             logits,
             device.upload(asked.rows.view(np.uint8).reshape(count, sampling.ROW.itemsize)),
-            self._workspace(count),
+            self.workspace(count),
             tokens,
             errors,
             self._restrictions(asked),
             report,
+            filters=sampling.filtered(asked.rows, self._vocab),
         )
         found = [device.download(array) for array in (tokens, errors)]
         listed = None
@@ -94,13 +95,13 @@ class DeviceSampler:
         return sampled + self._draw_on_host(logits, chunks, asked.on_host, failed)
 
     def workspace(self, rows: int) -> sampling.Workspace:
-        """Return a separate workspace, for a caller that keeps it."""
-        return sampling.workspace(self._device, rows, self._vocab)
+        """Return a workspace for up to ``rows`` rows; every use of it is over when the next begins.
 
-    def _workspace(self, rows: int) -> sampling.Workspace:
+        All work is on one stream.
+        """
         if self._space is None or rows > self._capacity:
             self._capacity = 1 << max(0, rows - 1).bit_length()
-            self._space = self.workspace(self._capacity)
+            self._space = sampling.workspace(self._device, self._capacity, self._vocab)
         return self._space
 
     def _ask(self, asked: SampleRows, at: int, spec: SampleSpec) -> None:

@@ -115,6 +115,7 @@ class DeviceSteps:
         self._pool = pool
         self._sampler = DeviceSampler(device, model.vocab_size)
         self._rows = DeviceRows(device, sizes, model.vocab_size, buckets)
+        self._buckets = buckets
         self._graphs: dict[tuple[int, Needs], DecodeGraph | None] = {}  # None: no capture
         self._moves = 0  # DeviceRows.moves when the graphs were captured
         pinned, rows = device.host_buffer, self._rows
@@ -240,7 +241,8 @@ class DeviceSteps:
                 del graphs[bucket, needs]
         key = rows.bucket, rows.needs
         if key not in graphs:
+            space = self._sampler.workspace(self._buckets[-1])
             graphs[key] = DecodeGraph(
-                self._model, self._backend, self._sampler, rows, self._sizes, rows.bucket
+                self._model, self._backend, space, rows, self._sizes, rows.bucket
             )
         return graphs[key]

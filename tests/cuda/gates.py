@@ -81,7 +81,7 @@ GATES: dict[str, dict[str, Gate]] = {
         "put_rows_add": Gate(40, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
         # 64 registers are what a block of 1,024 threads may have.
         "(add_)?rms_norm_f32": Gate(64, needs=(LOAD_16, STORE_16), forbids=(CALL,)),
-        "(add_)?(rms|layer)_norm|modulated_norm": Gate(
+        "(add_)?(rms|layer)_norm|(add_)?rms_norm_one|modulated_norm": Gate(
             64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)
         ),
         "qk_norm_rope_append_.*": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
@@ -119,9 +119,13 @@ GATES: dict[str, dict[str, Gate]] = {
     "sample.cu": {
         "sample_scan_f32": Gate(56, needs=(LOAD_16,)),
         "sample_scan_bf16": Gate(56, needs=(LOAD_8,)),
-        # 64 up to sm_90, where four blocks of 256 threads fit; 80 from sm_100 on, where three do.
-        "sample_weigh_f32": Gate(80, needs=(LOAD_16, READ_16)),
-        "sample_weigh_bf16": Gate(80, needs=(LOAD_8, READ_16)),
+        # Four blocks of 256 threads fit a multiprocessor.
+        "sample_weigh_f32": Gate(64, needs=(LOAD_16, r"C?REDUX.*"), forbids=ATOMICS),
+        "sample_weigh_bf16": Gate(64, needs=(LOAD_8, r"C?REDUX.*"), forbids=ATOMICS),
+        # Whole numbers alone are added by atomic operations.
+        "sample_bins_(f32|bf16)": Gate(64, forbids=(r".*(ATOM|RED)\S*\.F(32|64).*",)),
+        "sample_(count|sum)_(f32|bf16)": Gate(64, forbids=ATOMICS),
+        "sample_draw_(f32|bf16)": Gate(128, forbids=ATOMICS),
         # Two blocks of 320 threads fit a multiprocessor, so that 256 rows fit an H100 at once.
         "sample_(choose|report)_(f32|bf16)": Gate(96, forbids=ATOMICS),
     },

@@ -54,15 +54,34 @@ def test_chunks_beyond_the_first_32_are_looked_at(host_device: HostDevice):
         assert right(planted, logits, specs) != is_seen
 
 
-def test_entries_that_a_pass_leaves_to_the_next_are_summed(host_device: HostDevice):
-    """Kept entries of a flat row, too many for the list, in blocks that a pass cuts."""
-    planted = host_device.with_defines("BATON_PLANT_SAMPLE_CARRIED")
+@pytest.mark.parametrize(
+    ("bug", "decimals", "filters"),
+    [
+        ("ABOVE", 2, {"top_p": 0.9}),  # what larger weights than a range's sum to
+        ("EQUAL", 1, {"top_p": 0.5}),  # equal weights of earlier chunks, where the cut is
+    ],
+)
+def test_bugs_in_the_passes_for_wide_rows(host_device: HostDevice, bug, decimals, filters):
+    """Kept entries of a flat row, too many for a list, over three chunks."""
+    planted = host_device.with_defines(f"BATON_PLANT_WIDE_{bug}")
     rng = np.random.default_rng(6)
-    logits = np.round(0.3 * rng.standard_normal((8, 2048 * 4 + 77)), 2).astype(np.float32)
-    specs = [spec_of(position=i, top_p=0.9) for i in range(len(logits))]
+    logits = np.round(0.3 * rng.standard_normal((6, 2048 * 4 + 77)), decimals)
+    logits = logits.astype(np.float32)
+    specs = [spec_of(position=i, **filters) for i in range(len(logits))]
     assert right(host_device, logits, specs)
     assert not right(planted, logits, specs)
     assert right(planted, logits[:, :600], specs)  # what short rows see of it
+
+
+def test_ranges_are_read_after_a_barrier(host_device: HostDevice):
+    """The watch on races sees it, in any order of the threads."""
+    planted = host_device.with_defines("BATON_PLANT_WIDE_BARRIER")
+    logits = np.random.default_rng(9).standard_normal((1, 4100)).astype(np.float32)
+    specs = [spec_of(top_p=0.95)]
+    with host_device.watching_races():
+        Batch(host_device, logits, specs).run()
+    with planted.watching_races(), pytest.raises(LaunchFailed, match="race"):
+        Batch(planted, logits, specs).run()
 
 
 def test_raw_and_adjusted_maxima_do_not_share_memory_at_once(host_device: HostDevice):
@@ -79,7 +98,7 @@ def test_raw_and_adjusted_maxima_do_not_share_memory_at_once(host_device: HostDe
 
 
 def test_the_last_lane_of_a_block_of_sums_counts(host_device: HostDevice):
-    """A block of 128 weights is summed by 8 lanes; a bug that loses one shifts most draws."""
+    """A block of 128 weights is summed by a warp; a bug that loses a weight shifts most draws."""
     planted = host_device.with_defines("BATON_PLANT_SAMPLE_LANE")
     logits = np.random.default_rng(8).standard_normal((8, VOCAB)).astype(np.float32)
     for filters in ({}, {"top_p": 0.9}, {"min_p": 0.05}):

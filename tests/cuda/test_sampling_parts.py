@@ -101,14 +101,34 @@ def test_running_sums_round_like_one_chain(probe, rng, n, spread):
         np.testing.assert_array_equal(until, np.concatenate([[0.0], sums])[found])
 
 
+@pytest.mark.parametrize("four", [False, True])
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 127, 128, 129, 500, 1920])
-@pytest.mark.parametrize("spread", [0, 3, 30])
-def test_sums_by_lanes_round_like_one_chain(probe, rng, n, spread):
-    """Weights over 43 powers of two: sums that are exact and sums in which each addition rounds."""
+@pytest.mark.parametrize("spread", [0, 3, 8, 30])
+def test_sums_by_a_warp_round_like_one_chain(probe, rng, n, spread, four):
+    """Weights over up to 43 powers of two: exact sums, and sums in which each addition rounds."""
     scores = -np.abs(spread * rng.standard_normal(n)).astype(np.float32)
     weights = reference_sampling.weights(scores)
     weights[rng.random(n) < 0.1] = 0
-    sums = probe.device.empty((-(-n // 128),), np.float64)
-    probe("block_sums", probe.device.upload(weights), np.int32(n), sums, threads=320)
     expected = [np.cumsum(weights[i : i + 128], dtype=np.float64)[-1] for i in range(0, n, 128)]
-    np.testing.assert_array_equal(sums, expected)
+    np.testing.assert_array_equal(block_sums(probe, weights, four), expected)
+
+
+def test_sums_that_are_not_exact_in_pairs_are_summed_in_turn(probe, build_cache):
+    """A bug that adds lanes in pairs always; and weights with equal exponents that hide it."""
+    rng = np.random.default_rng(3)
+    planted = HostDevice(build_cache, folder=HERE, defines=("BATON_PLANT_SAMPLE_EXACT",))
+    for spread, is_seen in ((0.5, False), (30, True)):
+        scores = -np.abs(spread * rng.standard_normal(1920)).astype(np.float32)
+        weights = reference_sampling.weights(scores)
+        right = block_sums(probe, weights, False)
+        sums = planted.empty((15,), np.float64)
+        args = planted.upload(weights), np.int32(1920), np.int32(0), sums
+        planted.launch(Kernel("sample_probe.cu", "block_sums"), (1,), (320,), args)
+        assert (right != sums).any() == is_seen
+
+
+def block_sums(probe, weights, four):
+    sums = probe.device.empty((-(-len(weights) // 128),), np.float64)
+    count = np.int32(len(weights)), np.int32(four)
+    probe("block_sums", probe.device.upload(weights), *count, sums, threads=320)
+    return sums

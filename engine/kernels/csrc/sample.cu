@@ -4,21 +4,15 @@
 //   sample_scan    one pass: the largest logit of each group of 64 and chunk of 4096
 //   sample_weigh   a second pass, for rows that need the sum of all weights or log-probabilities
 //   sample_choose  a block per row: filter and draw from the few groups that matter
+//   sample_bins, _count, _sum, _draw  more passes, for rows of which top-p or min-p keeps many entries
 //   sample_report  a block per row: log-probabilities
 //
 // Parameters are in device memory and grids depend only on shapes, so the launches can be captured
 // in a graph. The partition is fixed: a row's result depends only on the row.
-#include "sample_select.cuh"
+#include "sample_wide.cuh"
 
-constexpr int kPassThreads = 256, kPassRuns = kChunk / (kPassThreads * 4);
-// Blocks of the second pass per multiprocessor. From sm_100 on, NVRTC does not fit four into registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kWeighBlocks = 3;
-#else
-constexpr int kWeighBlocks = 4;
-#endif
-constexpr int kPaddedEntries = kLaneEntries + 4;  // so that 16-byte reads of 8 lanes use different banks
 constexpr int kMostLogprobs = 20;
+constexpr int kNotDrawn = -1;  // by sample_choose: the row is wide
 enum Error { kNone, kNoToken, kNotFinite, kBadRow };
 
 // maxima: float32 [rows, 2, groups + chunks], of the adjusted and of the raw logits.
@@ -32,7 +26,8 @@ __device__ __forceinline__ double* sums_of(double* sums, int row, int chunks) {
 
 #define BATCH                                                                               \
     int stride, int vocab, const SampleRow *__restrict__ rows, const unsigned *masks,       \
-        unsigned *seen, int *counts, int mask_rows, int history_rows, float *maxima, double *sums
+        unsigned *seen, int *counts, int mask_rows, int history_rows, float *maxima, double *sums,  \
+        WideRow *wide
 #define OF_BATCH stride, vocab, rows, masks, seen, counts, mask_rows, history_rows
 
 // ---------------------------------------------------------------- first pass
@@ -65,60 +60,45 @@ template <class T> __device__ __forceinline__ void scan_chunk(const T* logits, B
     __shared__ float shared[kPassThreads / 32];
     const int row = blockIdx.y, chunks = gridDim.x;
     const RowLogits<T> in(logits, OF_BATCH, row);
-    const int from = blockIdx.x * kChunk + threadIdx.x * 4;
     float4 x[kPassRuns];
 #pragma unroll
-    for (int run = 0; run < kPassRuns; run++) x[run] = in.raw(from + run * kPassThreads * 4);
+    for (int run = 0; run < kPassRuns; run++) x[run] = in.raw(place_of(run));
     if (!in.plain()) {
         if (in.row->logprobs > 0) write_maxima(x, maxima_of(maxima, row, chunks, true), chunks, shared);
 #pragma unroll
-        for (int run = 0; run < kPassRuns; run++)
-            x[run] = in.adjust(x[run], from + run * kPassThreads * 4);
+        for (int run = 0; run < kPassRuns; run++) x[run] = in.adjust(x[run], place_of(run));
     }
     write_maxima(x, maxima_of(maxima, row, chunks, false), chunks, shared);
 }
 
 // ---------------------------------------------------------------- second pass
 
-// Sums of the chunk's blocks of 128 weights: a thread has 16 neighbouring entries, 8 lanes have a block.
+// Sums of the chunk's blocks of 128 weights: each run of a warp is a block.
 template <class T>
-__device__ __forceinline__ void sum_chunk(const RowLogits<T>& in, float4* x, float best, double* sums,
-                                          float* shared) {
-    static_assert(kPassThreads * kLaneEntries == kChunk, "each thread sums one lane's entries");
+__device__ __forceinline__ void sum_chunk(const RowLogits<T>& in, float4* x, float best, double* sums) {
     const Temperature temperature(in.row->temperature);
     if (!in.plain()) {
 #pragma unroll
-        for (int run = 0; run < kPassRuns; run++)
-            x[run] = in.adjust(x[run], blockIdx.x * kChunk + (run * kPassThreads + threadIdx.x) * 4);
+        for (int run = 0; run < kPassRuns; run++) x[run] = in.adjust(x[run], place_of(run));
     }
 #pragma unroll
     for (int run = 0; run < kPassRuns; run++) {
-        const int at = (run * kPassThreads + static_cast<int>(threadIdx.x)) * 4;
-        float4 w = x[run];
-        w.x = exp_weight(temperature.divide(__fsub_rn(w.x, best)));
-        w.y = exp_weight(temperature.divide(__fsub_rn(w.y, best)));
-        w.z = exp_weight(temperature.divide(__fsub_rn(w.z, best)));
-        w.w = exp_weight(temperature.divide(__fsub_rn(w.w, best)));
-        *reinterpret_cast<float4*>(shared + at / kLaneEntries * kPaddedEntries + at % kLaneEntries) = w;
+        x[run].x = exp_weight(temperature.divide(__fsub_rn(x[run].x, best)));
+        x[run].y = exp_weight(temperature.divide(__fsub_rn(x[run].y, best)));
+        x[run].z = exp_weight(temperature.divide(__fsub_rn(x[run].z, best)));
+        x[run].w = exp_weight(temperature.divide(__fsub_rn(x[run].w, best)));
+#ifdef BATON_PLANT_SAMPLE_LANE
+        if (lane_id() == 31) x[run].w = 0.0f;
+#endif
     }
-    __syncthreads();
-    double own[kLaneEntries];
-#pragma unroll
-    for (int i = 0; i < kLaneEntries; i += 4) {
-        const float4 w = *reinterpret_cast<const float4*>(shared + threadIdx.x * kPaddedEntries + i);
-        own[i] = w.x, own[i + 1] = w.y, own[i + 2] = w.z, own[i + 3] = w.w;
-    }
-    const double sum = block_sum([&](double x) {
-#pragma unroll
-        for (int i = 0; i < kLaneEntries; i++) x += own[i];
-        return x;
-    });
-    if (threadIdx.x % kSumLanes == kSumLanes - 1)
-        sums[blockIdx.x * kChunkSums + threadIdx.x / kSumLanes] = sum;
+    const double sum = block_sums<kPassRuns>(x);
+    const int run = lane_id() / (32 / kPassRuns);
+    if (lane_id() % (32 / kPassRuns) == 0)
+        sums[blockIdx.x * kChunkSums + run * (kPassThreads / 32) + warp_id()] = sum;
 }
 
 // Sum of exp(logit - highest) over the chunk, for log-probabilities.
-__device__ __forceinline__ void sum_raw(const float4* x, float highest, double* sum, float* shared) {
+__device__ __forceinline__ void sum_raw(const float4* x, float highest, double* sum, double* parts) {
     double own = 0.0;
 #pragma unroll
     for (int run = 0; run < kPassRuns; run++) {
@@ -128,26 +108,23 @@ __device__ __forceinline__ void sum_raw(const float4* x, float highest, double* 
         own += static_cast<double>(exp_weight(__fsub_rn(x[run].w, highest)));
     }
     own = warp_sum_double(own);
-    double* parts = reinterpret_cast<double*>(shared);
     if (lane_id() == 0) parts[warp_id()] = own;
     __syncthreads();
     if (threadIdx.x == 0) {
         for (int w = 1; w < kPassThreads / 32; w++) own += parts[w];
         *sum = own;
     }
-    __syncthreads();
 }
 
 template <class T> __device__ __forceinline__ void weigh_chunk(const T* logits, BATCH) {
-    __shared__ __align__(16) float shared[kPassThreads * kPaddedEntries];
+    __shared__ double shared[kPassThreads / 32];
     const int row = blockIdx.y, chunks = gridDim.x;
     const RowLogits<T> in(logits, OF_BATCH, row);
     const bool draws = sums_all(*in.row, vocab), reports = in.row->logprobs > 0;
     if (!draws && !reports) return;
     float4 x[kPassRuns];
 #pragma unroll
-    for (int run = 0; run < kPassRuns; run++)
-        x[run] = in.raw(blockIdx.x * kChunk + (run * kPassThreads + threadIdx.x) * 4);
+    for (int run = 0; run < kPassRuns; run++) x[run] = in.raw(place_of(run));
     const float* tops = maxima_of(maxima, row, chunks, false) + chunks * kChunkGroups;
     const float best = row_maximum(tops, chunks);
     double* out = sums_of(sums, row, chunks);
@@ -156,7 +133,7 @@ template <class T> __device__ __forceinline__ void weigh_chunk(const T* logits, 
         const float highest = in.plain() ? best : row_maximum(raw, chunks);
         if (is_finite(highest)) sum_raw(x, highest, out + chunks * kChunkSums + blockIdx.x, shared);
     }
-    if (draws && is_finite(best)) sum_chunk(in, x, best, out, shared);
+    if (draws && is_finite(best)) sum_chunk(in, x, best, out);
 }
 
 // ---------------------------------------------------------------- choice
@@ -236,69 +213,6 @@ __device__ inline int draw_from_list(const SampleRow& row, Choice& s, int listed
     return s.found;
 }
 
-// The kept entries do not fit the list: sum their blocks of 128 in a pass, then draw in one block.
-template <class E>
-__device__ inline int draw_from_many(const E& e, Choice& s, int chosen, const Keep& keep, double* sums) {
-    int carried = 0, blocks = 0, kept_in_all = 0;
-    const int own = static_cast<int>(threadIdx.x / 16);
-    float4 ahead[kTileRuns];
-#pragma unroll
-    for (int run = 0; run < kTileRuns; run++) ahead[run] = e.fetch4(s, run * kRunGroups + own, chosen);
-    for (int tile = 0; tile < chosen; tile += kTileRuns * kRunGroups) {
-        float weights[kTileRuns * 4];
-        unsigned kept = 0;
-        unsigned long long counts = 0, totals;
-#pragma unroll
-        for (int run = 0; run < kTileRuns; run++) {
-            const int group = tile + run * kRunGroups + own;
-            const float4 x = ahead[run];
-            ahead[run] = e.fetch4(s, group + kTileRuns * kRunGroups, chosen);
-            e.visit4(x, s, group, chosen, [&](unsigned weight, unsigned key, int id, int j) {
-                weights[run * 4 + j] = __uint_as_float(weight);
-                if (keep(key, id)) kept |= 1u << (run * 4 + j);
-            });
-            const unsigned mine = kept >> (run * 4) & 0xfu;
-            counts |= static_cast<unsigned long long>(__popc(mine)) << (kTileBits * run);
-        }
-        const unsigned long long before = scan(counts, totals, s);
-        int total = 0;
-#pragma unroll
-        for (int run = 0; run < kTileRuns; run++) {
-            int at = carried + total + field<kTileBits>(before, run);
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                if (kept >> (run * 4 + j) & 1u) s.kept[at++] = weights[run * 4 + j];
-            total += field<kTileBits>(totals, run);
-        }
-        __syncthreads();
-        const int here = carried + total, full = here / kSumBlock;
-        const bool last = tile + kTileRuns * kRunGroups >= chosen;
-        const int summed = last ? here : full * kSumBlock;
-        carried = here - full * kSumBlock;
-        float moved = 0.0f;
-        if (static_cast<int>(threadIdx.x) < carried) moved = s.kept[full * kSumBlock + threadIdx.x];
-        sum_blocks(s.kept, summed, sums + blocks);  // with a barrier
-#ifndef BATON_PLANT_SAMPLE_CARRIED
-        if (static_cast<int>(threadIdx.x) < carried) s.kept[threadIdx.x] = moved;
-#endif
-        blocks += (summed + kSumBlock - 1) / kSumBlock, kept_in_all += total;
-    }
-    __syncthreads();
-    load_sums(s, sums, blocks);
-    if (warp_id() == 0) find_block(s, s.ends, blocks, *e.in.row);
-    __syncthreads();
-    const int from = s.found * kSumBlock;
-    __syncthreads();
-    collect(e, s, chosen, Window{0, keep, kAll}, from, from + kSumBlock);
-    if (warp_id() == 0) {
-        const float* weights = reinterpret_cast<const float*>(s.list.keys);
-        const int at = find_in_block(s, weights, min(kSumBlock, kept_in_all - from));
-        if (lane_id() == 0) s.found = s.list.ids[at];
-    }
-    __syncthreads();
-    return s.found;
-}
-
 // The sum that top-p requires, as a part of all weights.
 __device__ inline double nucleus_sum(Choice& s, const double* sums, int blocks, double top_p) {
     load_sums(s, sums, blocks);
@@ -325,9 +239,23 @@ __device__ inline int filter_list(const SampleRow& row, Choice& s, int listed) {
     return filter(s, listed, keep);
 }
 
+// Leaves the row to the passes of sample_wide.cuh.
+__device__ inline int left_wide(WideRow& wide, unsigned low, unsigned min_p, bool cuts, double goal) {
+    const int i = static_cast<int>(threadIdx.x);
+    if (cuts) {
+        for (int bin = i; bin < kLevels * kBins; bin += kThreads) wide.bins[bin / kBins][bin % kBins] = 0;
+    }
+    if (i == 0) {
+        wide.low = low, wide.min_p = min_p, wide.goal = goal;
+        wide.state = cuts ? kCut : kKnown;
+    }
+    return kNotDrawn;
+}
+
 // Top-k, top-p, min-p. Reads again only groups that may hold a kept entry.
 template <class E>
-__device__ inline int draw_filtered(const E& e, Choice& s, const float* maxima, int groups, double* sums) {
+__device__ inline int draw_filtered(const E& e, Choice& s, const float* maxima, int groups,
+                                    const double* sums, WideRow& wide) {
     const SampleRow& row = *e.in.row;
     const unsigned min_p = max(__float_as_uint(row.min_p), 1u);  // weight 0 is never drawn
     Goal goal = {e.by_score, row.top_k, 0.0};
@@ -346,30 +274,43 @@ __device__ inline int draw_filtered(const E& e, Choice& s, const float* maxima, 
         low = max(low, 1u);
     }
     const int chosen = choose_groups(s, groups, low);
-    Selection found = {{low, low, -1}, -1};
-    if (cuts) found = select(e, s, chosen, low, goal, e.by_score ? kInfinity : kWeightOfBest);
-    if (!e.by_score) found.keep.at_least(max(min_p, low));
-    int listed = list_kept(e, s, chosen, low, found);
-    if (listed > kListed) return draw_from_many(e, s, chosen, found.keep, sums);
     if (e.by_score) {
+        int listed = list_kept(e, s, chosen, low, select(e, s, chosen, low, goal, kInfinity));
         for (int i = static_cast<int>(threadIdx.x); i < listed; i += kThreads)
             s.list.keys[i] = weight_of_score(s.list.keys[i]);
         __syncthreads();
         listed = filter_list(row, s, listed);
+        return draw_from_list(row, s, listed);
     }
-    return draw_from_list(row, s, listed);
+    Keep keep = {low, low, -1};
+    const int n = collect(e, s, chosen, Window{low, keep, kAll}, 0, kListed + 1);
+    if (n > kListed) return left_wide(wide, low, min_p, cuts, goal.sum);
+    if (cuts) keep = cut_list(s, n, goal, Bracket{low, kWeightOfBest + 1, n, 0, 0.0}, 0);
+    keep.at_least(max(min_p, low));
+    return draw_from_list(row, s, filter(s, n, keep));
 }
 
 template <class T>
 __device__ __forceinline__ int token_of_row(const RowLogits<T>& in, float best, Choice& s,
-                                            const float* maxima, int groups, double* sums) {
+                                            const float* maxima, int groups, const double* sums,
+                                            WideRow& wide) {
     const SampleRow& row = *in.row;
     const Entries<T, false> e = {in, best, Temperature(row.temperature), keeps_top_k(row, in.vocab)};
     if (is_greedy(row)) return greedy_token(e, s, maxima, groups);
-    if (!sums_all(row, in.vocab) || row.top_p < 1.0) return draw_filtered(e, s, maxima, groups, sums);
+    if (!sums_all(row, in.vocab) || row.top_p < 1.0)
+        return draw_filtered(e, s, maxima, groups, sums, wide);
     const int blocks = (in.vocab + kSumBlock - 1) / kSumBlock;
     load_sums(s, sums, blocks);
     return draw_from_all(e, s, blocks);
+}
+
+// Writes the row's token, and adds it to the row's history with `record`. By one thread.
+__device__ __forceinline__ void put_token(const SampleRow& row, int token, int record, int vocab,
+                                          unsigned* seen, int* counts, int* out) {
+    *out = token;
+    if (!record || row.history < 0) return;
+    seen[row.history * static_cast<long long>((vocab + 31) / 32) + token / 32] |= 1u << token % 32;
+    counts[row.history * static_cast<long long>(vocab) + token]++;
 }
 
 template <class T>
@@ -378,20 +319,90 @@ __device__ __forceinline__ void choose_token(const T* logits, BATCH, int chunks,
     __shared__ Choice s;
     const int at = blockIdx.x, groups = chunks * kChunkGroups;
     const RowLogits<T> in(logits, OF_BATCH, at);
-    const SampleRow& row = *in.row;
     const float* own = maxima_of(maxima, at, chunks, false);
     const float best = row_maximum(own + groups, chunks);
     const int error = !in.valid()                ? kBadRow
                       : is_finite(best)          ? kNone
                       : best == minus_infinity() ? kNoToken
                                                  : kNotFinite;
-    // Token 0 is a valid id, so that a step already queued stays inside its tables.
-    const int token = error ? 0 : token_of_row(in, best, s, own, groups, sums_of(sums, at, chunks));
+    const int token =
+        error ? 0 : token_of_row(in, best, s, own, groups, sums_of(sums, at, chunks), wide[at]);
     if (threadIdx.x != 0) return;
-    tokens[at] = token, errors[at] = error;
-    if (error || !record || row.history < 0) return;
-    seen[row.history * static_cast<long long>((vocab + 31) / 32) + token / 32] |= 1u << token % 32;
-    counts[row.history * static_cast<long long>(vocab) + token]++;
+    errors[at] = error;
+    if (token == kNotDrawn) return;
+    wide[at].state = kDrawn;
+    if (!error) return put_token(*in.row, token, record, vocab, seen, counts, tokens + at);
+    tokens[at] = 0;  // a valid id, so that a step already queued stays inside its tables
+}
+
+// ---------------------------------------------------------------- rows that are left wide
+
+template <class T>
+__device__ __forceinline__ void bin_chunk(const T* logits, BATCH, int level) {
+    __shared__ WideShared s;
+    const int row = blockIdx.y, chunks = gridDim.x;
+    WideRow& left = wide[row];
+    if (left.state != kCut) return;
+    const Span span = span_of(left, s, level);
+    if (level && blockIdx.x == 0 && threadIdx.x == 0) left.found[level - 1] = {span.base, span.above};
+    const RowLogits<T> in(logits, OF_BATCH, row);
+    const float* tops = maxima_of(maxima, row, chunks, false) + chunks * kChunkGroups;
+    const Entries<T, false> e = {in, row_maximum(tops, chunks), Temperature(in.row->temperature), false};
+    fill_bins(e, s, left, span, level);
+}
+
+template <class T>
+__device__ __forceinline__ void count_chunk(const T* logits, BATCH) {
+    __shared__ WideShared s;
+    const int row = blockIdx.y, chunks = gridDim.x;
+    WideRow& left = wide[row];
+    if (left.state == kDrawn) return;
+    const Cut cut = cut_of(left, s);
+    if (blockIdx.x == 0 && threadIdx.x == 0) left.cut = cut;
+    const RowLogits<T> in(logits, OF_BATCH, row);
+    const float* tops = maxima_of(maxima, row, chunks, false) + chunks * kChunkGroups;
+    const Entries<T, false> e = {in, row_maximum(tops, chunks), Temperature(in.row->temperature), false};
+    count_kept(e, s, left, cut);
+}
+
+template <class T>
+__device__ __forceinline__ void sum_kept(const T* logits, BATCH) {
+    __shared__ WideShared s;
+    const int row = blockIdx.y, chunks = gridDim.x, from = blockIdx.x * kChunk;
+    WideRow& left = wide[row];
+    if (left.state == kDrawn) return;
+    find_starts(left, s, chunks);
+    const int n = min(s.starts[chunks] - from, kChunk);
+    if (n <= 0) return;
+    const RowLogits<T> in(logits, OF_BATCH, row);
+    const float* tops = maxima_of(maxima, row, chunks, false) + chunks * kChunkGroups;
+    const Entries<T, false> e = {in, row_maximum(tops, chunks), Temperature(in.row->temperature), false};
+    walk_kept(e, s, left.cut, chunks, from, n);
+    sum_blocks<kPassWarps>(s.weights, n, sums_of(sums, row, chunks) + blockIdx.x * kChunkSums);
+}
+
+template <class T>
+__device__ __forceinline__ void draw_wide(const T* logits, BATCH, int chunks, int record, int* tokens) {
+    __shared__ WideShared s;
+    __shared__ Found found;
+    const int row = blockIdx.x;
+    WideRow& left = wide[row];
+    if (left.state == kDrawn) return;
+    find_starts(left, s, chunks);
+    const RowLogits<T> in(logits, OF_BATCH, row);
+    const float* tops = maxima_of(maxima, row, chunks, false) + chunks * kChunkGroups;
+    const Entries<T, false> e = {in, row_maximum(tops, chunks), Temperature(in.row->temperature), false};
+    const int kept = s.starts[chunks], blocks = (kept + kSumBlock - 1) / kSumBlock;
+    const double* own = sums_of(sums, row, chunks);
+    for (int b = static_cast<int>(threadIdx.x); b < blocks; b += kPassThreads) s.ends[b] = __ldcg(own + b);
+    __syncthreads();
+    if (warp_id() == 0) find_block(found, s.ends, blocks, *in.row);
+    __syncthreads();
+    const int from = found.found * kSumBlock, n = min(kept - from, kSumBlock);
+    walk_kept(e, s, left.cut, chunks, from, n);
+    if (warp_id() != 0) return;
+    const int at = find_in_block(found, s.weights, n);
+    if (lane_id() == 0) put_token(*in.row, s.ids[at], record, vocab, seen, counts, tokens + row);
 }
 
 // ---------------------------------------------------------------- log-probabilities
@@ -440,24 +451,40 @@ __device__ __forceinline__ void report_row(const T* logits, BATCH, int chunks, c
 #define KERNELS(T, name)                                                                           \
     extern "C" __global__ void __launch_bounds__(kPassThreads)                                     \
         sample_scan_##name(const T* __restrict__ logits, BATCH) {                                 \
-        scan_chunk<T>(logits, OF_BATCH, maxima, sums);             \
+        scan_chunk<T>(logits, OF_BATCH, maxima, sums, wide);                                       \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(kPassThreads, kWeighBlocks)                       \
+    extern "C" __global__ void __launch_bounds__(kPassThreads, kPassBlocks)                        \
         sample_weigh_##name(const T* __restrict__ logits, BATCH) {                                \
-        weigh_chunk<T>(logits, OF_BATCH, maxima, sums);            \
+        weigh_chunk<T>(logits, OF_BATCH, maxima, sums, wide);                                      \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                                \
         sample_choose_##name(const T* __restrict__ logits, BATCH, int chunks, int record,         \
                              int* tokens, int* errors) {                                           \
-        choose_token<T>(logits, OF_BATCH, maxima, sums, chunks,    \
-                        record, tokens, errors);                                                   \
+        choose_token<T>(logits, OF_BATCH, maxima, sums, wide, chunks, record, tokens, errors);     \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(kPassThreads, kPassBlocks)                        \
+        sample_bins_##name(const T* __restrict__ logits, BATCH, int level) {                      \
+        bin_chunk<T>(logits, OF_BATCH, maxima, sums, wide, level);                                 \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(kPassThreads, kPassBlocks)                        \
+        sample_count_##name(const T* __restrict__ logits, BATCH) {                                \
+        count_chunk<T>(logits, OF_BATCH, maxima, sums, wide);                                      \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(kPassThreads, kPassBlocks)                        \
+        sample_sum_##name(const T* __restrict__ logits, BATCH) {                                  \
+        sum_kept<T>(logits, OF_BATCH, maxima, sums, wide);                                         \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(kPassThreads, 1)                                  \
+        sample_draw_##name(const T* __restrict__ logits, BATCH, int chunks, int record,           \
+                           int* tokens) {                                                          \
+        draw_wide<T>(logits, OF_BATCH, maxima, sums, wide, chunks, record, tokens);                \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                                \
         sample_report_##name(const T* __restrict__ logits, BATCH, int chunks, const int* tokens,  \
                              const int* errors, float* logprobs, int* top_ids,                     \
                              float* top_logprobs) {                                                \
-        report_row<T>(logits, OF_BATCH, maxima, sums, chunks,      \
-                      tokens, errors, logprobs, top_ids, top_logprobs);                            \
+        report_row<T>(logits, OF_BATCH, maxima, sums, wide, chunks, tokens, errors, logprobs,      \
+                      top_ids, top_logprobs);                                                      \
     }
 KERNELS(float, f32)
 KERNELS(bf16, bf16)

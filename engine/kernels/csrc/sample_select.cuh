@@ -14,27 +14,28 @@ constexpr int kTileRuns = 2, kRunGroups = kThreads / 16;  // a run is 4 entries 
 // Counts of a run over all threads, packed into one word: up to kThreads of a list, 4 times as many of a tile.
 constexpr int kListBits = 64 / kListRuns, kTileBits = 64 / kTileRuns;
 static_assert(kListed % kSumBlock == 0 && kThreads >> kListBits == 0, "lists are cut into blocks of sums");
-constexpr int kSumLanes = 8, kLaneEntries = kSumBlock / kSumLanes;  // a block's sum, by 8 lanes
 constexpr int kThresholds = 3;                   // of one pass over entries that do not fit the list
 constexpr unsigned kLeastBound = 0x2b800000u;    // 2^-40
 
-struct Choice {  // shared memory
+struct Found {  // where a draw is, in shared memory
+    double before, threshold;
+    int found, reach;
+};
+struct Choice : Found {  // shared memory
     unsigned groups[kMaxGroups];         // weight of each group's largest logit
     unsigned short chosen[kMaxGroups];   // groups that may hold candidates, rising
     union {
         struct {
             int ids[kListed];
-            unsigned keys[kListed];
+            __align__(16) unsigned keys[kListed];
         } list;
         double ends[kMaxSums];
-        float kept[2 * kListed];
     };
     unsigned long long totals[kWarps];
-    double sums[kListed / kSumBlock], wide_sums[kThresholds][kWarps];
+    double sums[kListed / kSumBlock];
     int counts[kWarps], wide_counts[kThresholds][kWarps];
     float tile[kSumBlock];
-    double before, threshold, total;
-    int found, reach;
+    double total;
 };
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
@@ -46,28 +47,33 @@ __device__ __forceinline__ double warp_sum_double(double v) {
     return v;
 }
 
-// Sum of v over the threads before this one; `total` over all. v may pack several.
+// Sum of v over the threads before this one; `total` over all kOf warps. v may pack several.
+template <int kOf>
 __device__ __forceinline__ unsigned long long scan(unsigned long long v, unsigned long long& total,
-                                                   Choice& s) {
+                                                   unsigned long long* totals) {
     unsigned long long inclusive = v;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes <<= 1) {
         const unsigned long long other = __shfl_up_sync(kAll, inclusive, lanes);
         if (lane_id() >= lanes) inclusive += other;
     }
-    if (lane_id() == 31) s.totals[warp_id()] = inclusive;
+    if (lane_id() == 31) totals[warp_id()] = inclusive;
 #ifndef BATON_PLANT_SAMPLE_BARRIER
     __syncthreads();
 #endif
     unsigned long long before = inclusive - v;
     total = 0;
 #pragma unroll 4  // more would take the registers of a second block per multiprocessor
-    for (int w = 0; w < kWarps; w++) {
-        if (w < warp_id()) before += s.totals[w];
-        total += s.totals[w];
+    for (int w = 0; w < kOf; w++) {
+        if (w < warp_id()) before += totals[w];
+        total += totals[w];
     }
     __syncthreads();
     return before;
+}
+__device__ __forceinline__ unsigned long long scan(unsigned long long v, unsigned long long& total,
+                                                   Choice& s) {
+    return scan<kWarps>(v, total, s.totals);
 }
 template <int kBits> __device__ __forceinline__ int field(unsigned long long packed, int i) {
     return static_cast<int>(packed >> (kBits * i) & ((1ull << kBits) - 1));
@@ -382,17 +388,14 @@ __device__ inline Keep cut_list(Choice& s, int listed, const Goal& goal, Bracket
     return keep;
 }
 
-// Counts and sums of the entries of weight `low` and more at each threshold, in s.counts and s.sums.
+// Counts the entries of weight `low` and more at each threshold, in s.counts.
 template <class E>
 __device__ inline void tally(const E& e, Choice& s, int chosen, unsigned low,
                              const Bracket& b, unsigned top) {
     int n[kThresholds];
-    double sums[kThresholds];
-#pragma unroll
-    for (int t = 0; t < kThresholds; t++) n[t] = 0, sums[t] = 0.0;
     unsigned thresholds[kThresholds];
 #pragma unroll
-    for (int t = 0; t < kThresholds; t++) thresholds[t] = b.at(top, t, kThresholds + 1);
+    for (int t = 0; t < kThresholds; t++) n[t] = 0, thresholds[t] = b.at(top, t, kThresholds + 1);
     constexpr int kAhead = 2;
     for (int at = static_cast<int>(threadIdx.x / 16); at < chosen; at += kAhead * kRunGroups) {
         float4 x[kAhead];
@@ -401,28 +404,22 @@ __device__ inline void tally(const E& e, Choice& s, int chosen, unsigned low,
 #pragma unroll
         for (int run = 0; run < kAhead; run++)
             e.visit4(x[run], s, at + run * kRunGroups, chosen, [&](unsigned weight, unsigned key, int, int) {
-                if (weight < low) return;
 #pragma unroll
-                for (int t = 0; t < kThresholds; t++)
-                    if (key >= thresholds[t])
-                        n[t]++, sums[t] += static_cast<double>(__uint_as_float(weight));
+                for (int t = 0; t < kThresholds; t++) n[t] += weight >= low && key >= thresholds[t];
             });
     }
     __syncwarp();
 #pragma unroll
     for (int t = 0; t < kThresholds; t++) {
         const int count = __reduce_add_sync(kAll, n[t]);
-        const double sum = warp_sum_double(sums[t]);
-        if (lane_id() == 0) s.wide_counts[t][warp_id()] = count, s.wide_sums[t][warp_id()] = sum;
+        if (lane_id() == 0) s.wide_counts[t][warp_id()] = count;
     }
     __syncthreads();
     if (threadIdx.x < kThresholds) {
         int count = 0;
-        double sum = 0.0;
 #pragma unroll 4
-        for (int w = 0; w < kWarps; w++)
-            count += s.wide_counts[threadIdx.x][w], sum += s.wide_sums[threadIdx.x][w];
-        s.counts[threadIdx.x] = count, s.sums[threadIdx.x] = sum;
+        for (int w = 0; w < kWarps; w++) count += s.wide_counts[threadIdx.x][w];
+        s.counts[threadIdx.x] = count;
     }
     __syncthreads();
 }
@@ -432,7 +429,7 @@ struct Selection {
     int listed;  // number of candidates in the list; -1: not all fit
 };
 
-// Cuts the chosen groups' entries of weight `low` and more at the goal. Keys are at most `most`.
+// Cuts the chosen groups' entries of weight `low` and more at a number of entries. Keys are at most `most`.
 template <class E>
 __device__ inline Selection select(const E& e, Choice& s, int chosen, unsigned low, const Goal& goal,
                                    unsigned most) {
@@ -440,17 +437,16 @@ __device__ inline Selection select(const E& e, Choice& s, int chosen, unsigned l
     const unsigned soft = most == kInfinity ? kInfinity - 0x3c800000u : 0;
     const Keep all = {0, 0, -1};
     const int n = collect(e, s, chosen, Window{low, all, kAll}, 0, kListed + 1);
-    if (goal.by_count && n <= goal.count) return Selection{all, n};
+    if (n <= goal.count) return Selection{all, n};
     Bracket b = {0, most + 1, n, 0, 0.0};
     if (n <= kListed) return Selection{cut_list(s, n, goal, b, soft), n};
     b.count_low = 0x7fffffff;  // unknown until a threshold meets the goal
-    if (!goal.by_count) b.low = low;  // keys are weights
     for (int round = 0; b.count_low - b.count_high > kListed && b.high - b.low > 1; round++) {
         const unsigned top = top_of(b, soft, round);
         tally(e, s, chosen, low, b, top);
         const Bracket old = b;
         for (int t = 0; t < kThresholds; t++)
-            if (!b.learn(old.at(top, t, kThresholds + 1), goal, s.counts[t], s.sums[t])) break;
+            if (!b.learn(old.at(top, t, kThresholds + 1), goal, s.counts[t], 0.0)) break;
         __syncthreads();
     }
     // The rest of the bracket fits the list, or consists of equal keys.
@@ -464,7 +460,7 @@ __device__ inline Selection select(const E& e, Choice& s, int chosen, unsigned l
     return Selection{keep, -1};
 }
 
-// Lists the kept entries; returns their number, or a number above kListed if they do not fit.
+// Lists the kept entries; returns their number.
 template <class E>
 __device__ inline int list_kept(const E& e, Choice& s, int chosen, unsigned low,
                                 const Selection& found) {
@@ -474,64 +470,104 @@ __device__ inline int list_kept(const E& e, Choice& s, int chosen, unsigned low,
 
 // ---------------------------------------------------------------- running sums
 
-// Where a part of the chain of additions 0 + v0 + v1 + ... starts and ends; lane l of kLanes
-// neighbouring lanes has the l-th part. chain(x) adds the lane's own values to x, one after the other.
-// Each lane runs its part from a guess. If every part starts where the previous one ended, all values
-// are those of the chain, to the last bit. Rounding rarely depends on the start of a part, so shifting
-// the starts by their errors corrects nearly all at once; each round certainly corrects one lane.
-// Whole warps only.
+// Where a part of the chain of additions 0 + v0 + v1 + ... starts and ends; lane l has the l-th part.
+// chain(x) adds the lane's own values to x, one after the other. Each lane runs its part from a guess.
+// If every part starts where the previous one ended, all values are those of the chain, to the last bit.
+// Rounding rarely depends on the start of a part, so shifting the starts by their errors corrects nearly
+// all at once; each round certainly corrects one lane. Whole warps only.
 struct Part {
     double start, end;
 };
-template <int kLanes> __device__ __forceinline__ double sum_up_to(double v) {
+__device__ __forceinline__ double sum_up_to(double v) {
 #pragma unroll
-    for (int lanes = 1; lanes < kLanes; lanes <<= 1) {
+    for (int lanes = 1; lanes < 32; lanes <<= 1) {
         const double other = __shfl_up_sync(kAll, v, lanes);
-        if (lane_id() % kLanes >= lanes) v += other;
+        if (lane_id() >= lanes) v += other;
     }
     return v;
 }
-template <int kLanes, class Chain> __device__ __forceinline__ Part chain_part(Chain chain) {
-    const int lane = lane_id() % kLanes, first = lane_id() - lane;
+template <class Chain> __device__ __forceinline__ Part chain_part(Chain chain) {
     const double own = chain(0.0);
     Part part;
-    part.start = sum_up_to<kLanes>(own) - own;  // of lane 0: exactly 0
+    part.start = sum_up_to(own) - own;  // of lane 0: exactly 0
 #pragma unroll 1
-    for (int round = 0; round <= kLanes; round++) {
+    for (int round = 0; round <= 32; round++) {
         part.end = chain(part.start);
         double due = __shfl_up_sync(kAll, part.end, 1);
-        if (lane == 0) due = 0.0;
+        if (lane_id() == 0) due = 0.0;
         const unsigned wrong = __ballot_sync(kAll, due != part.start);
         if (!wrong) break;
-        const double shift = sum_up_to<kLanes>(due - part.start);
-        const unsigned mine = wrong >> first & (kAll >> (32 - kLanes));
-        part.start = lane == __ffs(static_cast<int>(mine)) - 1 ? due : part.start + shift;
+        const double shift = sum_up_to(due - part.start);
+        part.start = lane_id() == __ffs(static_cast<int>(wrong)) - 1 ? due : part.start + shift;
     }
     return part;
 }
 
-// The sum of a block of 128 weights by kSumLanes lanes, in the last of them; add(x) adds the lane's 16
-// entries to x. Whole warps only.
-template <class Chain> __device__ __forceinline__ double block_sum(Chain add) {
-    const Part part = chain_part<kSumLanes>(add);
-#ifdef BATON_PLANT_SAMPLE_LANE
-    return part.start;
-#else
-    return part.end;
-#endif
-}
-
-// Sums of the blocks of 128 of weights[0 .. n-1], in shared memory, to `sums`. All wait for them.
-__device__ inline void sum_blocks(const float* weights, int n, double* sums) {
-    const int from = static_cast<int>(threadIdx.x) * kLaneEntries, to = min(n, from + kLaneEntries);
-    if (warp_id() * 32 * kLaneEntries < n) {
-        const double sum = block_sum([&](double x) {
-#pragma unroll 4
-            for (int i = from; i < to; i++) x += static_cast<double>(weights[i]);
+// A warp's sums of kRuns blocks of 128 weights, of which each lane has 4 neighbours: w[run].
+// Run r is in the 32 / kRuns lanes from lane 32 r / kRuns on. The bits are those of the chain from left to
+// right. If all weights are multiples of u, and their sum is less than 2^53 u, every sum of some of them
+// is exact, so that any order gives the chain's bits: lanes are then added in pairs. Else the lanes have
+// parts of the chain.
+template <int kRuns> __device__ __forceinline__ double block_sums(const float4* w) {
+    static_assert(kSumBlock == 4 * 32 && (kRuns == 1 || kRuns == 4), "a lane has 4 entries");
+    double sums[kRuns];
+    float limits[kRuns];
+#pragma unroll
+    for (int run = 0; run < kRuns; run++) {
+        const float4& x = w[run];
+        sums[run] = static_cast<double>(x.x) + static_cast<double>(x.y) +
+                    (static_cast<double>(x.z) + static_cast<double>(x.w));
+        // The least weight above 0: 0 - 1 is the largest number.
+        unsigned least = min(min(__float_as_uint(x.x) - 1u, __float_as_uint(x.y) - 1u),
+                             min(__float_as_uint(x.z) - 1u, __float_as_uint(x.w) - 1u));
+        least = __reduce_min_sync(kAll, least);
+        limits[run] = __uint_as_float((least == kAll ? kInfinity : least + 1u) & kInfinity);
+    }
+    double sum = sums[0];
+    float limit = limits[0];
+    if (kRuns == 4) {
+        const bool upper = lane_id() & 16, odd = lane_id() & 8;
+        const double low = upper ? sums[2] : sums[0], high = upper ? sums[3] : sums[1];
+        const double pair[2] = {low + __shfl_xor_sync(kAll, upper ? sums[0] : sums[2], 16),
+                                high + __shfl_xor_sync(kAll, upper ? sums[1] : sums[3], 16)};
+        sum = (odd ? pair[1] : pair[0]) + __shfl_xor_sync(kAll, odd ? pair[0] : pair[1], 8);
+        limit = upper ? (odd ? limits[3] : limits[2]) : (odd ? limits[1] : limits[0]);
+    }
+#pragma unroll
+    for (int lanes = kRuns == 4 ? 4 : 16; lanes; lanes >>= 1) sum += __shfl_xor_sync(kAll, sum, lanes);
+#ifndef BATON_PLANT_SAMPLE_EXACT
+    // u is the last place of the least weight, 2^-23 of its power of two.
+    const unsigned inexact = __ballot_sync(kAll, !(sum < static_cast<double>(limit) * 536870912.0));
+#pragma unroll
+    for (int run = 0; run < kRuns; run++) {
+        if (!(inexact >> (32 / kRuns * run) & 1u)) continue;
+        const Part part = chain_part([&](double x) {
+            x += static_cast<double>(w[run].x), x += static_cast<double>(w[run].y);
+            x += static_cast<double>(w[run].z), x += static_cast<double>(w[run].w);
             return x;
         });
-        const int block = static_cast<int>(threadIdx.x) / kSumLanes;
-        if (lane_id() % kSumLanes == kSumLanes - 1 && block * kSumBlock < n) sums[block] = sum;
+        const double chain = __shfl_sync(kAll, part.end, 31);
+        if (lane_id() / (32 / kRuns) == run) sum = chain;
+    }
+#endif
+    return sum;
+}
+
+// Sums of the blocks of 128 of weights[0 .. n-1], in shared memory, to `sums`, by kOf warps. All wait for
+// them. Weights behind n, up to a multiple of 128, are read but not added.
+template <int kOf> __device__ inline void sum_blocks(const float* weights, int n, double* sums) {
+    for (int block = warp_id(); block * kSumBlock < n; block += kOf) {
+        const int at = block * kSumBlock + lane_id() * 4;
+        float4 x = *reinterpret_cast<const float4*>(weights + at);
+        if (at >= n) x.x = 0.0f;
+        if (at + 1 >= n) x.y = 0.0f;
+        if (at + 2 >= n) x.z = 0.0f;
+        if (at + 3 >= n) x.w = 0.0f;
+#ifdef BATON_PLANT_SAMPLE_LANE
+        if (lane_id() == 31) x.w = 0.0f;
+#endif
+        const double sum = block_sums<1>(&x);
+        if (lane_id() == 0) sums[block] = sum;
     }
 #ifndef BATON_PLANT_SAMPLE_SUM_BARRIER
     __syncthreads();
@@ -547,7 +583,7 @@ template <class Value> struct RunningSums {
     __device__ __forceinline__ RunningSums(const Value* values_, int n) : values(values_) {
         each = (n + 31) / 32 | 1;  // odd: neighbouring lanes read different banks
         from = min(n, lane_id() * each), to = min(n, from + each);
-        part = chain_part<32>([&](double sum) {
+        part = chain_part([&](double sum) {
             for (int i = from; i < to; i++) sum += static_cast<double>(values[i]);
             return sum;
         });
@@ -556,7 +592,7 @@ template <class Value> struct RunningSums {
 
     // First index at which before + (values[0] + ... + values[i]) exceeds the threshold (or reaches it);
     // if there is none, the last index with a value above 0. `until`: the chain before that index.
-    __device__ inline int first_beyond(double before, double threshold, bool reach, double& until) const {
+    __device__ __forceinline__ int first_beyond(double before, double threshold, bool reach, double& until) const {
         double sum = part.start, found_until = 0.0, last_until = 0.0;
         int found = 0x7fffffff, last = -1;
         for (int i = from; i < to; i++) {
@@ -578,7 +614,7 @@ template <class Value> struct RunningSums {
 
 // Finds which of n block sums contains the row's share of their total: s.found, with s.before (the sums
 // before it), s.threshold and s.reach. Warp 0 only.
-__device__ inline void find_block(Choice& s, const double* sums, int n, const SampleRow& row) {
+__device__ __forceinline__ void find_block(Found& s, const double* sums, int n, const SampleRow& row) {
     const RunningSums<double> running(sums, n);
     const double total = running.total(), threshold = uniform(row.seed, row.position) * total;
     const bool reach = threshold >= total;  // rounding can lift the product to the total
@@ -589,7 +625,7 @@ __device__ inline void find_block(Choice& s, const double* sums, int n, const Sa
 }
 
 // Finds which of the n weights of that block contains it. Warp 0 only.
-__device__ inline int find_in_block(Choice& s, const float* weights, int n) {
+__device__ __forceinline__ int find_in_block(Found& s, const float* weights, int n) {
     double until;
     const RunningSums<float> running(weights, n);
     const int at = running.first_beyond(s.before, s.threshold, s.reach != 0, until);
@@ -599,6 +635,6 @@ __device__ inline int find_in_block(Choice& s, const float* weights, int n) {
 
 // Sums the blocks of 128 listed weights into s.sums; returns the number of blocks.
 __device__ inline int sum_list(Choice& s, int listed) {
-    sum_blocks(reinterpret_cast<const float*>(s.list.keys), listed, s.sums);
+    sum_blocks<kWarps>(reinterpret_cast<const float*>(s.list.keys), listed, s.sums);
     return (listed + kSumBlock - 1) / kSumBlock;
 }

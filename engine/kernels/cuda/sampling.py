@@ -25,6 +25,7 @@ _SOURCE = "sample.cu"
 _THREADS, _PASS_THREADS = 320, 256
 _CHUNK, _GROUP, _SUM_BLOCK = 4096, 64, 128
 _MAX_BANNED = 8
+_WIDE_BYTES, _LEVELS = 25152, 3  # of a row of which a filter keeps many entries: sample_wide.cuh
 
 MAX_VOCAB = 64 * _CHUNK
 MAX_TOP_K = 1024
@@ -96,6 +97,12 @@ def fill_row(rows: Rows, at: int, spec: SampleSpec, mask: int = -1, history: int
     row["banned"], row["ban"] = len(banned), [*banned, *[-1] * (_MAX_BANNED - len(banned))]
 
 
+def filtered(rows: Rows, vocab: int) -> bool:
+    """True if a row of :data:`ROW` has a filter that may keep thousands of tokens."""
+    free = ((rows["top_k"] == 0) | (rows["top_k"] >= vocab)) & (rows["temperature"] != 0)
+    return bool((free & ((rows["top_p"] < 1) | (rows["min_p"] > 0))).any())
+
+
 def mask_words(allowed: Bools, banned: tuple[int, ...] = ()) -> Words:
     """Return a bit per allowed token, 32 per word, the lowest id in the lowest bit.
 
@@ -132,6 +139,7 @@ class Workspace:
     vocab: int
     maxima: DeviceArray
     sums: DeviceArray
+    wide: DeviceArray
 
 
 def workspace(device: Device, rows: int, vocab: int) -> Workspace:
@@ -140,9 +148,8 @@ def workspace(device: Device, rows: int, vocab: int) -> Workspace:
         raise ValueError(f"{rows} rows of a vocabulary of {vocab}: at least 1, at most {MAX_VOCAB}")
     chunks = _chunks(vocab)
     maxima = device.empty((rows, 2, chunks * (_CHUNK // _GROUP + 1)), np.float32)
-    return Workspace(
-        vocab, maxima, device.empty((rows, chunks * (_CHUNK // _SUM_BLOCK + 1)), np.float64)
-    )
+    sums = device.empty((rows, chunks * (_CHUNK // _SUM_BLOCK + 1)), np.float64)
+    return Workspace(vocab, maxima, sums, device.empty((rows, _WIDE_BYTES), np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +189,16 @@ def sample(
     report: Report | None = None,
     *,
     record: bool = False,
+    filters: bool = True,
 ) -> None:
     """Sample ``tokens[B]`` (int32) from ``logits[B, stride]`` (float32, or bf16 as uint16).
 
     Only the first ``space.vocab`` logits of a row are used; ``stride`` is a multiple of 4.
     ``rows``: uint8 ``[B, 96]``, the bytes of :data:`ROW`. ``errors[B]`` (int32): :data:`NO_ERROR`
     or the reason why a row has no token; its token is then 0. ``record`` adds the tokens to the
-    histories of their rows, for a step queued before the host knows them. Wrong arguments raise
-    ValueError.
+    histories of their rows, for a step queued before the host knows them. ``filters``: rows may
+    have a filter of :func:`filtered`; six kernels more, which do nothing if few tokens stay. Wrong
+    arguments raise ValueError.
     """
     batch, stride = _check(logits, rows, space, tokens, errors)
     masks, histories = _check_restrictions(restrictions, space.vocab)
@@ -203,7 +212,7 @@ def sample(
     common = (
         logits, np.int32(stride), np.int32(space.vocab), rows, restrictions.masks,
         restrictions.seen, restrictions.counts, np.int32(masks), np.int32(histories),
-        space.maxima, space.sums,
+        space.maxima, space.sums, space.wide,
     )  # fmt: skip
     name = "bf16" if logits.dtype == BF16 else "f32"
     for kernel in (f"sample_scan_{name}", f"sample_weigh_{name}"):
@@ -212,6 +221,18 @@ def sample(
         Kernel(_SOURCE, f"sample_choose_{name}"), (batch,), (_THREADS,),
         (*common, np.int32(chunks), np.int32(record), tokens, errors),
     )  # fmt: skip
+    if filters:
+        for kernel, more in (
+            *((f"sample_bins_{name}", (np.int32(level),)) for level in range(_LEVELS)),
+            (f"sample_count_{name}", ()),
+            (f"sample_sum_{name}", ()),
+        ):
+            grid = (chunks, batch)
+            device.launch(Kernel(_SOURCE, kernel), grid, (_PASS_THREADS,), (*common, *more))
+        device.launch(
+            Kernel(_SOURCE, f"sample_draw_{name}"), (batch,), (_PASS_THREADS,),
+            (*common, np.int32(chunks), np.int32(record), tokens),
+        )  # fmt: skip
     if report is not None:
         device.launch(
             Kernel(_SOURCE, f"sample_report_{name}"), (batch,), (_THREADS,),
@@ -248,6 +269,7 @@ def _check(
     check_array("maxima", space.maxima, np.float32, (None, 2, chunks * (_CHUNK // _GROUP + 1)))
     sums = (space.maxima.shape[0], chunks * (_CHUNK // _SUM_BLOCK + 1))
     check_array("sums", space.sums, np.float64, sums)
+    check_array("wide", space.wide, np.uint8, (space.maxima.shape[0], _WIDE_BYTES))
     return batch, stride
 
 

@@ -27,10 +27,17 @@ extern "C" __global__ void running_sums(const double* values, int n, const doubl
     if (threadIdx.x == 0) *total = end;
 }
 
-// Sums of the blocks of 128 of weights[0 .. n-1], each by 8 lanes.
-extern "C" __global__ void block_sums(const float* weights, int n, double* sums) {
+// Sums of the blocks of 128 of weights[0 .. n-1], each by a warp; by four blocks at once if `four`.
+extern "C" __global__ void block_sums(const float* weights, int n, int four, double* sums) {
     __shared__ __align__(16) float held[2048];
-    for (int i = threadIdx.x; i < n; i += blockDim.x) held[i] = weights[i];
+    for (int i = threadIdx.x; i < 2048; i += blockDim.x) held[i] = i < n ? weights[i] : 0.0f;
     __syncthreads();
-    sum_blocks(held, n, sums);
+    if (!four) return sum_blocks<kWarps>(held, n, sums);
+    for (int first = warp_id() * 4; first * kSumBlock < n; first += kWarps * 4) {
+        const float4* at = reinterpret_cast<const float4*>(held) + first * 32 + lane_id();
+        const float4 w[4] = {at[0], at[32], at[64], at[96]};
+        const double sum = block_sums<4>(w);
+        const int block = first + lane_id() / 8;
+        if (lane_id() % 8 == 0 && block * kSumBlock < n) sums[block] = sum;
+    }
 }
