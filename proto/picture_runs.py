@@ -25,6 +25,7 @@ from .picture_requests import (
     state_parts,
     state_tokens,
 )
+from .sampling import SamplingParams
 from .wire.context_maps import check_progress, from_map, to_map, token_buffer
 from .wire.wire_context import WirePixelContext
 
@@ -96,6 +97,7 @@ def picture_run(wire: WirePixelContext, request_id: RequestID, block_size: int) 
         cache_salt=wire.cache_salt,
         task=wire.task,
         ignore_eos=True,
+        sampling_params=SamplingParams(seed=0),  # unused; the default would draw a seed
         _is_initial_prompt=not base,
         picture=Picture(request, parts),
         base=base or len(wire.tokens),

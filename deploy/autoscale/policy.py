@@ -95,7 +95,7 @@ class Autoscaler:
             seen = dict.fromkeys(ROLES)
         elif any(router.picture_rows for router in routers):
             self._draws = True
-        wants = {
+        wants: dict[str, tuple[int, int] | None] = {
             role: self._see(role, metrics, workers, now, room) if workers else None
             for role, workers in seen.items()
         }

@@ -11,10 +11,10 @@ from baton.simulator.scenarios import SCENARIOS
 from baton.worker.events import Tick, ToRouter
 
 
-def digest(seed: int) -> tuple[str, list[str]]:
+def digest(seed: int, scenario: str = "crash") -> tuple[str, list[str]]:
     lines: list[str] = []
     recording = Recording(lines)
-    run(seed, SCENARIOS["crash"], recording)
+    run(seed, SCENARIOS[scenario], recording)
     return recording.digest(), lines
 
 
@@ -23,6 +23,14 @@ def test_a_run_has_one_recording():
     assert first == again != other
     for process in ("router-0", "prefill-0", "decode-0", "client-0"):
         assert any(f" {process} " in line for line in lines), process
+
+
+@pytest.mark.parametrize("scenario", ["pictures", "embed", "structured", "roles"])
+def test_a_seed_fixes_every_value_of_a_run(scenario):
+    first, again = digest(1, scenario)[1], digest(1, scenario)[1]
+    assert (
+        next((pair for pair in zip(first, again, strict=True) if pair[0] != pair[1]), None) is None
+    )
 
 
 @pytest.mark.parametrize(
