@@ -94,7 +94,10 @@ def check_model(settings: ServeSettings) -> None:
     folder = model_folder(settings)
     if not Path(folder).is_dir():
         raise ConfigError(f"no model folder {folder}")
-    if folder_task(folder, settings.task) != DRAW:
+    task = folder_task(folder, settings.task)
+    if task == EMBED:
+        _check_embeds(settings)
+    if task != DRAW:
         load_checkpoint(folder)  # also the headers of its weights
         return
     if settings.mode == COLOCATED:
@@ -115,6 +118,17 @@ def turn_refusal(settings: ServeSettings) -> str:
     if sees and settings.mode == "disaggregated":
         return "decode workers of this mode have no vision tower, so they cannot compute prompts"
     return ""
+
+
+def _check_embeds(settings: ServeSettings) -> None:
+    """Raise ConfigError for a setting without effect on the work of an embedding model."""
+    for name, usual, why in (
+        ("prefill_order", ("auto", "fcfs"), "waiting texts are one batch, by arrival"),
+        ("decider", ("",), "a text has one way"),
+        ("kv_transport", ("",), "there is no handoff"),
+    ):
+        if getattr(settings, name) not in usual:
+            raise ConfigError(f"{name} has no effect with an embedding model: {why}; leave it out")
 
 
 def check_tokenizer(settings: ServeSettings) -> None:

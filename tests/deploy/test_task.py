@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.deploy.config import ServeSettings, check, demo_model_folder
@@ -67,6 +68,23 @@ def test_tasks_a_model_cannot_do_are_refused_before_anything_starts():
         check_model(ServeSettings(model=str(DATA / "embedders/bert"), task="generate"))
     with pytest.raises(ConfigError, match="task must be one of"):
         check(ServeSettings(task="sing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prefill_order", "edf"),
+        ("prefill_order", "own:Order"),
+        ("decider", "own:Decider"),
+        ("kv_transport", "own:Transport"),
+    ],
+)
+def test_settings_without_effect_on_embeddings_are_refused(name, value):
+    bert, flux = (ServeSettings(model=str(DATA / each)) for each in ("embedders/bert", FLUX))
+    check_model(msgspec.structs.replace(bert, prefill_order="fcfs"))
+    with pytest.raises(ConfigError, match=f"{name} has no effect with an embedding model"):
+        check_model(msgspec.structs.replace(bert, **{name: value}))
+    check_model(msgspec.structs.replace(flux, **{name: value}))  # prompts of pictures have an order
 
 
 FLUX = "pictures/flux"

@@ -4,9 +4,11 @@ import msgspec
 import pytest
 
 from baton.decode_worker.config import DecodeWorkerConfig
-from baton.deploy.config import demo_model_folder
+from baton.deploy.config import ServeSettings, check, demo_model_folder
 from baton.deploy.controller.backend import MemberSpec
+from baton.deploy.plan.revisions import Revisions
 from baton.deploy.ray.placing import order_of, place, read_order
+from baton.deploy.ray.plan import ray_plan, ray_settings
 from baton.deploy.supervise.process import ProcessSpec
 from baton.engine.loading.loader import RunnerConfig
 from baton.gateway.config import GatewayConfig
@@ -91,3 +93,29 @@ def test_what_is_no_order_is_refused():
     order = order_of(worker(), HEAD).replace(b'"worker_id"', b'"worker_ix"')
     with pytest.raises(ConfigError, match="settings of decode-0"):
         place(read_order(order), HEAD)
+
+
+def test_modes_and_classes_of_the_user_reach_the_processes_of_all_nodes(tmp_path):
+    settings = check(
+        ServeSettings(
+            mode="adaptive", policy="own:Policy", decider="own:Decider", metric="own:Metric, own:B",
+            prefill_order="own:Order", kv_transport="own:Way", extensions=str(tmp_path),
+            slo_ttft=1.5, slo_itl=0.05, metrics_port=9100, workers_max=4, autoscale="on",
+        )
+    )  # fmt: skip
+    revisions = Revisions(ray_plan(ray_settings(settings, HEAD), "ab" * 32))
+
+    def config(name: str):
+        return placed(revisions.spec(name, name.partition("-")[0], 0), HEAD).config
+
+    router, prefill, decode = config("router"), config("prefill-3"), config("decode-2")
+    assert (router.mode, router.policy.name, router.decider) == (
+        "adaptive", "own:Policy", "own:Decider",
+    )  # fmt: skip
+    assert router.metrics == ("own:Metric", "own:B")
+    assert (router.slo_ttft_s, router.slo_itl_s) == (1.5, 0.05)
+    assert (prefill.order, prefill.slo_ttft) == ("own:Order", 1.5)
+    assert prefill.kv_transport == decode.kv_transport == "own:Way"
+    assert decode.step_seconds == router.step_time_s == pytest.approx(0.04)
+    folders = {one.extensions for one in (router, prefill, decode)}
+    assert folders == {str(tmp_path)}
