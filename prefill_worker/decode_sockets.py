@@ -34,11 +34,15 @@ from baton.runtime.process.log import get_logger
 from baton.runtime.process.log_limit import LimitedLog
 from baton.worker.router_links import routing_identity
 
+from .events import DataDown, DataUp, FromPeer, NotSent, PeerDown, PeerUp
 from .link_names import endpoint_and_key
 
 _log = get_logger()
 _CONTROL_OPTIONS = ChannelOptions()
 _DATA_OPTIONS = ChannelOptions(send_hwm=0)  # bounded by byte credit, not by message count
+
+
+PeerEvent = FromPeer | PeerUp | PeerDown | DataUp | DataDown | NotSent
 
 
 def _ignore(_frames: Frames) -> None:
@@ -60,7 +64,7 @@ class DecodeSocketPair:
         sockets, endpoint = self._sockets, self.endpoint
         channel = sockets.dial(*endpoint_and_key(endpoint))
         channel.attach(
-            sockets.loop, self._hear, lambda: sockets.on_up(endpoint), self._control_lost
+            sockets.loop, self._hear, lambda: sockets.feed(PeerUp(endpoint)), self._control_lost
         )
         return channel
 
@@ -72,7 +76,7 @@ class DecodeSocketPair:
         """
         self.control.close()
         self.control = self._connect_control()
-        self._sockets.on_down(self.endpoint)
+        self._sockets.feed(PeerDown(self.endpoint))
 
     def open_data(self, address: str) -> None:
         """Connect the data socket; reconnect if the address changed."""
@@ -85,7 +89,7 @@ class DecodeSocketPair:
         if self.data is not None:
             self.data.close()
             self.data = None
-        sockets.on_data(endpoint, False)  # noqa: FBT003
+        sockets.feed(DataDown(endpoint))
         try:
             self.data = sockets.dial(address, endpoint_and_key(endpoint)[1], _DATA_OPTIONS)
         except ConfigError as error:
@@ -94,7 +98,7 @@ class DecodeSocketPair:
         self.data.attach(sockets.loop, _ignore, self._data_up, lambda: self._connect_data(address))
 
     def _data_up(self) -> None:
-        self._sockets.on_data(self.endpoint, True)  # noqa: FBT003
+        self._sockets.feed(DataUp(self.endpoint))
         self._send_waiting()
 
     def send_frame(self, frame: KVFrame, payload: Bytes, release: Release | None) -> None:
@@ -134,10 +138,10 @@ class DecodeSocketPair:
             self._sockets.log.warning("peer.malformed", endpoint=self.endpoint, error=str(error))
             if isinstance(error, VersionMismatch):
                 rejected = Rejected(code=error.code, message=str(error))
-                self._sockets.on_message(self.endpoint, rejected)
+                self._sockets.feed(FromPeer(self.endpoint, rejected))
             return
         for message in messages:
-            self._sockets.on_message(self.endpoint, message)
+            self._sockets.feed(FromPeer(self.endpoint, message))
 
     def close(self) -> None:
         """Close both connections."""
@@ -153,33 +157,30 @@ class DecodeSocketPair:
 
 
 class DecodeSockets:
-    """The sockets to all decode endpoints; ``dropped`` counts messages that were not understood."""
+    """The sockets to all decode endpoints.
+
+    ``feed``: gets what happens there. ``dropped``: counts messages that were not understood, and
+    those too large to send.
+    """
 
     def __init__(
         self,
         loop: Loop,
         context: Context,
         worker: str,
-        on_message: Callable[[str, Message], object],
-        on_up: Callable[[str], object],
-        on_down: Callable[[str], object],
-        on_data: Callable[[str, bool], object],
+        feed: Callable[[PeerEvent], object],
         keys: KeyRing | None = None,
         dropped: Counter[str] | None = None,
-        on_refused: Callable[[str, Message, str], object] | None = None,
     ) -> None:
         self.loop = loop
         self.log = LimitedLog(loop)
         self._context = context
         self._worker = worker
-        self.on_message = on_message
-        self.on_up = on_up
-        self.on_down = on_down
-        self.on_data = on_data
+        self.feed = feed
         self._keys = keys
         self.dropped = Counter[str]() if dropped is None else dropped
         self._outbox: Outbox[str] = Outbox(
-            self._send_control, digest=envelope_digest, on_refused=on_refused
+            self._send_control, digest=envelope_digest, on_refused=self._refused
         )
         self.decoder: EnvelopeDecoder[DecodeToPrefill] = EnvelopeDecoder(
             DecodeToPrefill, digest=envelope_digest
@@ -187,6 +188,10 @@ class DecodeSockets:
         self.buffers = BufferPool()
         self.left: deque[tuple[zmq.MessageTracker, Release]] = deque()  # buffers of closed pairs
         self._pairs: dict[str, DecodeSocketPair] = {}
+
+    def _refused(self, endpoint: str, message: Message, reason: str) -> None:
+        self.dropped["not_encodable"] += 1
+        self.feed(NotSent(endpoint, message, reason))
 
     def dial(
         self, address: str, key: bytes, options: ChannelOptions = _CONTROL_OPTIONS
@@ -209,7 +214,7 @@ class DecodeSockets:
         pair = self._pairs.get(endpoint)
         if pair is not None:
             if pair.control.connected:  # the connection event will not come again
-                self.on_up(endpoint)
+                self.feed(PeerUp(endpoint))
             return
         try:
             self._pairs[endpoint] = DecodeSocketPair(self, endpoint)

@@ -18,7 +18,7 @@ from baton.kv_transfer.device_frames import DeviceFramePacker, Release
 from baton.kv_transfer.frames import Bytes, FramePacker
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.sender_handoff import SenderConfig
-from baton.proto.wire.messages import DeviceTicket, KVFrame, Message, PoolTicket
+from baton.proto.wire.messages import DeviceTicket, KVFrame, PoolTicket
 from baton.runtime.keys.keyring import KeyRing
 from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import Context, RouterChannel
@@ -68,13 +68,9 @@ class PrefillShell(TextHost):
             loop,
             context,
             config.worker_id,
-            lambda endpoint, message: self.feed(events.FromPeer(endpoint, message)),
-            lambda endpoint: self.feed(events.PeerUp(endpoint)),
-            lambda endpoint: self.feed(events.PeerDown(endpoint)),
-            self._on_data,
+            self.feed,
             keys,
             dropped=member.dropped,
-            on_refused=self._on_refused,
         )
         self._device: DeviceFramePacker | None = None
         if self._stream is not None and self._moves is not None:
@@ -107,13 +103,6 @@ class PrefillShell(TextHost):
                 self._sockets.disconnect(endpoint)
             case _:
                 super()._perform(action)
-
-    def _on_data(self, endpoint: str, stands: bool) -> None:
-        self.feed(events.DataUp(endpoint) if stands else events.DataDown(endpoint))
-
-    def _on_refused(self, endpoint: str, message: Message, reason: str) -> None:
-        self._dropped["not_encodable"] += 1
-        self.feed(events.NotSent(endpoint, message, reason))
 
     def _pack(self, action: events.PackFrame) -> None:
         send, table = action.send, action.block_table

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -25,7 +26,7 @@ from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import Context, DealerChannel
 from baton.runtime.process.log import get_logger
 
-from ..autoscale.pilot import Pilot, pilot_of
+from ..autoscale.pilot import Pilot
 from ..autoscale.policy import Room
 from ..plan.bounds import scale_refusal
 from ..plan.plan import ClusterPlan, key_folder
@@ -135,13 +136,31 @@ class StatusMonitor:
             _log.warning("supervisor.bad_report", error=str(problem))
 
 
-class ControllerShell:
-    """A running controller.
+@dataclass(frozen=True)
+class Contacts:
+    """The routers and the operators of a controller.
 
     ``clients``: client address of each router by name. ``facts``: the constant fields of an
     Overview (backend, address, log, paths). ``on_log``: receives messages for the operator's
-    terminal. ``keys``: keys of role operator, for tcp. ``pilot``: the autoscaler. After End,
-    ``exit_code`` is set and the loop is stopped.
+    terminal. ``keys``: keys of role operator, for tcp.
+    """
+
+    clients: Mapping[str, str]
+    facts: Overview
+    on_log: Callable[[Log], object]
+    keys: KeyRing | None = None
+
+    @classmethod
+    def of(cls, plan: ClusterPlan, facts: Overview, on_log: Callable[[Log], object]) -> Self:
+        """Return the contacts of a cluster, with the keys of its settings."""
+        keys = load_keys(key_folder(plan.settings), OPERATOR, CONTROLLER)
+        return cls(plan.book.clients, facts, on_log, keys)
+
+
+class ControllerShell:
+    """A running controller.
+
+    ``pilot``: the autoscaler. After End, ``exit_code`` is set and the loop is stopped.
     """
 
     def __init__(
@@ -151,10 +170,7 @@ class ControllerShell:
         core: ControllerCore,
         revisions: Revisions,
         make_backend: Callable[[Callable[[MemberEvent], None]], Backend],
-        clients: Mapping[str, str],
-        facts: Overview,
-        on_log: Callable[[Log], object],
-        keys: KeyRing | None = None,
+        contacts: Contacts,
         pilot: Pilot | None = None,
     ) -> None:
         self.core = core
@@ -165,10 +181,10 @@ class ControllerShell:
         self._loop = loop
         self._context = context
         self._revisions = revisions
-        self._clients = dict(clients)
-        self._facts = facts
-        self._on_log = on_log
-        self._keys = keys
+        self._clients = dict(contacts.clients)
+        self._facts = contacts.facts
+        self._on_log = contacts.on_log
+        self._keys = keys = contacts.keys
         self._pilot = pilot
         self._doors = None if keys is None else Doorkeeper(context, keys)
         self._monitors: list[StatusMonitor] = []
@@ -176,26 +192,6 @@ class ControllerShell:
         self._events: list[Event] = []
         self._stop_by = float("inf")
         self._turns_of = -1  # the revision that :meth:`_learn_turns` judged
-
-    @classmethod
-    def of(
-        cls,
-        loop: Loop,
-        context: Context,
-        core: ControllerCore,
-        plan: ClusterPlan,
-        revisions: Revisions,
-        make_backend: Callable[[Callable[[MemberEvent], None]], Backend],
-        facts: Overview,
-        on_log: Callable[[Log], object],
-    ) -> Self:
-        """Return the shell of a cluster, with the keys and the autoscaler of its settings."""
-        keys = load_keys(key_folder(plan.settings), OPERATOR, CONTROLLER)
-        pilot = pilot_of(core, plan.settings)
-        clients = plan.book.clients
-        return cls(
-            loop, context, core, revisions, make_backend, clients, facts, on_log, keys, pilot
-        )
 
     def listen(self, address: str) -> str:
         """Open the admin socket and return its address. Raises ConfigError."""

@@ -20,12 +20,13 @@ import zmq
 from baton.runtime.net.loop import Loop
 from baton.runtime.process.os_settings import hold_signals, on_stop_signal
 
+from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
 from ..controller.admin import Overview
 from ..controller.backend import MemberEvent, MemberSpec
 from ..controller.core import ControllerCore
 from ..controller.events import Down
-from ..controller.shell import ControllerShell
+from ..controller.shell import Contacts, ControllerShell
 from ..messages import FAILURES, SUPERVISOR, json_line, sentence
 from ..plan.addresses import HttpPort, admin_address, check_metrics_ports, claim_admin, ipc_path
 from ..plan.prepare import check_keys, check_model, make_plan, memory_refusal, served_context
@@ -163,9 +164,11 @@ class LocalCluster:
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._shell = ControllerShell.of(
-                self._loop, context, self._core, self.plan, Revisions(self.plan),
-                self._make_backend, self._overview(), self._print,
+            contacts = Contacts.of(self.plan, self._overview(), self._print)
+            pilot = pilot_of(self._core, self.plan.settings)
+            self._shell = ControllerShell(
+                self._loop, context, self._core, Revisions(self.plan), self._make_backend,
+                contacts, pilot,
             )  # fmt: skip
             self._shell.listen(self.admin)
             self._shell.start()

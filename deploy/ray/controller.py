@@ -19,12 +19,13 @@ import zmq
 from baton.proto.errors import ConfigError
 from baton.runtime.net.loop import Loop
 
+from ..autoscale.pilot import pilot_of
 from ..config import ServeSettings
 from ..controller.admin import Overview
 from ..controller.core import ControllerCore
 from ..controller.events import Down, Drain
 from ..controller.members import Stage
-from ..controller.shell import ControllerShell
+from ..controller.shell import Contacts, ControllerShell
 from ..messages import FAILURES, json_line, sentence
 from ..plan.addresses import HttpPort, admin_address, check_metrics_ports, claim_admin
 from ..plan.plan import role_of
@@ -122,10 +123,11 @@ class RayCluster:
             return made
 
         facts = Overview(backend="ray", address=self.address, http=self.http)
-        return ControllerShell.of(
-            self._loop, self._context, self._core, self._plan, self._revisions, backend, facts,
-            self._print,
-        )  # fmt: skip
+        contacts = Contacts.of(self._plan, facts, self._print)
+        pilot = pilot_of(self._core, self._plan.settings)
+        return ControllerShell(
+            self._loop, self._context, self._core, self._revisions, backend, contacts, pilot
+        )
 
     def _go_on(self, before: Saved) -> None:
         """Take over the members of the previous controller."""

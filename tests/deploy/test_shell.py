@@ -10,7 +10,7 @@ from baton.deploy.controller.backend import MemberEnded
 from baton.deploy.controller.core import ControllerCore
 from baton.deploy.controller.events import Begin, Down
 from baton.deploy.controller.pools import ControllerLimits
-from baton.deploy.controller.shell import ControllerShell
+from baton.deploy.controller.shell import Contacts, ControllerShell
 from baton.deploy.messages import FAILURES, sentence
 from baton.deploy.plan.bounds import Bounds
 from baton.deploy.supervise.core import Log, Phase, Tick
@@ -54,9 +54,8 @@ def started(monkeypatch):
     core = ControllerCore({"prefill": 1, "decode": 1}, ["router"], ControllerLimits(), Bounds())
 
     def start(backend):
-        shell = ControllerShell(
-            loop, context, core, backend, lambda _emit: backend, {}, Overview(), lines.append
-        )
+        contacts = Contacts({}, Overview(), lines.append)
+        shell = ControllerShell(loop, context, core, backend, lambda _emit: backend, contacts)
         shell.lines, shell.loop = lines, loop
         shell.feed(Begin())
         return shell

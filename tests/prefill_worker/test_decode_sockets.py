@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.kv_transfer.checksums import envelope_digest
-from baton.prefill_worker.decode_sockets import DecodeSockets
+from baton.prefill_worker.decode_sockets import DecodeSockets, PeerEvent
+from baton.prefill_worker.events import DataDown, DataUp, FromPeer, PeerDown, PeerUp
 from baton.proto.limits import MAX_JSON_SCHEMA_CHARS
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import GrammarSpec, Ping, PrefillToDecode, Reserve
@@ -24,16 +25,18 @@ class Ears:
             loop,
             context,
             "prefill-0",
-            lambda endpoint, message: self.told.append(message),
-            self.up,
-            lambda endpoint: self.told.append("down"),
-            lambda endpoint, stands: self.told.append("data" if stands else "no data"),
+            self.feed,
         )
 
-    def up(self, endpoint: str) -> None:
-        self.told.append("up")
-        self.links.send(endpoint, Ping())
-        self.links.flush()
+    def feed(self, event: PeerEvent) -> None:
+        if isinstance(event, PeerUp):
+            self.told.append("up")
+            self.links.send(event.endpoint, Ping())
+            self.links.flush()
+        elif isinstance(event, FromPeer):
+            self.told.append(event.message)
+        else:
+            self.told.append({PeerDown: "down", DataUp: "data", DataDown: "no data"}[type(event)])
 
 
 def listen(loop, context, address: str, heard: list[bytes]) -> RouterChannel:
