@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,11 +50,15 @@ class GpuBook:
     """The GPU of each worker, by ordinal. A worker keeps its GPU until :meth:`release`.
 
     A worker gets a GPU with the fewest workers, the first of several. So no GPU has more than
-    :meth:`most` workers, if ``workers`` is the most there ever are at once.
+    :meth:`most` workers, if ``workers`` is the most there ever are at once. ``instances``: by
+    ordinal, the CUDA_VISIBLE_DEVICES of the workers of an instance of a split GPU.
     """
 
-    def __init__(self, ordinals: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, ordinals: Sequence[int] = (0,), instances: Mapping[int, str] | None = None
+    ) -> None:
         self._ordinals = tuple(ordinals)
+        self._instances = dict(instances or {})
         self._taken: dict[str, int] = {}
 
     def take(self, name: str) -> int:
@@ -63,6 +67,14 @@ class GpuBook:
             counts = Counter(self._taken.values())
             self._taken[name] = min(self._ordinals, key=lambda one: counts[one])
         return self._taken[name]
+
+    def given(self, runner: RunnerConfig, name: str) -> RunnerConfig:
+        """Return the settings of a worker with its GPU; it sees no GPU beside an instance."""
+        ordinal = self.take(name)
+        instance = self._instances.get(ordinal, "")
+        return msgspec.structs.replace(
+            runner, ordinal=0 if instance else ordinal, instance=instance
+        )
 
     def release(self, name: str) -> None:
         """Release the GPU of an ended worker."""
@@ -272,7 +284,7 @@ def process_of(
         return _gateway(settings, book, name)
     runner = _runner(settings, role, kv_default, book.gpus)
     if runner.backend == "cuda":
-        runner = msgspec.structs.replace(runner, ordinal=book.gpus.take(name))
+        runner = book.gpus.given(runner, name)
     return (_prefill if role == PREFILL else _decode)(settings, book, runner, name)
 
 

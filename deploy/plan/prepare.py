@@ -13,7 +13,12 @@ from pathlib import Path
 import msgspec
 
 from baton.engine.kernels.backend import Gpu
-from baton.engine.kernels.cuda.cupy_device import INSTALL_CUPY, checked_gpu, cupy_is_installed
+from baton.engine.kernels.cuda.cupy_device import (
+    INSTALL_CUPY,
+    VISIBLE,
+    checked_gpu,
+    cupy_is_installed,
+)
 from baton.engine.kernels.load import BUILD_KERNELS, compiled_kernels_problem
 from baton.engine.kernels.shared_weights import has_huge_pages
 from baton.engine.loading.checkpoint import load_checkpoint
@@ -43,6 +48,7 @@ from ..roles import GATEWAY
 from ..supervise.core import describe_exit
 from ..supervise.process import child_environment
 from .addresses import client_addresses, free_ports
+from .instances import instances_of, workers_gpus
 from .memory import (
     PROCESS_BYTES,
     USUAL_PROMPT_TOKENS,
@@ -195,12 +201,21 @@ _GPUS_S = 60.0
 
 @cache
 def visible_gpus_of_children() -> tuple[Gpu, ...]:
-    """Return the GPUs that workers of this machine see, by ordinal. Raises ConfigError.
+    """Return the GPUs that workers of this machine can have, by ordinal. Raises ConfigError.
 
-    Another process asks CUDA, so that none of it stays in a supervisor, which runs for months.
+    All instances of split GPUs count: each worker gets one (:func:`.instances.workers_gpus`).
     """
     if not cupy_is_installed():
         raise ConfigError(f"device cuda needs CuPy: {INSTALL_CUPY}")
+    return tuple(workers_gpus(os.environ.get(VISIBLE), _gpus_of_child))
+
+
+def _gpus_of_child(shown: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs of a child with this CUDA_VISIBLE_DEVICES. Raises ConfigError.
+
+    Another process asks CUDA, so that none of it stays in a supervisor, which runs for months.
+    """
+    named = {} if shown is None else {VISIBLE: shown}
     command = [sys.executable, "-P", "-m", "baton.engine.kernels.cuda.cupy_device"]
     try:
         ended = subprocess.run(  # noqa: S603 -- our own interpreter and module
@@ -208,7 +223,7 @@ def visible_gpus_of_children() -> tuple[Gpu, ...]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_GPUS_S,
-            env=child_environment(os.environ),
+            env=child_environment(os.environ) | named,
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -395,7 +410,7 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None, http_port: int 
         book = ipc_addresses(clients, str(path))
     book.http_port = http_port or http_port_of(settings)
     if settings.device == "cuda":
-        book.gpus = GpuBook(_ordinals(settings))
+        book.gpus = GpuBook(_ordinals(settings), instances_of(visible_gpus_of_children()))
     return resolve_plan(settings, book, secrets.token_hex(32), kv_default)
 
 

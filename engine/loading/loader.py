@@ -64,8 +64,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The model to load and its memory.
 
     ``model``: folder or GGUF file. ``backend``: "auto", "cpu", "numpy" or "cuda". ``ordinal``:
-    number of the GPU of "cuda", among those that CUDA_VISIBLE_DEVICES leaves. ``block_size``:
-    tokens per KV block.
+    number of the GPU of "cuda", among those that CUDA_VISIBLE_DEVICES leaves. ``instance``: what
+    that variable becomes in the worker, for one instance of a split GPU; empty: it is kept.
+    ``block_size``: tokens per KV block.
     ``threads``: compute threads of the CPU's kernels; 0: the cores that this process may use, less
     ``threads_taken`` by other workers, divided among ``thread_sharers`` workers of the host.
     ``share_weights``: whether a supervisor lets its workers share packed weights; "auto": if shared
@@ -86,6 +87,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     backend: str = "auto"
     ordinal: int = 0
+    instance: str = ""
     threads: int = 1
     thread_sharers: int = 1
     threads_taken: int = 0
@@ -415,7 +417,7 @@ def _load_backend(config: RunnerConfig) -> Backend:
         return load_host_kernels(config)
     from ..pipeline.device_steps import load_device
 
-    return load_device(config.ordinal)
+    return load_device(config.ordinal, config.instance)
 
 
 def _device_steps(

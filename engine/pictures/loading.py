@@ -159,7 +159,7 @@ def _backend(config: RunnerConfig) -> PictureBackend:
     from ..kernels.cuda.cupy_device import CupyDevice
     from ..kernels.cuda.pictures import CudaPictures
 
-    return CudaPictures(CupyDevice(config.ordinal))
+    return CudaPictures(CupyDevice(config.ordinal, instance=config.instance))
 
 
 def _checked(folder: PictureFolder, backend: PictureBackend) -> PictureBackend:

@@ -41,12 +41,13 @@ BUCKETS = (1, 2, 4, 8, *range(16, 257, 8))
 _log = get_logger()
 
 
-def load_device(ordinal: int = 0) -> CudaBackend:
+def load_device(ordinal: int = 0, instance: str = "") -> CudaBackend:
     """Return the kernels of a GPU of this machine. Raises ConfigError if they cannot run.
 
-    ``ordinal``: its number among the GPUs that CUDA_VISIBLE_DEVICES leaves.
+    ``ordinal``: its number among the GPUs that CUDA_VISIBLE_DEVICES leaves. ``instance``: what this
+    variable becomes, for an instance of a split GPU.
     """
-    return CudaBackend(CupyDevice(ordinal))
+    return CudaBackend(CupyDevice(ordinal, instance=instance))
 
 
 def check_device(

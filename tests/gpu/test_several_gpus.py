@@ -122,6 +122,15 @@ def ordinals(plan: bytes) -> dict[str, int]:
     }
 
 
+def given(plan: bytes) -> dict[str, str]:
+    """The CUDA_VISIBLE_DEVICES of each worker of a split GPU in the output of ``--dry-run``."""
+    return {
+        process["name"]: process["config"]["runner"]["instance"]
+        for process in json.loads(plan)["processes"]
+        if "runner" in process["config"]
+    }
+
+
 INSTANCES = [f"MIG-{uuid.removeprefix('GPU-')}" for uuid in UUIDS]
 
 
@@ -131,6 +140,19 @@ def test_instances_of_a_split_gpu_do_not_map_memory(with_cupy: dict[str, str]) -
     assert passed(split, to=0) == "copied 0"
     refused = passed(split, to=0, CUDA_VISIBLE_DEVICES=INSTANCES[1])
     assert refused.startswith("cannot map another process's GPU memory: cudaErrorMapBuffer")
+
+
+SEES = """
+from baton.engine.loading.loader import RunnerConfig, _load_backend
+print(_load_backend(RunnerConfig(model="", backend="cuda", instance="%s")).gpu.device)
+"""
+
+
+def test_a_worker_sees_the_instance_of_its_settings_alone(with_cupy: dict[str, str]) -> None:
+    split = {**with_cupy, "BATON_FAKE_MIG": "2", "CUDA_VISIBLE_DEVICES": ",".join(INSTANCES)}
+    command = [sys.executable, "-P", "-c", SEES % INSTANCES[1]]
+    run = subprocess.run(command, env=split, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == f"cuda:0 {INSTANCES[1]}"
 
 
 def test_workers_of_a_split_gpu(with_cupy: dict[str, str]) -> None:
@@ -143,8 +165,11 @@ def test_workers_of_a_split_gpu(with_cupy: dict[str, str]) -> None:
         [*command, "doctor"], env=split, capture_output=True, text=True, check=False
     )
     assert f"cuda:0 {INSTANCES[1]}, Host memory MIG 1g.10gb" in doctor.stdout
+    both = {**split, "CUDA_VISIBLE_DEVICES": ",".join(INSTANCES)}
+    run = subprocess.run(serve, env=both, capture_output=True, check=True)
+    assert ordinals(run.stdout) == {"prefill-0": 0, "decode-0": 0}
+    assert given(run.stdout) == {"prefill-0": INSTANCES[0], "decode-0": INSTANCES[1]}
     for shown, sentence in (
-        (",".join(INSTANCES), "CUDA_VISIBLE_DEVICES has 2 entries, 2 of them MIG instances, but"),
         (f"0,{INSTANCES[0]}", "CUDA_VISIBLE_DEVICES has 2 entries, 1 of them MIG instances, but"),
         ("MIG-none", "CuPy finds no CUDA device: no GPU, or its driver is missing or old, or "),
     ):

@@ -37,8 +37,9 @@ _PROOF = '#line 1 "proof.cu"\nextern "C" __global__ void proof() {}\n'
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _ONCE = "#pragma once\n"
 _LIBRARY = "libcuda.so.1"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_MIG = "MIG"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""The variable that limits which GPUs a process sees."""
+MIG = "MIG"
 """In the UUID and in the name of an instance of a GPU that is split (Multi-Instance GPU)."""
 _UUID_BYTES = 16
 _LAZY_PEER_ACCESS = 1
@@ -70,11 +71,11 @@ def visible_gpus() -> list[Gpu]:
     """
     if not cupy_is_installed():
         raise ConfigError(f"--device cuda needs CuPy: {INSTALL_CUPY}")
-    shown = os.environ.get(_VISIBLE)
+    shown = os.environ.get(VISIBLE)
     if problem := instances_problem(shown):
         raise ConfigError(problem)
     if not cuda_is_available():
-        hides = "" if shown is None else f", or {_VISIBLE}={shown[:80]} names none of this machine"
+        hides = "" if shown is None else f", or {VISIBLE}={shown[:80]} names none of this machine"
         raise ConfigError(
             f"CuPy finds no CUDA device: no GPU, or its driver is missing or old{hides}"
         )
@@ -96,7 +97,7 @@ def described(
     name, number = properties["name"].decode(), bytes(properties["uuid"])
     if len(number) != _UUID_BYTES:
         number = (ask or driver_uuid)(ordinal)
-    kind = _MIG if _MIG in name.split() else "GPU"
+    kind = MIG if MIG in name.split() else "GPU"
     return Gpu(ordinal, f"{kind}-{uuid.UUID(bytes=number)}", name)
 
 
@@ -106,12 +107,13 @@ def instances_problem(shown: str | None) -> str:
     A process sees one MIG instance, the first of the list, and no other device beside it.
     """
     parts = [part.strip() for part in (shown or "").split(",") if part.strip()]
-    instances = sum(part.startswith(f"{_MIG}-") for part in parts)
+    instances = sum(part.startswith(f"{MIG}-") for part in parts)
     if not instances or len(parts) == 1:
         return ""
     return (
-        f"{_VISIBLE} has {len(parts)} entries, {instances} of them MIG instances, but CUDA shows a "
-        "process one MIG instance: name one, or let Ray give each worker its own"
+        f"{VISIBLE} has {len(parts)} entries, {instances} of them MIG instances, but CUDA shows a "
+        "process one MIG instance: name one, or only instances for `baton serve`, which gives each "
+        "worker one"
     )
 
 
@@ -218,11 +220,16 @@ class CupyDevice:
     and another stream, with a lower priority unless it is urgent.
     CUDA has one current device per thread, at first device 0. So every call here sets it, for its
     own time: a thread needs no preparation, and a process may use several devices.
-    ``source`` returns the text of a kernel's file. Raises ConfigError without CuPy or a GPU, and if
-    this installation cannot compile a kernel or load cuBLAS.
+    ``source`` returns the text of a kernel's file. ``instance``: the only instance of a split GPU
+    that this process will see; CUDA must not have been used before. Raises ConfigError without CuPy
+    or a GPU, and if this installation cannot compile a kernel or load cuBLAS.
     """
 
-    def __init__(self, ordinal: int = 0, source: Callable[[str], str] = cuda_source) -> None:
+    def __init__(
+        self, ordinal: int = 0, source: Callable[[str], str] = cuda_source, *, instance: str = ""
+    ) -> None:
+        if instance:
+            os.environ[VISIBLE] = instance
         gpus = visible_gpus()
         self.gpu = checked_gpu(ordinal, gpus)
         self._others = {one.uuid: one.ordinal for one in gpus if one != self.gpu}
