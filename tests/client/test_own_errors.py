@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.client.events import Ended, NewTokens, Raised, Received, Start
-from baton.client.requests import TEXT, Request
+from baton.client.request import Request
+from baton.client.requests import TEXT
 from baton.proto.errors import InternalError
 from baton.proto.ids import request_key
 from baton.proto.wire.messages import Cancel, Submitted, TokenRun, Tokens
