@@ -13,6 +13,7 @@ from baton.proto.errors import BatonError
 from baton.proto.sampling import SamplingParamsInput
 
 from .cluster import add_address, connect
+from .output import say, shown_text
 from .parser import did_you_mean
 from .sampling import add_sampling, sampling_of
 
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 reply = answer(client, messages, params)
             except BatonError as problem:
-                print(f"baton: {problem}", file=sys.stderr, flush=True)
+                say(f"baton: {problem}", error=True)
                 messages.pop()
                 failures += 1
                 continue
@@ -105,7 +106,7 @@ def answer(client: Client, messages: list[dict[str, Any]], params: SamplingParam
         try:
             for output in generation:
                 parts.append(output.text)
-                print(parts[-1], end="", flush=True)
+                print(shown_text(parts[-1]), end="", flush=True)
         except KeyboardInterrupt:
             print(" [stopped]", end="")
     print()

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from baton import __version__
 from baton.proto.errors import BatonError, ConfigError
 
-from .output import open_output, silence_output
+from .output import open_output, say, silence_output
 from .parser import EXIT_USAGE, Parser, did_you_mean, warn
 
 VERBS = (
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatonError as problem:
         if arguments.debug:
             raise
-        print(f"baton: {problem}{_hint(problem)}", file=sys.stderr)
+        say(f"baton: {problem}{_hint(problem)}", error=True)
         return EXIT_USAGE if isinstance(problem, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         silence_output()
-        print(f"baton: {problem.strerror or problem}{_place(problem)}", file=sys.stderr)
+        say(f"baton: {problem.strerror or problem}{_place(problem)}", error=True)
         return EXIT_FAILED
 
 

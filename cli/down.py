@@ -17,6 +17,7 @@ from baton.proto.errors import ConnectionLost, RequestFailed
 
 from .cluster import addresses_of
 from .operator import add_operator, admin_of, has_controller, operator
+from .output import say
 
 _SPARE_S = 30.0
 """Seconds beyond the cluster's grace that the shutdown may take."""
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         AddressLock.sweep(admin_of(arguments))
         print(f"no cluster runs at {addresses_of(arguments)[0]}")
         for path in swept:
-            print(f"removed {path}, left by a killed cluster")
+            say(f"removed {path}, left by a killed cluster")
         return 0
     with operator(arguments) as client:
         before = client.overview()
@@ -94,7 +95,7 @@ def end_on_ray(address: str) -> int:
     from baton.deploy.ray.launch import end_actors  # Ray is an extra
 
     ended = end_actors(address)
-    print(f"ended on Ray: {', '.join(ended) or 'nothing was left'}")
+    say(f"ended on Ray: {', '.join(ended) or 'nothing was left'}")
     return 0
 
 
@@ -103,7 +104,7 @@ def end(client: AdminClient, before: Overview, *, at_once: bool) -> None:
     grace = float(before.settings.get("grace", 0.0))
     with contextlib.suppress(ConnectionLost):
         for answer in client.ask(GoDown(at_once=at_once), wait=grace + _SPARE_S):
-            print(answer.text, flush=True)
+            say(answer.text)
             if isinstance(answer, Result):
                 return
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 
 from baton.client import Client
@@ -14,6 +13,7 @@ from baton.proto.errors import BatonError, CapacityError, RequestFailed
 from .cluster import connect, parsed
 from .numbers import seconds
 from .operator import add_operator, carry_out, has_controller, operator
+from .output import say
 
 _PAUSE = 0.2
 _FOREVER = float("inf")
@@ -50,12 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
                 state = carry_out(controller, request, wait=arguments.wait and worker is None)
         else:
             state = client.drain(arguments.worker, force=arguments.force)
-        print(f"{arguments.worker}: {state}", flush=True)
+        say(f"{arguments.worker}: {state}")
         if worker is not None and is_last(before, worker):
-            print(last_word(worker), file=sys.stderr, flush=True)
+            say(last_word(worker), error=True)
         if arguments.wait and worker is not None:
             wait_left(client, worker, arguments.wait_timeout)
-            print(f"{worker.id}: left")
+            say(f"{worker.id}: left")
     return 0
 
 
@@ -91,7 +91,7 @@ def wait_left(client: Client, worker: WorkerReport, timeout: float) -> None:
             return
         if now != said:
             said = now
-            print(f"{worker.id}: {now}", flush=True)
+            say(f"{worker.id}: {now}")
         left = until - time.monotonic()
         if left <= 0:
             raise CapacityError(f"{worker.id} has not left after {timeout:g} s: {now}")

@@ -14,6 +14,7 @@ from baton.runtime.process.log import configure
 
 from .cluster import add_address, addresses_of, keys_of
 from .numbers import count
+from .output import say
 from .parser import one_of, shown, warn
 
 EPILOG = """\
@@ -154,5 +155,5 @@ def announce(url: str, model: str, keyed: bool) -> None:
     """Print where the gateway listens, and a command to try."""
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if keyed else ""
     body = '{"messages": [{"role": "user", "content": "Who are you?"}]}'
-    print(f"serving {model} at {url}", flush=True)
+    say(f"serving {model} at {url}")
     print(f"try: curl {url}/chat/completions{key} -d '{body}'", flush=True)

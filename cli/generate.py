@@ -12,6 +12,7 @@ from baton.client.options import RequestOptions
 from baton.proto.errors import ConfigError
 
 from .cluster import add_address, add_deadline, connect
+from .output import shown_text
 from .sampling import add_sampling, sampling_of
 
 
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("the prompt is empty; give PROMPT or pipe text to standard input")
     with connect(arguments) as client, _start(client, prompt, arguments) as generation:
         for output in generation:
-            print(output.text, end="", flush=True)
+            print(shown_text(output.text), end="", flush=True)
     print()
     return 0
 

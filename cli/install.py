@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from .output import say
+
 _EPILOG = """\
 Run this on the head of the Ray cluster. Running processes keep their version; `baton rollout
 --wait` then replaces them without losing a request. Nodes that join later install the wheel of the
@@ -33,9 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     found = install_everywhere(wheel, arguments.ray_address)
     for address, problem in sorted(found.items()):
         if problem:
-            print(f"baton: {address}: {problem}", file=sys.stderr)
+            say(f"baton: {address}: {problem}", error=True)
         else:
-            print(f"{address}: {wheel.version} installed")
+            say(f"{address}: {wheel.version} installed")
     failed = sum(1 for problem in found.values() if problem)
     if failed:
         print(f"baton: {failed} of {len(found)} nodes failed; run this again", file=sys.stderr)

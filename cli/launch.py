@@ -25,6 +25,7 @@ from baton.deploy.plan.prepare import check_start, gpus_decide, with_task
 from baton.proto.errors import ConfigError, ConnectionLost, RequestFailed
 from baton.runtime.keys.api_keys import KEY_VARIABLE
 
+from .output import say
 from .parser import one_of, shown, warn
 from .serve import add_settings, run_cluster, settings_of
 
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         if running is None:
             raise
         return already(settings, running)
-    print(f"serving at {address} (pid {daemon.pid}, log {log})")
+    say(f"serving at {address} (pid {daemon.pid}, log {log})")
     running = running_cluster(settings)
     _print_urls("" if running is None else running.http, metrics_of(settings))
     return 0
@@ -102,7 +103,7 @@ def _print_urls(http: str, metrics: str) -> None:
     """Print where the gateways and the dashboard are, and the metrics; empty: nowhere."""
     for what, url in (("HTTP", http), ("dashboard", dashboard_of(http)), ("metrics", metrics)):
         if url:
-            print(f"{what} at {url}")
+            say(f"{what} at {url}")
 
 
 def on_ray(arguments: argparse.Namespace) -> int:
@@ -176,7 +177,7 @@ def already(settings: ServeSettings, running: Overview) -> int:
                 f"a cluster runs at {running.address}, whose {name} is {known[0]!r}, not "
                 f"{value!r}: change it with baton scale or rollout, or end it with baton down"
             )
-    print(f"already running at {running.address} (pid {running.pid})")
+    say(f"already running at {running.address} (pid {running.pid})")
     return 0
 
 

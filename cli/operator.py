@@ -11,6 +11,7 @@ from baton.deploy.plan.addresses import admin_address
 from baton.proto.errors import ConfigError, ConnectionLost
 
 from .cluster import TIMEOUT, add_address, addresses_of, keys_of
+from .output import say
 
 ADMIN_VARIABLE = "BATON_ADMIN"
 
@@ -72,7 +73,7 @@ def carry_out(client: AdminClient, request: Request, *, wait: bool) -> str:
         if isinstance(answer, Progress):
             if answer.accepted and not wait:
                 break
-            print(text, flush=True)
+            say(text)
     return text
 
 

@@ -14,13 +14,23 @@ import select
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from baton.runtime.process.log import printable
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-def printable(line: str) -> str:
-    """Return a line that cannot control the terminal: clients and workers choose names in it."""
-    return "".join(char if char.isprintable() else "?" for char in line)
+def say(line: str, *, error: bool = False) -> None:
+    """Print a line in which other processes may have chosen words. ``error``: to stderr."""
+    print(printable(line), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def shown_text(text: str) -> str:
+    """Return a model's text for standard output: on a terminal, without control characters."""
+    return text if not sys.stdout.isatty() else text.translate(_CONTROLS)
+
+
+_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def _wait_writable(descriptor: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
+
+from .output import say
 
 EXIT_USAGE = 2
 
@@ -66,7 +67,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 def warn(message: str) -> None:
     """Print a warning to standard error."""
-    print(f"baton: warning: {message}", file=sys.stderr, flush=True)
+    say(f"baton: warning: {message}", error=True)
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -7,6 +7,7 @@ import argparse
 from baton.deploy.controller.admin import TurnWorker
 
 from .operator import add_operator, carry_out, operator
+from .output import say
 from .parser import one_of, shown
 
 ROLES = ("prefill", "decode")
@@ -36,5 +37,5 @@ def run(arguments: argparse.Namespace) -> int:
     with operator(arguments) as client:
         text = carry_out(client, request, wait=arguments.wait)
     state = "serves as" if arguments.wait else "turns to"
-    print(f"{arguments.worker} {state} {arguments.role}; pools: {text}")
+    say(f"{arguments.worker} {state} {arguments.role}; pools: {text}")
     return 0

@@ -16,6 +16,7 @@ from baton.deploy.supervise.core import Phase
 from baton.proto.errors import ConfigError
 
 from .operator import add_operator, assignments, carry_out, operator
+from .output import say
 from .parser import did_you_mean
 from .settings import read_file
 
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         text = carry_out(
             client, RollOut(changes=changes, in_place=arguments.in_place), wait=arguments.wait
         )
-    print(f"rollout {'finished' if arguments.wait else 'begun'}: {text}")
+    say(f"rollout {'finished' if arguments.wait else 'begun'}: {text}")
     return 0
 
 

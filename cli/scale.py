@@ -8,6 +8,7 @@ from baton.deploy.controller.admin import ScalePools
 from baton.proto.errors import ConfigError
 
 from .operator import add_operator, assignments, carry_out, operator
+from .output import say
 
 POOLS = ("prefill", "decode", "gateway")
 _MOST_DIGITS = 9
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     request = ScalePools(targets=sizes(arguments.pools))
     with operator(arguments) as client:
         text = carry_out(client, request, wait=arguments.wait)
-    print(f"{'reached' if arguments.wait else 'scaling to'} {text}")
+    say(f"{'reached' if arguments.wait else 'scaling to'} {text}")
     return 0
 
 

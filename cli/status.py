@@ -31,12 +31,12 @@ from baton.deploy.report import (
 from baton.deploy.roles import GATEWAY, POOLS, ROUTER
 from baton.deploy.supervise.core import Phase
 from baton.proto.errors import BatonError, ConnectionLost, VersionMismatch
+from baton.runtime.process.log import printable
 from baton.runtime.process.memory import command_of, family_of, parent_of, share_of
 
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count, seconds
 from .operator import add_operator, overview
-from .output import printable
 
 HANDOFFS = 16
 WATCH_S = 2.0

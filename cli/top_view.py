@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from baton.deploy.messages import duration
 from baton.deploy.report import ClusterReport, Percentiles, RequestCounts, WorkerReport
+from baton.runtime.process.log import printable
 
 HELP = "q quit   s sort   r reverse   up, down select   d drain"
 """The arrows arrive as the keys k and j."""
@@ -216,13 +217,13 @@ class Top:
     def lines(self, width: int, height: int) -> list[str]:
         """Return the screen: at most ``height`` lines of at most ``width`` visible characters."""
         if self._now is None or not self._now.reports:
-            shown = [self.message or "no router answers", HELP]
+            shown = [printable(self.message) or "no router answers", HELP]
             return [line[:width] for line in shown[:height]]
         head = [*self._summary(width), ""]
         columns = self._columns(width)
         titles = " ".join(_fit(self._title(one), one.width) for one in columns)
         head.append(self._paint(titles[:width].ljust(min(width, len(titles))), BOLD))
-        foot = [(self.message or HELP)[:width]]
+        foot = [(printable(self.message) or HELP)[:width]]
         rows = self.sorted_lines()
         room = max(0, height - len(head) - len(foot))
         names = [line.worker.id for line in rows]
@@ -288,7 +289,7 @@ class Top:
                 f"ITL p50 {_ms(itl.p50)} p99 {_ms(itl.p99)} ms",
             ],
         ]
-        return [text[:width] for line in parts for text in _wrapped(line, width)]
+        return [printable(text)[:width] for line in parts for text in _wrapped(line, width)]
 
     def _paint(self, text: str, style: str) -> str:
         return f"{style}{text}{PLAIN}" if self._color else text
@@ -313,5 +314,5 @@ def _wrapped(parts: Sequence[str], width: int) -> list[str]:
 
 def _fit(text: str, width: int) -> str:
     """Pad or cut a cell; a negative width aligns left."""
-    size = abs(width)
+    size, text = abs(width), printable(text)
     return text[:size].ljust(size) if width < 0 else text[:size].rjust(size)

@@ -15,10 +15,10 @@ from baton.client import Client
 from baton.deploy.messages import counted, mebibytes
 from baton.proto.errors import BatonError, ConfigError, ConnectionLost, InputError, VersionMismatch
 from baton.router.story_slices import slices_of
+from baton.runtime.process.log import printable
 
 from .cluster import add_address, addresses_of, keys_of
 from .numbers import at_least_one
-from .output import printable
 
 LISTED = 20
 _BESIDE = "transfer"

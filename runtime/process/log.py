@@ -9,6 +9,7 @@ is logged once there is room again.
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import stat
@@ -17,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TextIO, get_args
 
 import msgspec
 
@@ -116,10 +117,25 @@ def _human_line(keys: dict[str, Any]) -> str:
     # Processes of a cluster write JSON, and the import takes a tenth of their start.
     import structlog.dev
 
+    def plain(out: TextIO, error: Any) -> None:
+        text = io.StringIO()
+        structlog.dev.plain_traceback(text, error)
+        out.write(printable(text.getvalue(), keep="\n\t"))
+
     colors = sys.stderr is not None and sys.stderr.isatty()
-    plain = structlog.dev.plain_traceback
     render = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)
-    return render(None, str(keys["level"]), keys)
+    shown = {name: printable(one) if isinstance(one, str) else one for name, one in keys.items()}
+    return render(None, str(keys["level"]), shown)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return text that cannot control a terminal: clients and workers choose names in it.
+
+    ``keep``: characters besides printable ones that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
 
 
 def timestamp() -> str:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import msgspec
 import pytest
 
-from baton.cli import drain
+from baton.cli import down, drain
+from baton.cli.command import main
+from baton.cli.operator import carry_out
+from baton.cli.output import shown_text
+from baton.deploy.controller.admin import GoDown, Overview, Progress, Result
 from baton.deploy.report import ClusterReport, WorkerReport
 from baton.proto.errors import CapacityError, RequestFailed
 
@@ -71,3 +78,45 @@ def test_a_worker_is_found_by_id_or_endpoint_while_it_lives():
 def test_the_last_of_a_pool_is_told_from_others(other, last):
     others = [WorkerReport(id="x", role=role, state=state) for role, state in other]
     assert drain.is_last(ClusterReport(workers=[ASKED, *others]), ASKED) == last
+
+
+ESCAPE = "x\n\x1b]0;owned\x07\x9b2J"
+
+
+def test_no_text_of_a_worker_controls_the_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(drain, "_PAUSE", 0)
+    hostile = msgspec.structs.replace(ASKED, id=ESCAPE)
+    busy = msgspec.structs.replace(hostile, requests_running=1, state="draining")
+    reports = Reports([busy], [])
+    drain.wait_left(reports, hostile, float("inf"))
+    out = capsys.readouterr().out
+    assert out.startswith("x??]0;owned??2J: ")
+    assert all(line.isprintable() for line in out.splitlines())
+
+
+@pytest.mark.parametrize("kind", [RequestFailed, OSError])
+def test_no_error_of_another_process_controls_the_terminal(kind, monkeypatch, capfd):
+    def run(_: object) -> int:
+        raise kind(ESCAPE)
+
+    monkeypatch.setattr(drain, "run", run)
+    assert main(["drain", "decode-1"]) == 1
+    assert capfd.readouterr().err == "baton: x??]0;owned??2J\n"
+
+
+def test_no_answer_of_a_controller_controls_the_terminal(capsys):
+    class Controller:
+        def ask(self, *_: object, **__: object) -> list[Progress | Result]:
+            return [Progress(number=1, text=ESCAPE), Result(number=1, text=ESCAPE)]
+
+    down.end(Controller(), Overview(settings={}), at_once=True)
+    carry_out(Controller(), GoDown(number=1), wait=True)
+    out = capsys.readouterr().out
+    assert out.splitlines() == ["x??]0;owned??2J"] * 3
+
+
+def test_a_model_controls_no_terminal_but_writes_all_to_a_file(monkeypatch):
+    text = "a\n\tb\u200d\u00a0" + ESCAPE
+    assert shown_text(text) == text
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    assert shown_text(text) == "a\n\tb\u200d\u00a0x\n?]0;owned??2J"

@@ -188,3 +188,14 @@ def test_the_column_of_the_sort_order_is_never_hidden(top):
         assert ("^" in title or "v" in title) or column.title == "RESTARTS"
         assert max(map(len, lines)) <= 80
         top.key("s")
+
+
+def test_no_text_of_a_process_controls_the_terminal(top):
+    escape = "x\n\x1b]0;owned\x07"
+    hostile = worker(escape, state=escape)
+    top.update(snapshot(0.0, hostile, model=escape))
+    top.update(snapshot(1.0, hostile, model=escape))
+    top.message = escape
+    lines = top.lines(200, 40)
+    assert sum("x??]0;owned?"[:8] in line for line in lines) >= 3
+    assert all(line.isprintable() for line in lines)

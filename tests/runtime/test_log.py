@@ -58,6 +58,20 @@ def test_level_and_human_format(capsys):
     assert "quiet" not in text and "loud" in text and "key=1" in text
 
 
+def test_no_text_of_another_process_controls_the_terminal(capsys):
+    log.configure("router", "r0", level="warning", human=True)
+    escape = "x\n\x1b]0;owned\x07\x9b2J"
+    try:
+        raise KeyError("outer") from RuntimeError(escape)
+    except KeyError as caught:
+        error = caught
+    log.get_logger().error("loud", worker=escape, more=[escape], exc_info=error)
+    text = capsys.readouterr().err
+    assert "worker=x??]0;owned??2J" in text.replace("'", "")
+    assert "RuntimeError: x\n?]0;owned??2J" in text
+    assert all(line.isprintable() for line in text.replace("\t", "").splitlines())
+
+
 class Record(msgspec.Struct):
     number: int
     thing: object
