@@ -14,7 +14,11 @@ import msgspec
 from baton.proto.hashing import HASH_BYTES
 
 MAX_PENDING = 65_536
-"""Events that wait to be taken. Further ones are dropped, and the batch's number is left out."""
+MAX_PENDING_BYTES = 16 << 20
+"""Events that wait to be taken: at most so many, and so many bytes once they are encoded.
+
+Further ones are dropped, and the batch's number is left out.
+"""
 
 BATCH_BYTES = 1 << 15
 """Most bytes of a batch, so that a queue of batches is bounded in bytes (or one block's event)."""
@@ -64,6 +68,7 @@ class KvEventLog:
         self._block_size = block_size
         self._medium = medium
         self._events: list[KvEvent] = [AllBlocksCleared()]
+        self._bytes = _bytes(self._events[0])
         self.dropped = 0
         """Events that did not fit since the last batch."""
 
@@ -81,16 +86,20 @@ class KvEventLog:
     def removed(self, key: bytes) -> None:
         """Note the eviction of a block."""
         last = self._events[-1] if self._events else None
-        if type(last) is BlockRemoved and _bytes(last) + _NUMBER_BYTES <= BATCH_BYTES:
+        room = MAX_PENDING_BYTES - self._bytes >= _NUMBER_BYTES
+        if room and type(last) is BlockRemoved and _bytes(last) + _NUMBER_BYTES <= BATCH_BYTES:
             last.block_hashes.append(block_number(key))
+            self._bytes += _NUMBER_BYTES
         else:
             self._add(BlockRemoved([block_number(key)], self._medium))
 
     def _add(self, event: KvEvent) -> None:
-        if len(self._events) >= MAX_PENDING:
+        size = _bytes(event)
+        if len(self._events) >= MAX_PENDING or self._bytes + size > MAX_PENDING_BYTES:
             self.dropped += 1
         else:
             self._events.append(event)
+            self._bytes += size
 
     @property
     def pending(self) -> bool:
@@ -101,10 +110,11 @@ class KvEventLog:
         """Return the first pending events as a batch. ``now``: seconds since 1970."""
         count, size = 0, 0
         for event in self._events:
-            size += _bytes(event)
-            if count and size > BATCH_BYTES:
+            more = _bytes(event)
+            if count and size + more > BATCH_BYTES:
                 break
-            count += 1
+            count, size = count + 1, size + more
+        self._bytes -= size
         events, self._events = self._events[:count], self._events[count:]
         return _encode(EventBatch(now, events))
 

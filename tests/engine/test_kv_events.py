@@ -5,7 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from baton.engine.cache.kv_events import BATCH_BYTES, MAX_PENDING, KvEventLog, block_number
+from baton.engine.cache.kv_events import (
+    BATCH_BYTES,
+    MAX_PENDING,
+    MAX_PENDING_BYTES,
+    KvEventLog,
+    block_number,
+)
 from baton.engine.cache.paged_cache import PagedCache
 from baton.proto.hashing import block_hashes
 
@@ -118,6 +124,31 @@ def test_without_a_reader_the_log_is_bounded():
         assert len(batch) <= BATCH_BYTES
         events += len(decode(batch).events)
     assert events == MAX_PENDING
+
+
+def test_without_a_reader_the_bytes_of_the_log_are_bounded():
+    """65,536 events of whole batches would be 2 GB."""
+    log, size = KvEventLog(SIZE, "CPU"), 700
+    keys = [number.to_bytes(16, "big") for number in range(size)]
+    for _ in range(2000):
+        log.stored(keys, None, [100_000] * (SIZE * size))
+        log.removed(keys[0])
+    dropped, total = log.dropped, 0
+    assert dropped > 1000
+    while log.pending:
+        total += len(log.take(0.0))
+    assert MAX_PENDING_BYTES / 4 < total <= MAX_PENDING_BYTES
+    log.stored(keys, None, [100_000] * (SIZE * size))
+    assert log.dropped == dropped  # there is room again
+
+
+def test_evictions_that_join_one_event_are_bounded_too(monkeypatch):
+    monkeypatch.setattr("baton.engine.cache.kv_events.MAX_PENDING_BYTES", 1 << 16)
+    log = KvEventLog(SIZE, "CPU")
+    for _ in range(10_000):
+        log.removed(b"k" * 16)
+    assert log.dropped
+    assert sum(len(log.take(0.0)) for _ in iter(lambda: log.pending, False)) <= 1 << 16
 
 
 def test_long_prompts_and_evictions_are_divided_into_bounded_batches():
