@@ -56,7 +56,7 @@ PLAN = (
     Planned(_part("fp8", 40), 0, "products with weights in 8-bit floats: never run"),
     Planned(_part("cluster", 120), 0, "handoffs and streams of an 8B model in a part of its own"),
     Planned(_part("transformers", 120), 0, "the compiled peer of a decode step: never run"),
-    Planned(_part("model", 90), 37, "steps and prefill with this card's variants"),
+    Planned(_part("model", 90), 37, "steps, prefill, and loading through pinned slots"),
     Planned(_part("serving", 40), 6, "tokens of a cluster beside the CPU's"),
     Planned(_part("others", 60), 15, "all other kernels"),
     Planned(_part("blocks", 30), 4, "gather, scatter and conversions"),

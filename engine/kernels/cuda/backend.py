@@ -45,6 +45,7 @@ from .linear import (
     linear_silu_mul,
 )
 from .row_plan import RowPlan
+from .staging import Staging
 
 HANDLE_BYTES = 64
 """Size of a CUDA IPC handle."""
@@ -181,6 +182,8 @@ class CudaBackend(_BlockMoves):
         self.numerics = f"{device.name}-{REVISION}-bf16"
         self._fp8_space: Any = device.empty((0,), np.uint16)
         self.marks = LayerMarks(device)
+        self.staging = Staging(device)
+        """Of weights; closed when the model is loaded."""
 
     @property
     def lost(self) -> str:
@@ -206,7 +209,8 @@ class CudaBackend(_BlockMoves):
 
     def parameters(self, weights: npt.NDArray[A]) -> Any:
         """Return a bfloat16 copy on the device of float32 values or bfloat16 bits."""
-        return self.device.upload(parameter_bits(weights))
+        bits = parameter_bits(weights)
+        return self.staging.upload([bits]) if bits.ndim == 2 else self.device.upload(bits)
 
     def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> Any:
         """Allocate a zeroed bfloat16 KV pool in device memory; ``allocate`` is not used."""
@@ -279,7 +283,7 @@ class CudaBackend(_BlockMoves):
         if missing:
             stacked.append(np.zeros((missing, arrays[0].shape[1]), np.uint16))
             bias = None if bias is None else np.pad(bias, (0, missing))
-        weight = self.device.upload(np.concatenate(stacked))
+        weight = self.staging.upload(stacked)
         return CudaLinear(weight, None if bias is None else self.device.upload(bias))
 
     def _pack_fp8(self, parts: Sequence[QuantizedWeights], bias: F32 | None) -> CudaFp8Linear:
@@ -300,7 +304,10 @@ class CudaBackend(_BlockMoves):
                   and part.scales.shape[1] == groups]  # fmt: skip
         pieces = widths[0] // PIECE if widths else laid.shape[1] // PIECE
         upload = self.device.upload
-        weight = Fp8Matrix(upload(laid), upload(scales.astype(np.float32)), depth, pieces)
+        codes_there: Any = self.staging.upload([laid.view(np.uint16)])
+        weight = Fp8Matrix(
+            codes_there.view(np.uint8), upload(scales.astype(np.float32)), depth, pieces
+        )
         if weight.space > self._fp8_space.shape[0]:
             self._fp8_space = self.device.empty((weight.space,), np.uint16)
         return CudaFp8Linear(weight, None if bias is None else upload(bias))
