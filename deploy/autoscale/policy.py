@@ -89,7 +89,7 @@ class Autoscaler:
         if not math.isfinite(now) or now <= self._now:
             return self.targets
         self._now, self.why = now, ""
-        seen = {role: usable(metrics, role) for role in ROLES}
+        seen: dict[str, list[WorkerSample] | None] = {role: usable(metrics, role) for role in ROLES}
         routers = metrics.routers
         if not routers or not all(router.usable for router in routers):
             seen = dict.fromkeys(ROLES)
