@@ -20,7 +20,7 @@ FOLDERS = tuple(
     for package in (router, worker, prefill_worker, decode_worker, kv_transfer)
 )
 """The code of the cores."""
-SPARED_FILES = ("own_errors.py", "events.py", "config.py")
+SPARED_FILES = ("own_errors.py", "repair.py", "integrity.py", "events.py", "config.py")
 SPARED = frozenset({
     "handle", "_mend", "_failed", "_harm", "_end_jobless", "_each", "_outputs", "_key_of",
     "check_integrity",
