@@ -33,6 +33,7 @@ from baton.engine.loading.checkpoint import load_checkpoint, require_tokenizer
 from baton.engine.loading.embedding_config import DRAW, GENERATE
 from baton.engine.loading.loader import folder_task
 from baton.proto.errors import BatonError, ConfigError
+from baton.proto.layout import KV_CHOICES
 from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES
 from baton.runtime.net.user_address import default_address
 from baton.runtime.process.cores import default_threads, plural, usable_cores
@@ -78,6 +79,9 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--max-model-len", type=count, default=0, help="longest context in tokens [the model's]"
     )
+    parser.add_argument(
+        "--kv-type", choices=KV_CHOICES, default="auto", help="type of keys and values [auto]"
+    )
     parser.set_defaults(run=run)
 
 
@@ -87,6 +91,7 @@ def _settings(arguments: argparse.Namespace) -> ServeSettings:
         prefill=arguments.prefill,
         decode=arguments.decode,
         max_model_len=arguments.max_model_len,
+        kv_type=arguments.kv_type,
     )
 
 

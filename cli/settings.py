@@ -108,6 +108,9 @@ HELP = {
     "extensions": "folder of the modules of your own classes, searched last (default: the working "
     "directory)",
     "block_size": "tokens per KV block",
+    "kv_type": "type of keys and values in KV memory; auto: bfloat16 for models with bfloat16 or "
+    "quantized weights, else float32; int8: half of bfloat16's memory, slightly less exact; device "
+    "cuda: bfloat16",
     "kv_blocks": "KV blocks per worker (0: from kv_memory)",
     "kv_memory": "memory for KV blocks per worker, such as 512MiB (default: from free memory)",
     "max_num_batched_tokens": "maximum prompt tokens per step of a prefill worker, outside mode "
@@ -116,9 +119,13 @@ HELP = {
     "chunks of at least 32 tokens (0: no target); decode workers outside mode disaggregated: "
     "within slo_itl",
     "max_num_seqs": "maximum requests per step of a decode worker",
+    "prefill_block_size": "tokens per KV block of prefill workers (0: block_size)",
+    "prefill_kv_type": "type of keys and values of prefill workers (default: kv_type)",
     "prefill_kv_blocks": "KV blocks per prefill worker (0: kv_blocks)",
     "prefill_kv_memory": "memory for KV blocks per prefill worker (default: kv_memory)",
     "prefill_max_num_seqs": "maximum running requests of a prefill worker",
+    "decode_block_size": "tokens per KV block of decode workers (0: block_size)",
+    "decode_kv_type": "type of keys and values of decode workers (default: kv_type)",
     "decode_kv_blocks": "KV blocks per decode worker (0: kv_blocks)",
     "decode_kv_memory": "memory for KV blocks per decode worker (default: kv_memory)",
     "picture_memory": "memory of a decode worker for the arrays of a picture, which limits its "
@@ -177,8 +184,10 @@ GROUPS = {
     ),
     "addresses and keys": ("address", "admin", "keys", "transport", "handoff", "run_dir"),
     "KV memory": (
-        "block_size", "kv_memory", "kv_blocks", "prefill_kv_memory", "prefill_kv_blocks",
-        "decode_kv_memory", "decode_kv_blocks", "picture_memory", "gpu_memory_utilization",
+        "kv_type", "block_size", "kv_memory", "kv_blocks", "prefill_kv_type", "prefill_block_size",
+        "prefill_kv_memory", "prefill_kv_blocks", "decode_kv_type", "decode_block_size",
+        "decode_kv_memory", "decode_kv_blocks",
+        "picture_memory", "gpu_memory_utilization",
     ),
     "routing and batching": (
         "policy", "enforce_disaggregation", "prefill_order", "max_num_seqs", "prefill_max_num_seqs",

@@ -16,6 +16,7 @@ from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.receiver_grants import Output as Received
 from baton.proto.errors import VersionMismatch
+from baton.proto.layout import KVLayout, frame_layout
 from baton.proto.limits import MAX_NAMED_BYTES, PROTOCOL_VERSION
 from baton.proto.wire.messages import (
     DEVICE,
@@ -112,6 +113,7 @@ class Handoffs:
         self._data_endpoint = data_endpoint
         self._max_frame_bytes = max_frame_bytes
         self._in_place: set[bytes] = set()  # peers whose GPU's blocks this worker reads
+        self._layouts: dict[bytes, KVLayout] = {}  # by peer, of frames of another type
 
     def handle(self, event: HandoffEvent, now: float) -> list[Output]:
         """Handle an event of a prefill worker's connection."""
@@ -122,6 +124,7 @@ class Handoffs:
             case PeerGone(peer=peer):
                 self._receiver.contacts.gone(peer, now)
                 self._in_place.discard(peer)
+                self._layouts.pop(peer, None)
                 return []
             case FrameStored():
                 return self._stored(event, now)
@@ -172,7 +175,13 @@ class Handoffs:
         in_place = peer in self._in_place
         until = now + min(message.deadline, allowed.seconds)
         outputs = self._receiver.on_reserve(
-            peer, message, now, key=key, in_place=in_place, until=until
+            peer,
+            message,
+            now,
+            key=key,
+            in_place=in_place,
+            until=until,
+            layout=self._layouts.get(peer),
         )
         return [*outputs, *self._prepare(message)]
 
@@ -229,6 +238,13 @@ class Handoffs:
         if refusal is not None:
             return ToPeer(peer, refusal)
         self._receiver.peer_moved(Holder(message.incarnation, key), peer)
+        own, theirs = self._member.identity.model.layout, message.model.layout
+        self._layouts.pop(peer, None)
+        if own != theirs:
+            frames = frame_layout(theirs, own)
+            if frames != own:
+                self._layouts[peer] = frames
+            return ToPeer(peer, self._opened(STREAMED))
         if message.pool is not None and SHARED in message.transports:
             return MapPool(peer, message.incarnation, message.pool, SHARED)
         if message.device_pool is not None and DEVICE in message.transports:
@@ -265,6 +281,7 @@ class Handoffs:
             transport=transport,
             data_endpoint=self._data_endpoint,
             max_frame_bytes=MAX_NAMED_BYTES if transport == DEVICE else self._max_frame_bytes,
+            layout=self._member.identity.model.layout,
         )
 
     def _probe(self, nonce: int) -> ProbeReply:

@@ -239,7 +239,8 @@ class DataSocket:
             source = self.pools.get(owner)
             stored(self._writer.fetch(header, blocks, source, payload))
         else:
-            stored(self._writer.write(header, blocks, payload))
+            layout = self._receiver.layout_of(header.grant)
+            stored(self._writer.write(header, blocks, payload, layout))
 
     def _stored(self, on_stored: Stored, header: KVFrame, arrived: float, intact: bool) -> None:
         if not intact:

@@ -22,6 +22,7 @@ from baton.extend import is_extension
 from baton.gateway.chat_style import REASONING_PARSERS, TOOL_CALL_PARSERS
 from baton.kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from baton.proto.errors import ConfigError
+from baton.proto.layout import KV_CHOICES
 from baton.router.config import MAX_TRACE_REQUESTS, MODES, POLICIES
 from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, LEAST_WORKER_TIMEOUT_S
 from baton.runtime.metrics.vllm import METRICS_COMPAT
@@ -55,6 +56,9 @@ CHOICES = {
     "prefill_order": PREFILL_ORDERS,
     "device": DEVICES,
     "kernels": KERNELS,
+    "kv_type": KV_CHOICES,
+    "prefill_kv_type": KV_CHOICES,
+    "decode_kv_type": KV_CHOICES,
     "share_weights": SHARE_WEIGHTS,
     "log_level": LOG_LEVELS,
     "log_format": LOG_FORMATS,
@@ -83,7 +87,9 @@ LEAST_HANDOFF_TIMEOUT = 1.0
 """Seconds: two intervals of 0.5 s at which the two sides of a handoff ping each other."""
 _MAY_BE_ZERO = (
     "workers", "gateways", "prefill_min", "prefill_max", "decode_min", "decode_max",
-    "workers_max", "kv_blocks", "prefill_kv_blocks", "decode_kv_blocks", "max_num_batched_tokens",
+    "workers_max",
+    "prefill_block_size", "decode_block_size", "kv_blocks", "prefill_kv_blocks",
+    "decode_kv_blocks", "max_num_batched_tokens",
     "decode_max_num_batched_tokens", "step_time", "max_model_len", "grace", "stats_interval",
     "trace_requests", "metrics_port", "threads", "prefill_threads", "decode_threads",
 )  # fmt: skip
@@ -135,14 +141,19 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_events_topic: str = "kv-events"
     extensions: str = ""
     block_size: int = 16
+    kv_type: str = "auto"
     kv_blocks: int = 0
     kv_memory: str = ""
     max_num_batched_tokens: int = 512
     step_time: float = 0.05
     max_num_seqs: int = 32
+    prefill_block_size: int = 0
+    prefill_kv_type: str = ""
     prefill_kv_blocks: int = 0
     prefill_kv_memory: str = ""
     prefill_max_num_seqs: int = 16
+    decode_block_size: int = 0
+    decode_kv_type: str = ""
     decode_kv_blocks: int = 0
     decode_kv_memory: str = ""
     picture_memory: str = ""
@@ -236,6 +247,7 @@ def check(settings: ServeSettings) -> ServeSettings:
     on_cpu = settings.device == "cpu"
     device_ids(settings)
     _require(on_cpu or settings.kernels == "auto", "kernels", "chooses kernels of device cpu only")
+    _check_kv(settings)
     for prefix in ("", "prefill_", "decode_"):
         blocks, memory = f"{prefix}kv_blocks", f"{prefix}kv_memory"
         parse_size(getattr(settings, memory), memory)
@@ -252,6 +264,17 @@ def check(settings: ServeSettings) -> ServeSettings:
     is_url = endpoint.startswith(("http://", "https://"))
     _require(not endpoint or is_url, "otlp_endpoint", "must begin with http:// or https://")
     return settings
+
+
+def _check_kv(settings: ServeSettings) -> None:
+    """Refuse types of keys and values that device cuda lacks, and conversions there."""
+    if settings.device == "cpu":
+        return
+    for name in ("kv_type", "prefill_kv_type", "decode_kv_type"):
+        known = getattr(settings, name) in ("", "auto", "bfloat16")
+        _require(known, name, "must be auto or bfloat16 with device cuda")
+    for name in ("prefill_block_size", "decode_block_size"):
+        _require(not getattr(settings, name), name, "needs device cpu; give block_size")
 
 
 def _check_autoscale(settings: ServeSettings) -> None:
@@ -370,6 +393,18 @@ def kv_size(settings: ServeSettings, role: str) -> tuple[int, int]:
         if blocks or memory:
             return blocks, memory
     return 0, 0
+
+
+def block_size(settings: ServeSettings, role: str) -> int:
+    """Tokens per KV block of a pool: its own setting, else that of both pools."""
+    own: int = getattr(settings, f"{role}_block_size")
+    return own or settings.block_size
+
+
+def kv_type(settings: ServeSettings, role: str) -> str:
+    """Type of keys and values of a pool: its own setting, else that of both pools."""
+    own: str = getattr(settings, f"{role}_kv_type")
+    return own or settings.kv_type
 
 
 def given_threads(settings: ServeSettings, role: str) -> int:

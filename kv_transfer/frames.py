@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.errors import InternalError
+from baton.proto.layout import KVLayout
 from baton.proto.wire.messages import KVFrame
 
 PERIOD_S = 1.0
@@ -53,6 +54,18 @@ class BlockKernels(Protocol):
         payload: Bytes,
     ) -> int:
         """Copy ``payload`` into blocks and return its XXH3-64."""
+        ...
+
+    def convert_blocks(
+        self,
+        source: npt.NDArray[np.float32],
+        target: npt.NDArray[np.float32],
+        layers: tuple[int, int, int],
+        source_ids: Int32,
+        target_ids: Int32,
+        first: int,
+    ) -> None:
+        """Copy tokens between pools with other block sizes or types of keys and values."""
         ...
 
     def checksum(self, payload: Bytes) -> int:
@@ -185,13 +198,37 @@ class FramePacker:
         payload = self._pool[frame.layer_start, start : start + count].reshape(-1).view(np.uint8)
         return msgspec.structs.replace(frame, checksum=self._kernels.checksum(payload)), payload
 
-    def pack(self, frame: KVFrame, block_table: Int32, out: Bytes) -> KVFrame:
-        """Fill ``out`` (``frame.nbytes`` bytes) and return the header with its checksum."""
+    def pack(
+        self, frame: KVFrame, block_table: Int32, out: Bytes, layout: KVLayout | None = None
+    ) -> KVFrame:
+        """Fill ``out`` (``frame.nbytes`` bytes) and return the header with its checksum.
+
+        ``layout``: of the frame, if its blocks or its type differ from the pool's.
+        """
+        if layout is not None:
+            return self._converted(frame, block_table, out, layout)
         blocks = block_table[frame.block_start : frame.block_start + frame.block_count]
         checksum = self._kernels.gather_blocks(
             self._pool, frame.layer_start, frame.layer_count, blocks, out
         )
         return msgspec.structs.replace(frame, checksum=checksum)
+
+    def _converted(
+        self, frame: KVFrame, block_table: Int32, out: Bytes, layout: KVLayout
+    ) -> KVFrame:
+        size = self._pool.shape[4]
+        first = frame.block_start * layout.block_size
+        end = first + frame.block_count * layout.block_size
+        blocks = np.array(block_table[first // size : -(-end // size)], np.int32)
+        self._kernels.convert_blocks(
+            self._pool,
+            layout.blocks_of(out, frame.layer_count),
+            (frame.layer_start, 0, frame.layer_count),
+            blocks,
+            np.arange(frame.block_count, dtype=np.int32),
+            first % size,
+        )
+        return msgspec.structs.replace(frame, checksum=self._kernels.checksum(out))
 
     def name(self, frame: KVFrame, block_table: Int32) -> tuple[KVFrame, Bytes]:
         """Return header and payload for a receiver that maps this pool.
@@ -213,10 +250,27 @@ class FrameWriter:
         self._kernels = kernels
         self._pool = pool
 
-    def write(self, frame: KVFrame, blocks: Int32, payload: Bytes) -> bool:
-        """Write a payload. Return False if it is damaged; its cells then stay missing."""
+    def write(
+        self, frame: KVFrame, blocks: Int32, payload: Bytes, layout: KVLayout | None = None
+    ) -> bool:
+        """Write a payload. Return False if it is damaged; its cells then stay missing.
+
+        ``layout``: of the frame, if its type differs from the pool's.
+        """
         if payload.nbytes != frame.nbytes:
             return False
+        if layout is not None:
+            if self._kernels.checksum(payload) != frame.checksum:
+                return False
+            self._kernels.convert_blocks(
+                layout.blocks_of(payload, frame.layer_count),
+                self._pool,
+                (0, frame.layer_start, frame.layer_count),
+                np.arange(frame.block_count, dtype=np.int32),
+                blocks,
+                0,
+            )
+            return True
         digest = self._kernels.scatter_blocks(
             self._pool, frame.layer_start, frame.layer_count, blocks, payload
         )

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.errors import InternalError, ProtocolError
+from baton.proto.layout import KVLayout
 from baton.proto.wire.messages import Commit, GrantRef, KVFrame, Message, Reserve
 
 from .store import A
@@ -80,6 +81,7 @@ class Slot(Generic[A]):
     progress_at: float = 0.0
     asked_at: float = 0.0
     credit: int = 0
+    layout: KVLayout | None = None  # of frames, unless they have this worker's blocks
     in_place: bool = False  # frames name blocks of the sender's GPU and carry no payload
 
     def step(self, event: str) -> None:

@@ -91,12 +91,14 @@ class Receiver(Generic[A]):
         key: bytes = b"",
         in_place: bool = False,
         until: float = float("inf"),
+        layout: KVLayout | None = None,
     ) -> list[Output[A]]:
         """Grant blocks or answer Busy. A repeated Reserve gets the same answer.
 
         ``key``: of the sender's connection; only it may use the grant. ``in_place``: this worker
         reads the blocks of the sender's GPU. ``until``: end of the grant, if it is earlier than the
-        deadline that the sender states.
+        deadline that the sender states. ``layout``: of the frames, if their type differs from this
+        worker's.
         """
         name = (message.request, message.attempt)
         past = self._past.is_past(message.request, message.attempt, now)
@@ -112,7 +114,9 @@ class Receiver(Generic[A]):
             self._grants.unblock(slot, now)
             return [Reply(peer, self._grants.grant_message(slot))]
         outputs = self._grants.drop(slot) if slot else []
-        granted = self._reserve(peer, message, now, key=key, in_place=in_place, until=until)
+        granted = self._reserve(
+            peer, message, now, key=key, in_place=in_place, until=until, layout=layout
+        )
         return [*outputs, Reply(peer, granted)]
 
     def holds(self, message: Reserve) -> bool:
@@ -135,9 +139,19 @@ class Receiver(Generic[A]):
         return len(message.hashes) <= tokens // self._grants.layout.block_size
 
     def _reserve(
-        self, peer: Peer, message: Reserve, now: float, *, key: bytes, in_place: bool, until: float
+        self,
+        peer: Peer,
+        message: Reserve,
+        now: float,
+        *,
+        key: bytes,
+        in_place: bool,
+        until: float,
+        layout: KVLayout | None,
     ) -> Message:
-        slot = self._grants.reserve(peer, message, now, key=key, in_place=in_place, until=until)
+        slot = self._grants.reserve(
+            peer, message, now, key=key, in_place=in_place, until=until, layout=layout
+        )
         if slot is None:
             return Busy(
                 request=message.request,
@@ -193,6 +207,11 @@ class Receiver(Generic[A]):
         """The prefill worker that reserved a grant; None if the grant has ended."""
         slot = self._grants.table.find(grant)
         return None if slot is None else _owner(slot)
+
+    def layout_of(self, grant: GrantRef) -> KVLayout | None:
+        """Return the layout of a grant's frames if their type differs from this worker's."""
+        slot = self._grants.table.find(grant)
+        return None if slot is None else slot.layout
 
     def attempt_of(self, grant: GrantRef) -> tuple[bytes, int] | None:
         """Return the attempt that a grant serves; None if the grant has ended."""

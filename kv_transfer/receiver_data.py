@@ -64,7 +64,7 @@ class ReceiverData(Generic[A]):
             raise ProtocolError(f"KV frame {frame.index}: layers outside the model")
         if blocks.start < 0 or blocks.stop > cells.shape[1]:
             raise ProtocolError(f"KV frame {frame.index}: blocks outside the grant")
-        if frame.nbytes != len(layers) * len(blocks) * self._grants.layout.block_bytes:
+        if frame.nbytes != len(layers) * len(blocks) * self._grants.block_bytes(slot):
             raise ProtocolError(
                 f"KV frame {frame.index}: {frame.nbytes} bytes do not fit its shape"
             )

@@ -104,11 +104,13 @@ class ReceiverGrants(Generic[A]):
         key: bytes = b"",
         in_place: bool = False,
         until: float = float("inf"),
+        layout: KVLayout | None = None,
     ) -> Slot[A] | None:
         """Reserve the blocks of a request and its first credit; None if too few blocks are free.
 
         ``until``: end of the grant, if the deadline of the Reserve is later.
         ``in_place``: the frames name blocks of the sender's GPU, so they need no memory here.
+        ``layout``: of the frames, if their type differs from this worker's.
         """
         allocation = self._store.reserve(message.hashes, message.num_tokens, message.growth, key)
         if allocation is None:
@@ -117,13 +119,13 @@ class ReceiverGrants(Generic[A]):
         slot = self.table.take()
         slot.step("reserve")
         slot.reserve, slot.peer, slot.allocation = message, peer, allocation
-        slot.key = key
+        slot.key, slot.layout = key, layout
         slot.expires, slot.progress_at, slot.asked_at = expires, now, now
         blocks = self.layout.blocks_for(message.num_tokens)
         slot.arrived = np.zeros((self.layout.num_layers, blocks), np.bool_)
         slot.arrived[:, : allocation.cached_blocks] = True
         missing = (blocks - allocation.cached_blocks) * self.layout.num_layers
-        expected = missing * self.layout.block_bytes
+        expected = missing * self.block_bytes(slot)
         slot.credit = self.credits.open(slot.index, expected, limited=not in_place)
         slot.in_place = in_place
         self.table.live[message.request] = slot
@@ -142,7 +144,11 @@ class ReceiverGrants(Generic[A]):
     def absent_bytes(self, slot: Slot[A]) -> int:
         """Bytes of the cells that have not arrived."""
         absent = 0 if slot.arrived is None else int(np.count_nonzero(~slot.arrived))
-        return absent * self.layout.block_bytes
+        return absent * self.block_bytes(slot)
+
+    def block_bytes(self, slot: Slot[A]) -> int:
+        """Bytes of a block of one layer in the frames of a grant."""
+        return (slot.layout or self.layout).block_bytes
 
     def grant_message(self, slot: Slot[A]) -> Grant:
         """Return the Grant that describes the slot now."""

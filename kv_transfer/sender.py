@@ -117,15 +117,17 @@ class Sender:
         *,
         shared: bool = False,
         fenced: bool = False,
+        layout: KVLayout | None = None,
     ) -> list[Output]:
         """Reserve blocks at ``endpoint``. No frame will exceed ``frame_limit`` bytes.
 
         ``shared``: the decode worker reads the blocks from this worker's pool. ``fenced``: the
-        decode worker may still read them after the handoff has failed.
+        decode worker may still read them after the handoff has failed. ``layout``: of the frames,
+        if it differs from this worker's blocks.
         """
         key = (reserve.request, reserve.attempt)
         handoff = self._live[key] = Handoff(
-            layout=self._layout,
+            layout=layout or self._layout,
             config=self._config,
             key=key,
             endpoint=endpoint,

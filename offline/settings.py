@@ -51,14 +51,19 @@ class ClusterSettings(TypedDict, total=False):
     kv_events_topic: str
     extensions: str
     block_size: int
+    kv_type: str
     kv_blocks: int
     kv_memory: str
     max_num_batched_tokens: int
     step_time: float
     max_num_seqs: int
+    prefill_block_size: int
+    prefill_kv_type: str
     prefill_kv_blocks: int
     prefill_kv_memory: str
     prefill_max_num_seqs: int
+    decode_block_size: int
+    decode_kv_type: str
     decode_kv_blocks: int
     decode_kv_memory: str
     picture_memory: str

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.kv_transfer.timeout import ASK_EVERY_S, HANDOFF_TIMEOUT_S, OWN_PAUSE_S
+from baton.proto.layout import KVLayout, frame_layout
 from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.wire.messages import (
     DEVICE,
@@ -73,6 +74,7 @@ class DecodeLink:
     repeat_at: float = 0.0  # Open or Ping
     last_nonce: int = 0
     frame_limit: int = 0  # bytes the peer accepts in one KV frame
+    layout: KVLayout | None = None  # of the frames; None: as this worker's blocks
     denied: bool = False  # refused by the peer's key list, which may change
     no_data_since: float | None = None  # the data connection has been missing since then
 
@@ -197,6 +199,8 @@ class DecodeLinks:
         link.state, link.unanswered_since, link.denied = LinkState.OPEN, None, False
         link.worker, link.incarnation = message.worker, message.incarnation
         link.transport, link.frame_limit = message.transport, message.max_frame_bytes
+        own, theirs = self._me.model.layout, message.layout
+        link.layout = None if theirs in (None, own) else frame_layout(own, theirs)
         if link.no_data_since is not None:
             link.no_data_since = now  # perhaps another process: restart the timeout
 

@@ -8,6 +8,7 @@ from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, Grammar
 from baton.engine.scheduling.plan import Int32
 from baton.kv_transfer import sender_handoff as handoff
 from baton.kv_transfer.sender_handoff import Key
+from baton.proto.layout import KVLayout
 from baton.proto.wire.messages import Message
 from baton.worker.events import (
     AbandonStep,
@@ -131,12 +132,14 @@ class PackFrame:
     """Gather these cells from the pool, send them, report :class:`Packed` or :class:`NotPacked`.
 
     ``block_table``: int32, pool block of each logical block. ``shared``: the peer reads the
-    blocks itself, so the frame carries only their ids.
+    blocks itself, so the frame carries only their ids. ``layout``: of the frame; None: as the
+    pool's.
     """
 
     send: handoff.SendFrame
     block_table: Int32
     shared: bool = False
+    layout: KVLayout | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -16,6 +16,7 @@ from baton.kv_transfer import sender_handoff as handoff
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.sender_handoff import Key
 from baton.proto.errors import AccessDenied, InternalError
+from baton.proto.layout import frame_layout, layout_mismatch
 from baton.proto.wire.messages import (
     DEVICE,
     READ_IN_PLACE,
@@ -100,7 +101,8 @@ class Handoffs:
         """Reserve blocks for the job at its decode worker."""
         self._serial += 1
         incarnation = self._member.identity.incarnation
-        reserve = job.reserve(incarnation, self._serial, self._growth, now)
+        layout = link.layout or self._member.identity.model.layout
+        reserve = job.reserve(incarnation, self._serial, self._growth, layout.block_size, now)
         outputs = self._sender.start(
             link.endpoint,
             link.incarnation,
@@ -109,6 +111,7 @@ class Handoffs:
             link.frame_limit,
             shared=link.transport in READ_IN_PLACE,
             fenced=link.transport == DEVICE,
+            layout=link.layout,
         )
         return self._outputs(outputs)
 
@@ -271,15 +274,27 @@ class Handoffs:
             yield from self._outputs(self._sender.peer_lost(endpoint, reason, link.incarnation))
         elif link.incarnation:
             yield from self._outputs(self._sender.reconnected(endpoint, now))
-        block_bytes = self._member.identity.model.layout.block_bytes
-        if message.max_frame_bytes < block_bytes:
-            limit = f"{message.max_frame_bytes} bytes, a block has {block_bytes}"
-            refusal = OpenRefused(field="max_frame_bytes", ours=limit, theirs="whole blocks")
+        refusal = self._unusable(message)
+        if refusal is not None:
             yield from self._open_refused(endpoint, refusal)
             return
         self._links.opened(link, message, now)
         self._queue.wake(endpoint)
         yield OpenData(endpoint, message.data_endpoint)
+
+    def _unusable(self, message: Opened) -> OpenRefused | None:
+        """Return why frames cannot be sent to a worker that has accepted the link, or None."""
+        model = self._member.identity.model
+        theirs = message.layout or model.layout
+        mismatch = layout_mismatch(theirs, model.layout, converts=model.converts)
+        if mismatch is not None:
+            field, other, own = mismatch
+            return OpenRefused(field=field, ours=other, theirs=own)
+        block_bytes = frame_layout(model.layout, theirs).block_bytes
+        if message.max_frame_bytes >= block_bytes:
+            return None
+        limit = f"{message.max_frame_bytes} bytes, a block has {block_bytes}"
+        return OpenRefused(field="max_frame_bytes", ours=limit, theirs="whole blocks")
 
     def _open_refused(self, endpoint: str, message: OpenRefused) -> list[Action]:
         self._queue.wake(endpoint)
@@ -354,7 +369,8 @@ class Handoffs:
             return
         if self._sender.may_be_read(output.key) and output.key not in self._readers:
             self._readers[output.key] = self._cache.hold(allocation)
-        yield PackFrame(output, allocation.block_table, shared)
+        layout = None if link is None else link.layout
+        yield PackFrame(output, allocation.block_table, shared, layout)
 
     def _not_read(self, key: Key) -> None:
         """Free the blocks held for a decode worker's reads, unless it may still read them."""

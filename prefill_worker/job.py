@@ -146,8 +146,10 @@ class Job:
             *self.key, position - self.shift, prompt, router=self.router, proof=self.proof
         )
 
-    def reserve(self, incarnation: int, serial: int, growth: int, now: float) -> Reserve:
-        """Return the Reserve message for the decode worker.
+    def reserve(
+        self, incarnation: int, serial: int, growth: int, block_size: int, now: float
+    ) -> Reserve:
+        """Return the Reserve message for the decode worker, which has blocks of ``block_size``.
 
         A picture gets the blocks of all its steps, because its state cannot be computed there again
         if it lost them to another request.
@@ -159,7 +161,7 @@ class Job:
             request=self.key[0],
             attempt=self.key[1],
             incarnation=incarnation,
-            hashes=sequence.extend_hashes(),
+            hashes=sequence.hashes_by(block_size),
             num_tokens=sequence.num_tokens,
             growth=min(sequence.remaining_tokens, growth),
             serial=serial,

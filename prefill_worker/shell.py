@@ -124,12 +124,12 @@ class PrefillShell(TextHost):
             packed(send.frame, table, sent, lambda: self.feed(events.NotPacked(send.key)))
         elif action.shared:
             sent(*self._packer.name(send.frame, table))
-        elif (ready := self._packer.view(send.frame, table)) is not None:
+        elif action.layout is None and (ready := self._packer.view(send.frame, table)) is not None:
             sent(*ready)
         else:
             buffers = self._sockets.buffers
             payload = buffers.take(send.frame.nbytes)
-            frame = self._packer.pack(send.frame, table, payload)
+            frame = self._packer.pack(send.frame, table, payload, action.layout)
             sent(frame, payload, lambda: buffers.release(payload))
 
     def _execute(self, plan: StepPlan, /) -> Any:

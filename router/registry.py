@@ -104,6 +104,14 @@ class Registry:
         """Roles of the workers that the served model needs."""
         return roles_for("generate" if self.card is None else self.card.task)
 
+    @property
+    def kv_types(self) -> list[str]:
+        """Types of keys and values of the live workers, or of the card while there are none."""
+        cards = [worker.card for worker in self._live.values()]
+        if not cards and self.card is not None:
+            cards = [self.card]
+        return sorted({card.layout.dtype for card in cards})
+
     def by_identity(self, identity: bytes) -> Worker | None:
         """Return the worker of a connection, or None before its Hello."""
         return self._by_identity.get(identity)

@@ -144,7 +144,7 @@ class Reporter:
             "task": card.task if card else "",
             "architecture": card.architecture if card else "",
             "numerics": card.numerics if card else "",
-            "kv_dtype": card.layout.dtype if card else "",
+            "kv_dtype": " and ".join(self._registry.kv_types) if card else "",
             "clients": len(self._clients),
             "batch_slots": self._registry.slots,
             "requests": {

@@ -160,5 +160,6 @@ class DecodeNode(EngineNode[DecodeCore]):
         if frame.shared:
             intact = self._fetch(frame, blocks, payload, holder.incarnation)
         else:
-            intact = self.writer.write(frame, blocks, payload)
+            layout = self.receiver.layout_of(frame.grant)
+            intact = self.writer.write(frame, blocks, payload, layout)
         self.feed(decode.FrameStored(frame, intact))

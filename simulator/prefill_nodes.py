@@ -172,14 +172,16 @@ class PrefillNode(EngineNode[PrefillCore]):
 
     def _packed(self, action: prefill.PackFrame) -> None:
         send = action.send
-        ready = self.packer.view(send.frame, action.block_table)
+        ready = None
+        if action.layout is None:
+            ready = self.packer.view(send.frame, action.block_table)
         if action.shared:
             frame, payload = self.packer.name(send.frame, action.block_table)
         elif ready is not None:
             frame, payload = ready
         else:
             payload = np.empty(send.frame.nbytes, np.uint8)
-            frame = self.packer.pack(send.frame, action.block_table, payload)
+            frame = self.packer.pack(send.frame, action.block_table, payload, action.layout)
         self._send_frame(send.endpoint, frame, payload)
         self.feed(prefill.Packed(send.key, frame.index, frame.checksum))
 

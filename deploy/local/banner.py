@@ -23,11 +23,18 @@ from baton.router.describe import read_text_files
 from baton.runtime.keys.api_keys import KEY_VARIABLE
 from baton.text.model_files import TokenizerSettings
 
-from ..config import ANY_HTTP_PORT, HTTP_PORT, ServeSettings, kv_size, shares_memory
+from ..config import (
+    ANY_HTTP_PORT,
+    HTTP_PORT,
+    ServeSettings,
+    block_size,
+    kv_size,
+    shares_memory,
+)
 from ..messages import mebibytes
 from ..plan.plan import ClusterPlan
 from ..report import ClusterReport, WorkerReport
-from ..roles import GATEWAY
+from ..roles import GATEWAY, POOLS
 
 
 class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +72,7 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
         transport=_transport(plan.settings),
         security=_security(plan),
         context=context,
-        block_size=plan.settings.block_size,
+        block_size=min(block_size(plan.settings, role) for role in POOLS),
         kv_memory="" if embeds else _kv_memory(plan),
         warning=kernels_warning(plan.settings),
         hints=_hints(plan) if hint else (),

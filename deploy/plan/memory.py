@@ -9,6 +9,7 @@ import msgspec
 
 from baton.engine.loading.checkpoint import Checkpoint, load_checkpoint
 from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.kv_types import AUTO, kv_type_of
 from baton.engine.loading.loader import folder_task
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.loading import (
@@ -18,6 +19,7 @@ from baton.engine.pictures.loading import (
     state_layout,
 )
 from baton.engine.pictures.memory import USUAL_PIXELS, picture_bytes
+from baton.proto.layout import KVLayout
 
 from ..roles import DECODE
 
@@ -49,14 +51,16 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
         return self.drawing if self.drawing and role == DECODE else self.weights
 
 
-def folder_memory(folder: str, max_length: int, block_size: int) -> ModelMemory:
-    """Return the memory of the model in a folder.
+def folder_memory(
+    folder: str, max_length: int, block_size: int, kv_type: str = AUTO
+) -> ModelMemory:
+    """Return the memory of the model in a folder. ``kv_type``: of its keys and values.
 
     The context of a picture model is the state of a picture with a negative prompt, of the usual
     number of tokens. Raises CheckpointError for the folder's files.
     """
     if folder_task(folder) != DRAW:
-        return model_memory(load_checkpoint(folder), max_length)
+        return model_memory(load_checkpoint(folder), max_length, kv_type)
     pictures = open_folder(folder)
     layout = state_layout(pictures, block_size)
     row = max_length or longest_row(block_size, USUAL_PROMPT_TOKENS)
@@ -68,12 +72,19 @@ def folder_memory(folder: str, max_length: int, block_size: int) -> ModelMemory:
     )
 
 
-def model_memory(checkpoint: Checkpoint, max_length: int) -> ModelMemory:
-    """Bytes of a worker's packed weights, and of the float32 KV of a context of maximum length."""
+def model_memory(checkpoint: Checkpoint, max_length: int, kv_type: str = AUTO) -> ModelMemory:
+    """Bytes of a worker's packed weights, and of the KV of a context of maximum length."""
     config = checkpoint.config
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=1,
+        dtype=kv_type_of(checkpoint, kv_type),
+    )
     length = max_length or config.rope.default_length()
-    token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
-    return ModelMemory(weights=checkpoint.tensors.loaded_bytes, context=length * token)
+    context = length * layout.token_bytes
+    return ModelMemory(weights=checkpoint.tensors.loaded_bytes, context=context)
 
 
 def kv_share(free: int, workers: int, batch: int, model: ModelMemory, copies: int = 0) -> int:

@@ -23,6 +23,7 @@ from baton.engine.kernels.load import BUILD_KERNELS, compiled_kernels_problem
 from baton.engine.kernels.shared_weights import has_huge_pages
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.embedding_config import DRAW, EMBED, GENERATE
+from baton.engine.loading.kv_types import AUTO
 from baton.engine.loading.loader import DEFAULT_KV_BYTES, folder_task
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.loading import longest_row
@@ -36,15 +37,17 @@ from baton.runtime.process.otlp import check_installed
 from ..config import (
     COLOCATED,
     ServeSettings,
+    block_size,
     demo_model_folder,
     device_ids,
     kv_size,
+    kv_type,
     parse_size,
     with_colocated_workers,
 )
 from ..local.run_folder import RunFolder
 from ..messages import mebibytes
-from ..roles import GATEWAY
+from ..roles import GATEWAY, POOLS
 from ..supervise.core import describe_exit
 from ..supervise.process import child_environment
 from .addresses import client_addresses, free_ports
@@ -312,6 +315,12 @@ def served_context(settings: ServeSettings) -> int:
     return settings.max_model_len or rope.default_length()
 
 
+def kv_kind(settings: ServeSettings, role: str) -> str:
+    """Return the type of a pool's keys and values; kernels without quantization have float32."""
+    kind = kv_type(settings, role)
+    return "float32" if kind == AUTO and settings.kernels == "cpu-floats" else kind
+
+
 def default_kv_bytes(settings: ServeSettings) -> int:
     """Default KV memory per worker in bytes, from the free memory.
 
@@ -323,7 +332,12 @@ def default_kv_bytes(settings: ServeSettings) -> int:
         return DEFAULT_KV_BYTES
     try:
         folder = model_folder(settings)
-        model = folder_memory(folder, settings.max_model_len, settings.block_size)
+        length, size = settings.max_model_len, settings.block_size
+        needs = [
+            folder_memory(folder, length, size, kind)
+            for kind in {kv_kind(settings, role) for role in POOLS}
+        ]
+        model = max(needs, key=lambda need: need.context)
     except BatonError:
         return DEFAULT_KV_BYTES  # the workers report the error
     batch = max(settings.max_num_seqs, settings.prefill_max_num_seqs)
@@ -370,9 +384,11 @@ def sizing_of(settings: ServeSettings, *, measured: bool = True) -> Sizing | Non
         return None
     checkpoint = load_checkpoint(model_folder(settings))
     workers = sized_for(settings)
-    blocks, memory = kv_size(settings, "decode" if settings.decode else "prefill")
-    token = model_memory(checkpoint, 1).context
-    kv_bytes = blocks * settings.block_size * token or memory or default_kv_bytes(settings)
+    role = "decode" if settings.decode else "prefill"
+    blocks, memory = kv_size(settings, role)
+    kind = kv_kind(settings, role)
+    token = model_memory(checkpoint, 1, kind).context
+    kv_bytes = blocks * block_size(settings, role) * token or memory or default_kv_bytes(settings)
     if settings.task == EMBED:
         kv_bytes = 0
     threads = settings.decode_threads or settings.threads or default_threads(workers).count
@@ -382,6 +398,7 @@ def sizing_of(settings: ServeSettings, *, measured: bool = True) -> Sizing | Non
         kv_bytes,
         shares=shares_weights(settings),
         speed=measure(checkpoint, threads) if measured else None,
+        kv_type=kind,
     )
 
 
@@ -462,14 +479,19 @@ def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, 
     if total is None:
         return ""
     try:
-        token = folder_memory(model_folder(settings), 1, settings.block_size)
+        folder, size = model_folder(settings), settings.block_size
+        needs = {
+            role: folder_memory(folder, 1, size, kv_kind(settings, role))
+            for role, count in counts.items() if count
+        }  # fmt: skip
     except BatonError:
         return ""  # the workers report the error
     need = sum(
-        count * _worker_bytes(settings, role, kv_default, token) for role, count in counts.items()
+        counts[role] * _worker_bytes(settings, role, kv_default, token)
+        for role, token in needs.items()
     )
     if shares_weights(settings):
-        need -= (sum(counts.values()) - 1) * token.weights
+        need -= (sum(counts.values()) - 1) * max(token.weights for token in needs.values())
     if need <= total:
         return ""
     workers = " and ".join(f"{count} {role}" for role, count in counts.items() if count)
@@ -484,6 +506,6 @@ def _worker_bytes(settings: ServeSettings, role: str, kv_default: int, token: Mo
     if settings.task == EMBED:
         return PROCESS_BYTES + weights
     blocks, memory = kv_size(settings, role)
-    kv = blocks * settings.block_size * token.context or memory or kv_default
+    kv = blocks * block_size(settings, role) * token.context or memory or kv_default
     pictures = parse_size(settings.picture_memory) if role == "decode" else 0
     return PROCESS_BYTES + weights + kv + pictures

@@ -16,7 +16,7 @@ from .prepare import check_extensions, check_model
 
 FIXED = (
     "task", "routers", "gateways", "http_host", "http_port", "address", "transport", "run_dir",
-    "keys", "admin", "device", "device_ids",
+    "keys", "admin", "device", "device_ids", "kv_type", "prefill_kv_type", "decode_kv_type",
     "prefill", "decode", "prefill_min", "prefill_max", "decode_min", "decode_max", "workers_max",
 )  # fmt: skip
 """Settings that a rollout cannot change: addresses, and settings with a separate command."""

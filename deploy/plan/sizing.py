@@ -19,6 +19,7 @@ from baton.engine.kernels.backend import Backend, QuantizedWeights, Weights
 from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.quantized import KINDS
 from baton.engine.loading.checkpoint import Checkpoint
+from baton.engine.loading.kv_types import AUTO, kv_type_of
 from baton.engine.loading.safetensors import TensorEntry, is_narrow
 from baton.runtime.process.cores import plural
 
@@ -58,6 +59,7 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     file_bytes: int
     weights_bytes: int
+    kv_type: str
     kv_token_bytes: int
     workers: int
     private_bytes: int
@@ -69,16 +71,26 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sizing(
-    checkpoint: Checkpoint, workers: int, kv_bytes: int, *, shares: bool, speed: Speed | None
+    checkpoint: Checkpoint,
+    workers: int,
+    kv_bytes: int,
+    *,
+    shares: bool,
+    speed: Speed | None,
+    kv_type: str = AUTO,
 ) -> Sizing:
-    """Return the needs of a text model. ``kv_bytes``: of the KV memory of each worker."""
-    weights = model_memory(checkpoint, 1).weights
-    token = model_memory(checkpoint, 1).context
+    """Return the needs of a text model.
+
+    ``kv_bytes``: of the KV memory of each worker. ``kv_type``: of the keys and values there.
+    """
+    needs = model_memory(checkpoint, 1, kv_type)
+    weights, token = needs.weights, needs.context
     own = process_bytes(checkpoint.config.vocab_size) + kv_bytes
     return Sizing(
         parameters=checkpoint.tensors.elements,
         file_bytes=checkpoint.tensors.nbytes,
         weights_bytes=weights,
+        kv_type=kv_type_of(checkpoint, kv_type),
         kv_token_bytes=token,
         workers=workers,
         private_bytes=workers * (weights + own),
@@ -95,7 +107,7 @@ def lines(found: Sizing) -> Iterator[tuple[str, str]]:
     size = (
         f"{found.parameters:,} parameters, {mebibytes(found.file_bytes)} in the file, "
         f"{mebibytes(found.weights_bytes)} in memory, {mebibytes(found.kv_token_bytes)} of KV "
-        "memory per token"
+        f"memory per token ({found.kv_type})"
     )
     yield "size", size
     memory = (

@@ -149,7 +149,7 @@ def _kv_memory(model: str, runner: RunnerConfig, config: Any) -> int:
     if free is None:
         return DEFAULT_KV_BYTES
     try:
-        needs = folder_memory(model, runner.max_length, runner.block_size)
+        needs = folder_memory(model, runner.max_length, runner.block_size, runner.kv_type)
     except BatonError:
         return DEFAULT_KV_BYTES  # the worker will report the model's problem
     batch = getattr(config, "max_batch", 0) or getattr(config, "max_active", 1)

@@ -91,6 +91,7 @@ def rope_append(
     eps: float,
     kv_layer: F32,
     q_out: F32,
+    rounding: int,
     /,
 ) -> None: ...
 def attention(
@@ -112,6 +113,19 @@ def gather(
 def scatter(
     isa: int, pool: F32, layer_start: int, layer_count: int, block_ids: I32, payload: U8, /
 ) -> int | None: ...
+def convert_blocks(
+    isa: int,
+    source: F32,
+    target: F32,
+    source_layer: int,
+    source_layers: int,
+    target_layer: int,
+    target_layers: int,
+    source_ids: I32,
+    target_ids: I32,
+    first: int,
+    /,
+) -> None: ...
 def copy_blocks(
     isa: int,
     source: F32,

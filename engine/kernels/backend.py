@@ -132,8 +132,12 @@ class Backend(Protocol):
     """Name of the arithmetic (kernels, build, instruction set); equal names give equal bits."""
     row_independent: bool
     """True if a row's bits do not depend on the other rows (False: NumPy with BLAS)."""
+    kv_types: tuple[str, ...]
+    """Types of keys and values that the kernels have, as KVLayout names them."""
     kv_dtype: str
-    """Element type of keys and values, as :class:`~baton.proto.layout.KVLayout` names it."""
+    """Type in which a model's keys and values are kept, one of these."""
+    kv_rounding: str
+    """Type to which they are rounded before, not wider than ``kv_dtype``."""
     on_host: bool
     """True if arrays are NumPy arrays, so that other code may read them without a copy."""
     head_sizes: tuple[int, ...]
@@ -172,8 +176,13 @@ class Backend(Protocol):
         """Return host rows, a table or a norm's weights in the kernels' element type."""
         ...
 
-    def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
-        """Allocate a zeroed KV pool ``[L, NB, 2, Hk, BS, D]``; ``allocate``: for host memory."""
+    def kv_pool(
+        self, shape: tuple[int, ...], allocate: Callable[[int], U8], dtype: str = ""
+    ) -> F32:
+        """Allocate a zeroed KV pool ``[L, NB, 2, Hk, BS, E]``; ``allocate``: for host memory.
+
+        ``dtype``: one of ``kv_types``, by default the first. ``E``: as KVLayout states it.
+        """
         ...
 
     def pool_ticket(self, pool: F32) -> DeviceTicket | None:
@@ -261,13 +270,15 @@ class Backend(Protocol):
         eps: float,
         kv_layer: F32,
         q_out: F32,
+        rounding: str = "",
     ) -> None:
         """Normalise and rotate q and k, then write q out and k, v into the paged cache.
 
         Per row of ``qkv[T, (Hq + 2 Hk) * D]``: optional per-head RMSNorm of q and k, rotate-half
         RoPE with ``cos_sin[max_position, D]`` (first half cos, second half sin); q goes to
         ``q_out[T, Hq, D]``, k and v into ``kv_layer[NB, 2, Hk, BS, D]`` at flat slot
-        ``block * BS + offset``. The slots of one call are distinct.
+        ``block * BS + offset``. The slots of one call are distinct. ``rounding``: the type to
+        which keys and values are rounded, by default that of ``kv_layer``.
         """
         ...
 
@@ -366,6 +377,23 @@ class Backend(Protocol):
         ``NB``; ``source`` may be read-only. Returns the XXH3-64 of the copied bytes, equal to the
         result of :meth:`gather_blocks` for the same source blocks. Wrong arguments raise
         ValueError before anything is written.
+        """
+        ...
+
+    def convert_blocks(
+        self,
+        source: F32,
+        target: F32,
+        layers: tuple[int, int, int],
+        source_ids: I32,
+        target_ids: I32,
+        first: int,
+    ) -> None:
+        """Copy tokens between pools with other block sizes or types of keys and values.
+
+        ``layers``: first layer in ``source``, first layer in ``target``, their number. Token
+        ``first + i`` of the blocks ``source_ids`` becomes token ``i`` of ``target_ids``; tokens
+        after the last one are zeros. Wrong arguments raise ValueError before anything is written.
         """
         ...
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from baton.proto.layout import KV_TYPES
+
 from ..kernels import _cpu
 from .audio import HostAudio, with_margins
 from .backend import (
@@ -257,10 +259,12 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
         eps: float,
         kv_layer: F32,
         q_out: F32,
+        rounding: str = "",
     ) -> None:
         """Normalise and rotate q and k; write q to ``q_out``, k and v into the paged cache."""
+        kind = KV_TYPES.index(rounding) if rounding else -1
         _cpu.rope_append(
-            self._call, qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv_layer, q_out
+            self._call, qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv_layer, q_out, kind
         )
 
     def attention(
@@ -436,6 +440,21 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
             digest = self.gather_blocks(source, layer_start, layer_count, source_ids, payload)
             self.scatter_blocks(target, layer_start, layer_count, target_ids, payload)
         return digest
+
+    def convert_blocks(
+        self,
+        source: F32,
+        target: F32,
+        layers: tuple[int, int, int],
+        source_ids: I32,
+        target_ids: I32,
+        first: int,
+    ) -> None:
+        """Copy tokens between pools with other block sizes or types; see the protocol."""
+        start, to, count = layers
+        _cpu.convert_blocks(
+            self._isa, source, target, start, count, to, count, source_ids, target_ids, first
+        )
 
     def sum_blocks(self, pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> int:
         """Return the XXH3-64 that :meth:`gather_blocks` would return; writes nothing."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from baton.proto.layout import KVLayout
+from baton.proto.layout import KV_TYPES, KVLayout
 from baton.proto.wire.messages import DeviceTicket
 
 from .backend import F32, I32, U8, A, Backend, Gpu, Mapping
@@ -18,7 +18,9 @@ from .memory import host_pool
 class HostArrays:
     """The array methods of a backend whose kernels read NumPy arrays."""
 
+    kv_types: tuple[str, ...] = KV_TYPES
     kv_dtype = "float32"
+    kv_rounding = "float32"
     on_host = True
     head_sizes: tuple[int, ...] = ()
     column_multiple = 1
@@ -54,9 +56,11 @@ class HostArrays:
         """Return the weights unchanged."""
         return weights
 
-    def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> F32:
+    def kv_pool(
+        self, shape: tuple[int, ...], allocate: Callable[[int], U8], dtype: str = ""
+    ) -> F32:
         """Allocate a zeroed KV pool with ``allocate``."""
-        return host_pool(shape, allocate)
+        return host_pool(shape, allocate, dtype or "float32")
 
     def pool_ticket(self, pool: F32) -> DeviceTicket | None:
         """Return None: the pool is in host memory."""

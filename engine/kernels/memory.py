@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
+
+from baton.proto.layout import ELEMENTS
 
 from .backend import F32, U8
 
@@ -58,9 +60,12 @@ class Arena:
         """Record who holds the bytes that :meth:`zeros` returned last."""
 
 
-def host_pool(shape: tuple[int, ...], allocate: Allocate = aligned_zeros) -> F32:
-    """Allocate a zeroed KV pool, float32 ``[L, NB, 2, Hk, BS, D]``, aligned to cache lines.
+def host_pool(
+    shape: tuple[int, ...], allocate: Allocate = aligned_zeros, dtype: str = "float32"
+) -> F32:
+    """Allocate a zeroed KV pool ``[L, NB, 2, Hk, BS, E]`` in a type, aligned to cache lines.
 
     Zeroed pages cost nothing until touched, and a partly filled block that is sent leaks no data.
     """
-    return allocate(4 * math.prod(shape)).view(np.float32).reshape(shape)
+    element = np.dtype(ELEMENTS[dtype])
+    return cast(F32, allocate(element.itemsize * math.prod(shape)).view(element).reshape(shape))

@@ -85,12 +85,13 @@ class KernelsInParts(HostPictures):
         eps: float,
         kv_layer: F32,
         q_out: F32,
+        rounding: str = "",
     ) -> None:
         """Normalise and rotate q and k; write q to ``q_out``, k and v into ``kv_layer``."""
         for part in self._numbers(qkv):
             self._kernels.qk_norm_rope_append(
                 qkv[part], positions[part], slots[part], cos_sin, q_norm, k_norm, eps, kv_layer,
-                q_out[part],
+                q_out[part], rounding,
             )  # fmt: skip
 
     def layer_norm(self, x: F32, weight: F32, bias: F32, eps: float, out: F32) -> None:

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.proto.layout import KV_TYPES
+
 from .audio import HostAudio, with_margins
 from .backend import (
     F32,
@@ -33,6 +35,7 @@ from .backend import (
 from .digest import payload_digest
 from .host_arrays import HostArrays
 from .host_backend import AfterPart, HostPictures
+from .kv_rows import appended, converted, kv_type, opened, row_dim
 
 Floats = npt.NDArray[Any]
 
@@ -135,9 +138,14 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
         eps: float,
         kv_layer: F32,
         q_out: F32,
+        rounding: str = "",
     ) -> None:
         """Normalise and rotate q and k; write q to ``q_out``, k and v into the paged cache."""
-        blocks, _, kv_heads, block_size, dim = kv_layer.shape
+        blocks, _, kv_heads, block_size, _ = kv_layer.shape
+        dim, kind = row_dim(kv_layer), kv_type(kv_layer)
+        rounding = rounding or kind
+        if KV_TYPES.index(rounding) < KV_TYPES.index(kind):
+            raise ValueError(f"{kind} cannot hold {rounding}")
         _shape("q_out", q_out, (len(qkv), None, dim))
         heads = q_out.shape[1]
         _shape("qkv", qkv, (None, (heads + 2 * kv_heads) * dim))
@@ -150,8 +158,8 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
         table = cos_sin[positions][:, None, :]
         q_out[:] = _rotate(q, table)
         block, offset = np.divmod(slots, block_size)
-        kv_layer[block, 0, :, offset] = _rotate(k, table)
-        kv_layer[block, 1, :, offset] = v
+        kv_layer[block, 0, :, offset] = appended(_rotate(k, table), kind, rounding)
+        kv_layer[block, 1, :, offset] = appended(v, kind, rounding)
 
     def attention(
         self,
@@ -167,7 +175,7 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
         halves: bool = False,
     ) -> None:
         """Causal paged attention with grouped heads; see the protocol."""
-        _shape("q", q, (None, None, kv_layer.shape[4]))
+        _shape("q", q, (None, None, row_dim(kv_layer)))
         _shape("out", out, (len(q), q.shape[1] * q.shape[2]))
         _shape("positions", positions, (len(q),))
         _shape("block_tables", block_tables, (len(row_offsets) - 1, None))
@@ -183,7 +191,8 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
             used = table[first : where.max() // block_size + 1]
             _below("block ids", used, len(kv_layer))
             keys_at = np.arange(first * block_size, (first + len(used)) * block_size)
-            out[rows] = _attend(q[rows], kv_layer[used], _mask(where, keys_at, window), scale)
+            blocks = opened(kv_layer[used])
+            out[rows] = _attend(q[rows], blocks, _mask(where, keys_at, window), scale)
 
     def silu_mul(self, gate_up: F32, out: F32) -> None:
         """``out[T, F] = silu(gate_up[:, :F]) * gate_up[:, F:]``."""
@@ -385,6 +394,26 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
             raise ValueError("target is not a C-contiguous writable array")
         payload = _taken(source, layer_start, layer_count, source_ids)
         return self.scatter_blocks(target, layer_start, layer_count, target_ids, payload)
+
+    def convert_blocks(
+        self,
+        source: F32,
+        target: F32,
+        layers: tuple[int, int, int],
+        source_ids: I32,
+        target_ids: I32,
+        first: int,
+    ) -> None:
+        """Copy tokens between pools with other block sizes or types; see the protocol."""
+        start, to, count = layers
+        _exist(source, start, count, source_ids)
+        _exist(target, to, count, target_ids)
+        if source.shape[2:4] != target.shape[2:4] or row_dim(source) != row_dim(target):
+            raise ValueError(f"pools of {source.shape} and {target.shape} differ in their rows")
+        if np.may_share_memory(source, target) or not target.flags.writeable or first < 0:
+            raise ValueError("the target cannot be written, or the first token is negative")
+        part = target[to : to + count]
+        converted(source[start : start + count], part, source_ids, target_ids, first)
 
     def sum_blocks(self, pool: F32, layer_start: int, layer_count: int, block_ids: I32) -> int:
         """Return the XXH3-64 that :meth:`gather_blocks` would return."""

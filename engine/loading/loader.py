@@ -49,6 +49,7 @@ from .embedding_config import (
     load_embedding_settings,
 )  # fmt: skip
 from .gguf_folder import local_folder
+from .kv_types import AUTO, set_kv_type
 from .model_config import CrossConfig, ModelConfig, load_model_config, stated_sizes
 
 F32 = npt.NDArray[np.float32]
@@ -71,6 +72,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``threads_taken`` by other workers, divided among ``thread_sharers`` workers of the host.
     ``share_weights``: whether a supervisor lets its workers share packed weights; "auto": if shared
     memory can have huge pages.
+    ``kv_type``: type of keys and values: "auto", "float32", "bfloat16" or "int8". ``kv_types``: of
+    all pools of the cluster; keys and values are rounded to the narrowest.
     ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` takes precedence).
     If both are unset, a GPU's pool gets the worker's share of its memory minus the weights:
     ``gpu_memory_utilization`` of it, divided among ``device_sharers`` workers.
@@ -93,6 +96,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads_taken: int = 0
     share_weights: str = "off"
     block_size: int = 16
+    kv_type: str = AUTO
+    kv_types: tuple[str, ...] = ()
     num_blocks: int = 0
     kv_bytes: int = DEFAULT_KV_BYTES
     max_length: int = 0
@@ -268,6 +273,7 @@ def load_runner(
         raise ConfigError(f"{checkpoint.folder} is an embedding model; it cannot generate text")
     length = _served_length(config, checkpoint)
     backend = backend or _load_backend(config)
+    set_kv_type(checkpoint, backend, config.kv_type, config.kv_types)
     layout = _layout(config, checkpoint, backend)
     if not backend.on_host:
         from ..pipeline.device_steps import check_device
@@ -303,7 +309,7 @@ def load_runner(
     kv = model.load_kv_manager(backend, size, allocate)
     numerics = _numerics(checkpoint, backend, length)
     served = _fit_pool(length, blocks, layout)
-    card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes)
+    card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes, backend)
     checkpoint.tensors.release_pages()
     computer = _device_steps(model, backend, served, kv)
     pipeline = TextGenerationPipeline(model, kv, config.layer_group, computer)
@@ -442,6 +448,8 @@ def load_embedder(
         raise ConfigError(f"{checkpoint.folder} is a text model; to embed with it set task=embed")
     if config.backend == "cuda":
         raise ConfigError("embedding models run on the CPU: leave --device cuda out")
+    if config.kv_type != AUTO:
+        raise ConfigError("embedding models keep no keys and values: leave --kv-type out")
     settings = load_embedding_settings(checkpoint.folder) or entry.pooling
     length = _embedded_length(config, checkpoint, settings)
     backend = load_host_kernels(config)
@@ -452,7 +460,7 @@ def load_embedder(
         model = with_shared_weights(checkpoint, backend, weights, load, tower=True)
     numerics = f"{_numerics(checkpoint, backend, length)}/{settings.numerics}"
     card = msgspec.structs.replace(
-        _card(config, checkpoint, numerics, layout, length, model.weights_bytes),
+        _card(config, checkpoint, numerics, layout, length, model.weights_bytes, backend),
         task=EMBED,
         embedding_size=checkpoint.config.hidden_size,
     )
@@ -514,6 +522,7 @@ def _card(
     layout: KVLayout,
     length: int,
     weights_bytes: int,
+    backend: Backend,
 ) -> ModelCard:
     speech = _speech(checkpoint)
     cross = checkpoint.config if isinstance(checkpoint.config, CrossConfig) else None
@@ -529,6 +538,8 @@ def _card(
         max_length=length,
         eos_token_ids=sorted(checkpoint.generation.eos_token_ids),
         layout=layout,
+        # The images of cross-attention fill the rows of blocks in an order of their own.
+        converts=backend.on_host and cross is None,
         image_positions=0 if cross is None else cross.image_positions,
         image_tiles=0 if cross is None else cross.vision.max_tiles,
         weights_bytes=weights_bytes,
@@ -582,6 +593,8 @@ def _numerics(checkpoint: Checkpoint, backend: Backend, length: int) -> str:
     parts = [backend.numerics, "+".join(dtypes)]
     if backend.quantized_kinds.intersection(dtypes) - {FP8}:  # the bits of bfloat16 weights
         parts.append(QUANTIZED_NUMERICS)
+    if backend.on_host and backend.kv_rounding != "float32":
+        parts.append(f"kv-{backend.kv_rounding}")
     if length > checkpoint.config.rope.default_length():
         parts.append(f"rope-{length}")  # here the served length decides the rope frequencies
     if _speech(checkpoint) is not None:

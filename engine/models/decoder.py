@@ -95,6 +95,7 @@ class Decoder(PipelineModel, KVCacheMixin):
             block_size=block_size,
             dtype=backend.kv_dtype,
         )
+        self._kv_rounding = backend.kv_rounding
         self._pool: F32 | None = None
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_length)
         if not np.isfinite(cos_sin).all():
@@ -330,6 +331,7 @@ class Decoder(PipelineModel, KVCacheMixin):
             config.rms_norm_eps,
             kv_layer,
             q,
+            self._kv_rounding,
         )
         return q
 

@@ -25,6 +25,7 @@ from ..kernels.load import load_backend
 from ..kernels.memory import Allocate, aligned_zeros, host_pool
 from ..loading.checkpoint import digest_tensors
 from ..loading.embedding_config import DRAW
+from ..loading.kv_types import AUTO
 from ..loading.loader import RunnerConfig, device_bytes, load_host_kernels
 from ..models.weights import Progress
 from ..pipeline.model import KVManager
@@ -198,6 +199,8 @@ def _blocks(config: RunnerConfig, folder: PictureFolder, allocate: Allocate) -> 
             f"block_size {config.block_size} is too small for pictures, at least "
             f"{STATE_KEY_TOKENS} are needed"
         )
+    if config.kv_type != AUTO:
+        raise ConfigError("the state of pictures is float32: leave --kv-type out")
     layout = state_layout(folder, config.block_size)
     blocks = config.num_blocks or config.kv_bytes // layout.block_bytes
     if blocks < 2:

@@ -215,12 +215,13 @@ class KVCacheMixin:
             raise ValueError(f"{available_cache_memory} bytes are too few for one KV block")
         blocks = size // (layout.block_bytes * layout.num_layers)
         shape = (layout.num_layers, blocks, *layout.block_shape)
-        return KVManager(layout, session.kv_pool(shape, allocate))
+        return KVManager(layout, session.kv_pool(shape, allocate, layout.dtype))
 
 
 def make_pool(layout: KVLayout, blocks: int, allocate: Allocate = aligned_zeros) -> F32:
     """Allocate a pool of ``blocks`` blocks in host memory; see :func:`host_pool`."""
-    return host_pool((layout.num_layers, blocks, *layout.block_shape), allocate)
+    shape = (layout.num_layers, blocks, *layout.block_shape)
+    return host_pool(shape, allocate, layout.dtype)
 
 
 def shared_layers(layout: KVLayout, blocks: int) -> F32:

@@ -138,6 +138,14 @@ class Sequence:
             self.hashes += block_hashes(tokens, self.block_size, self.salt, parent, spans)
         return self.hashes
 
+    def hashes_by(self, block_size: int) -> list[bytes]:
+        """Return the hashes of all full blocks of a size, which another worker may have."""
+        if block_size == self.block_size:
+            return self.extend_hashes()
+        tokens = self.tokens_between(0, self.num_tokens // block_size * block_size)
+        spans = self.images.spans(0) if self.images else ()
+        return block_hashes(tokens, block_size, self.salt, b"", spans)
+
     def chunk(self, count: int, *, stream_layers: bool = False) -> Chunk:
         """Return the next ``count`` uncomputed tokens as work for the executor."""
         if self.allocation is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ..layout import ModelCard
+from ..layout import KVLayout, ModelCard
 from ..limits import MAX_JSON_SCHEMA_CHARS, MAX_LIST_ITEMS
 from .message_types import (
     Attempt,
@@ -149,13 +149,18 @@ class Probe(Message, frozen=True, kw_only=True):
 
 
 class Opened(Message, frozen=True, kw_only=True):
-    """The link is open; KV frames go to ``data_endpoint``."""
+    """The link is open; KV frames go to ``data_endpoint``.
+
+    ``layout``: the decode worker's blocks, if they may differ from the sender's. Frames have these
+    blocks, and the narrower of both types of keys and values.
+    """
 
     worker: Name
     incarnation: Word
     transport: Name
     data_endpoint: Name
     max_frame_bytes: Count = 1 << 20
+    layout: KVLayout | None = None
 
 
 class OpenRefused(Message, frozen=True, kw_only=True):
@@ -253,7 +258,7 @@ class KVFrame(msgspec.Struct, frozen=True, array_like=True, tag="KV", gc=False):
     """Header of one data message; the payload is the next frame.
 
     The payload is the C-ordered array
-    ``[layer_count, block_count, 2, num_kv_heads, block_size, head_dim]``. With ``shared``, the
+    ``[layer_count, block_count, 2, num_kv_heads, block_size, row_length]``. With ``shared``, the
     next frame has the int32 block ids ``[block_count]`` in the sender's pool instead; the receiver
     reads the payload from these blocks.
     """

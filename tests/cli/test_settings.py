@@ -73,6 +73,25 @@ def test_opentelemetrys_variable_names_the_collector_if_its_packages_are_there(m
         ),
         ({}, {"BATON_POLICY": "dice"}, "", "BATON_POLICY must be one of round_robin, "),
         (
+            {"kv_type": "int4"},
+            {},
+            "",
+            "--kv-type must be one of auto, float32, bfloat16, int8, not",
+        ),
+        ({"decode_block_size": -1}, {}, "", "--decode-block-size must not be negative"),
+        (
+            {"device": "cuda", "decode_kv_type": "int8"},
+            {},
+            "",
+            "--decode-kv-type must be auto or bfloat16 with device cuda",
+        ),
+        (
+            {"device": "cuda"},
+            {"BATON_PREFILL_BLOCK_SIZE": "8"},
+            "",
+            "BATON_PREFILL_BLOCK_SIZE needs device cpu; give block_size",
+        ),
+        (
             {"kernels": "abacus"},
             {},
             "",

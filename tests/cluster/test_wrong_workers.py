@@ -32,10 +32,10 @@ def running(lasting_cluster):
     ("changes", "message"),
     [
         ({"model": str(DATA / "qwen2")}, "architecture is Qwen2ForCausalLM"),
-        ({"block_size": 32}, "layout.block_size is 32, the cluster has 16"),
+        ({"kv_type": "int8"}, "/kv-int8, the cluster has "),
         ({"backend": "numpy"}, "numerics is numpy"),
     ],
-    ids=["model", "layout", "numerics"],
+    ids=["model", "rounding", "numerics"],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_of_another_kind_is_refused(running, tmp_path, role, changes, message):

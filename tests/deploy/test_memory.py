@@ -103,9 +103,9 @@ def test_shares(free, workers, model, share):
 
 def test_the_demo_model_s_memory_is_what_its_files_say():
     memory = model_memory(load_checkpoint(str(demo_model_folder())), 0)
-    assert memory.context == 2048 * 2 * 4 * 4 * 2 * 32  # tokens, K and V, float32, layers, heads
+    assert memory.context == 2048 * 2 * 2 * 4 * 2 * 32  # tokens, K and V, bfloat16, layers, heads
     assert memory.weights == pytest.approx(1_900_000, rel=0.05)
-    assert model_memory(load_checkpoint(str(demo_model_folder())), 100).context == 100 * 2048
+    assert model_memory(load_checkpoint(str(demo_model_folder())), 100).context == 100 * 1024
 
 
 def test_all_memory_is_the_least_of_machine_and_groups(tmp_path):
@@ -130,7 +130,7 @@ def test_all_memory_is_the_least_of_machine_and_groups(tmp_path):
         ({}, {"decode": 900}, True),
         ({"decode_kv_memory": "1GiB"}, {"decode": 20}, True),
         ({"decode_kv_memory": "1GiB"}, {"decode": 10}, False),
-        ({"decode_kv_blocks": 1 << 15, "block_size": 16}, {"decode": 20}, True),
+        ({"decode_kv_blocks": 1 << 16, "block_size": 16}, {"decode": 20}, True),
         ({"device": "cuda"}, {"decode": 2}, True),
         ({"device": "cuda", "decode_max": 2}, {"decode": 2}, False),
     ],

@@ -26,10 +26,14 @@ def test_shared_weights_count_once(model):
     found = sizing(checkpoint, 3, 1 << 20, shares=True, speed=None)
     item = {"F32": 4, "BF16": 2}[model.name]
     assert found.file_bytes == found.weights_bytes == item * found.parameters
-    assert found.kv_token_bytes == 2 * 4 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim
+    assert found.kv_token_bytes == 2 * item * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim
     assert found.private_bytes - found.shared_bytes == 2 * found.weights_bytes
     assert found.shared_bytes == found.weights_bytes + 3 * (process_bytes(600) + (1 << 20))
     assert found.tokens == (1 << 20) // found.kv_token_bytes
+    narrow = sizing(checkpoint, 3, 1 << 20, shares=True, speed=None, kv_type="int8")
+    row = SHAPE.head_dim + 2  # codes and a scale
+    assert narrow.kv_token_bytes == 2 * row * SHAPE.layers * SHAPE.kv_heads
+    assert narrow.tokens > 1.9 * item / 2 * found.tokens
     text = "\n".join(text for _, text in lines(found))
     assert f"{found.parameters:,} parameters" in text
     assert "(shared here)" in text

@@ -173,7 +173,7 @@ def test_half_precision_weights(tmp_path, dtype, references):
     widened = rewrite(half, tmp_path / "wide", "F32")
     prompt, rows = references["llama_plain"]["prompt_4"], np.array([5, 32])
     expected = references["llama_plain"]["logits_4"][[-1]]
-    config = RunnerConfig(model=str(half), backend="numpy", num_blocks=64)
+    config = RunnerConfig(model=str(half), backend="numpy", num_blocks=64, kv_type="float32")
     logits = logits_of(load_runner(config), prompt, rows, UNBOUNDED)
     wide = logits_of(
         load_runner(RunnerConfig(model=str(widened), backend="numpy", num_blocks=64)),

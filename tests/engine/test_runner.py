@@ -5,8 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.loading.checkpoint import load_checkpoint
+from baton.engine.loading.kv_types import set_kv_type
 from baton.engine.loading.loader import RunnerConfig, load_runner
 from baton.proto.errors import CheckpointError, ConfigError
+
+from .test_models import rewrite
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "checkpoints"
 
@@ -45,7 +50,8 @@ def test_two_loads_agree_and_other_models_do_not(folder):
     assert card.mismatch(load().card) is None
     field, _, _ = card.mismatch(load("llama_plain").card)
     assert field == "fingerprint"
-    assert card.mismatch(load(block_size=8).card)[0] == "layout.block_size"
+    assert card.mismatch(load(block_size=8).card) is None, "the handoff converts"
+    assert card.mismatch(load(kv_type="int8").card)[0] == "numerics"
     before = load(folder).card
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -54,6 +60,30 @@ def test_two_loads_agree_and_other_models_do_not(folder):
     assert before.mismatch(load(folder).card)[0] == "fingerprint"
     edit(folder, rms_norm_eps=1e-4)
     assert load(folder).card.fingerprint not in (before.fingerprint, card.fingerprint)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_type_of_keys_and_values_by_the_weights(tmp_path, dtype):
+    folder = rewrite(DATA / "llama_plain", tmp_path / "model", dtype)
+    card = load(folder).card
+    assert card.layout.dtype == ("bfloat16" if dtype == "BF16" else "float32")
+    assert ("kv-bfloat16" in card.numerics) == (dtype == "BF16")
+    assert load(folder, kv_type="float32").card.layout.dtype == "float32"
+    narrow = load(folder, kv_type="int8")
+    assert narrow.pool.dtype == np.int8
+    assert narrow.card.layout.token_bytes == 3 * 2 * 2 * (8 + 2)
+    with pytest.raises(ConfigError, match="kv_type must be one of auto, float32"):
+        load(folder, kv_type="int4")
+
+
+def test_a_gpu_has_one_type_of_keys_and_values():
+    gpu = CudaBackend.__new__(CudaBackend)
+    checkpoint = load_checkpoint(DATA / "llama_plain")
+    for wanted, pools in [("int8", ()), ("auto", ("int8", "auto")), ("float32", ())]:
+        with pytest.raises(ConfigError, match="device cuda keeps keys and values in bfloat16"):
+            set_kv_type(checkpoint, gpu, wanted, pools)
+    set_kv_type(checkpoint, gpu, "bfloat16", ("auto",))
+    assert gpu.kv_dtype == "bfloat16"
 
 
 def test_full_digest_is_another_name_for_the_same_file():

@@ -183,6 +183,7 @@ static int attend(void *at, int64_t from, int64_t to, int seat) {
     w.sums = cut(&free_from, s->most * s->padded);
     w.weight = cut(&free_from, s->most * LANES);
     w.peak = cut(&free_from, s->most);
+    w.rows = cut(&free_from, rows_of(a));
     memset(w.values, 0, (size_t)(TILE_KEYS * s->padded) * sizeof(float)); /* columns past dim */
     walk(&w, s->together, from, to, NULL, visit);
     return 0;
@@ -193,7 +194,7 @@ static int attention(const Attention *a) {
     int64_t together = group < QUERIES_TOGETHER ? QUERIES_TOGETHER / group : 1;
     int64_t most = together * group, padded = (a->dim + LANES - 1) / LANES * LANES;
     int64_t floats = most * (a->dim + TILE_KEYS + padded + LANES + 1) +
-                     TILE_KEYS * (a->dim + padded) + 8 * 16;
+                     TILE_KEYS * (a->dim + padded) + rows_of(a) + 9 * 16;
     Shared s = {a, together, most, padded, NULL, (floats + 15) / 16 * 16};
     void *memory = malloc((size_t)(s.floats * a->threads) * sizeof(float) + 64);
     if (!memory) return -1;

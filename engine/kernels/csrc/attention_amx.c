@@ -25,6 +25,8 @@
 
 #include "lanes_avx512.h"
 
+#include "kv_rows.h"
+
 #include "elementwise.h"
 
 #include "walk.h"
@@ -249,6 +251,7 @@ static int attend(void *at, int64_t from, int64_t to, int seat) {
     t.keys = cut_halves(&free_from, TILE_KEYS * a->dim);
     t.values = cut_halves(&free_from, TILE_KEYS * a->dim);
     t.weights = cut_halves(&free_from, TILE_KEYS * WIDE);
+    t.w.rows = cut(&free_from, rows_of(a));
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | FLUSHED);
     walk(&t.w, s->together, from, to, pack_queries, visit);
@@ -263,7 +266,7 @@ int attention_on_tiles(const Attention *a) {
     int64_t together = group < TILED_TOGETHER ? TILED_TOGETHER / group : 1;
     int64_t most = (together * group + WIDE - 1) / WIDE * WIDE;
     int64_t floats = most * (a->dim + a->dim / 2 + TILE_KEYS + a->dim + LANES + 2) +
-                     TILE_KEYS * a->dim + TILE_KEYS * WIDE / 2 + 11 * 16;
+                     TILE_KEYS * a->dim + TILE_KEYS * WIDE / 2 + rows_of(a) + 12 * 16;
     Shared s = {a, together, most, NULL, (floats + 15) / 16 * 16};
     void *memory = malloc((size_t)(s.floats * a->threads) * sizeof(float) + 64);
     if (!memory) return -1;

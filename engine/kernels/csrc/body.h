@@ -5,6 +5,8 @@
 
 #include "matrix.h"
 
+#include "kv_rows.h"
+
 #include "elementwise.h"
 
 #include "audio.h"
@@ -16,6 +18,8 @@
 #include "sample.h"
 
 #include "blocks.h"
+
+#include "convert.h"
 
 #include "digest.h"
 
@@ -41,6 +45,7 @@ const Kernels TABLE = {
     .group_norm = group_norm,
     .draw = draw,
     .move = move,
+    .convert = convert,
     .checksum = checksum,
     .payload_digest = payload_digest,
 };

@@ -765,8 +765,41 @@ static PyObject *py_dense_attention(PyObject *self, PyObject *const *a, Py_ssize
 
 /* ---- paged cache ---- */
 
-static int cache_fits(const Py_buffer *kv, const Py_buffer *q, int64_t dim) {
-    if (!has_length(kv, "kv_layer", 1, 2) || !has_length(kv, "kv_layer", 4, dim)) return 0;
+/* Type of keys and values by the format of their array: float32, uint16 (bfloat16) or int8; -1 for
+ * another one. */
+static int64_t kind_of(const Py_buffer *kv) {
+    return is_type(kv, 'f') ? KV_FLOATS : is_type(kv, 'H') ? KV_HALVES : is_type(kv, 'b') ? KV_INT8 : -1;
+}
+
+/* Elements of a row of the cache after its values: int8 codes have a scale of 2 bytes. */
+static int64_t beside(int64_t kind) { return kind == KV_INT8 ? 2 : 0; }
+
+/* A C-contiguous array with `ndim` axes of one of the types of keys and values. */
+static const Py_buffer *take_kv(Arrays *arrays, PyObject *object, const char *name, int ndim,
+                                int writable, int64_t *kind) {
+    Py_buffer *b = &arrays->held[arrays->count];
+    int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object, b, flags) < 0) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s is no C-contiguous%s array", name,
+                     writable ? " writable" : "");
+        return NULL;
+    }
+    arrays->count++;
+    *kind = kind_of(b);
+    if (b->ndim == ndim && *kind >= 0) return b;
+    PyErr_Format(PyExc_ValueError, "%s has %d axes of format %s, not %d of f, H or b", name, b->ndim,
+                 b->format, ndim);
+    return NULL;
+}
+
+static int cache_fits(const Py_buffer *kv, int64_t kind, const Py_buffer *q, int64_t dim) {
+    if (!has_length(kv, "kv_layer", 1, 2)) return 0;
+    if (!has_length(kv, "kv_layer", 4, dim + beside(kind))) return 0;
+    if (kind != KV_FLOATS && dim > MOST_DIM) {
+        PyErr_Format(PyExc_ValueError, "heads of %lld dims need keys in float32", (long long)dim);
+        return 0;
+    }
     if (kv->shape[2] > 0 && kv->shape[3] > 0 && q->shape[1] % kv->shape[2] == 0) return 1;
     PyErr_Format(PyExc_ValueError, "%zd query heads do not group over %zd KV heads", q->shape[1],
                  kv->shape[2]);
@@ -789,11 +822,17 @@ static int take_rope_append(Arrays *arrays, PyObject *const *a, RopeAppend *r) {
     if (!(positions = take(arrays, a[2], "positions", 'i', 1, 0))) return 0;
     if (!(slots = take(arrays, a[3], "slots", 'q', 1, 0))) return 0;
     if (!(table = take(arrays, a[4], "cos_sin", 'f', 2, 0))) return 0;
-    if (!(kv = take(arrays, a[8], "kv_layer", 'f', 5, 1))) return 0;
+    if (!(kv = take_kv(arrays, a[8], "kv_layer", 5, 1, &r->kind))) return 0;
     if (!(q = take(arrays, a[9], "q_out", 'f', 3, 1))) return 0;
     int64_t rows = qkv->shape[0], dim = q->shape[2];
-    if (!cache_fits(kv, q, dim)) return 0;
+    if (!cache_fits(kv, r->kind, q, dim)) return 0;
     int64_t width = (q->shape[1] + 2 * kv->shape[2]) * dim;
+    if (!get_int(a[10], &r->rounding)) return 0;
+    if (r->rounding < 0) r->rounding = r->kind;
+    if (r->rounding < r->kind || r->rounding > KV_INT8 || (r->rounding && dim > MOST_DIM)) {
+        PyErr_SetString(PyExc_ValueError, "keys cannot be rounded to this type");
+        return 0;
+    }
     if (!has_length(qkv, "qkv", 1, width) || !has_length(q, "q_out", 0, rows)) return 0;
     if (!has_length(positions, "positions", 0, rows) || !has_length(slots, "slots", 0, rows))
         return 0;
@@ -806,17 +845,18 @@ static int take_rope_append(Arrays *arrays, PyObject *const *a, RopeAppend *r) {
     r->qkv = qkv->buf, r->positions = positions->buf, r->slots = slots->buf;
     r->cos_sin = table->buf, r->kv = kv->buf, r->q_out = q->buf;
     r->rows = rows, r->heads = q->shape[1], r->kv_heads = kv->shape[2];
-    r->block_size = kv->shape[3], r->dim = dim;
+    r->block_size = kv->shape[3], r->dim = dim, r->row_bytes = kv->shape[4] * kv->itemsize;
     return get_float(a[7], &r->eps);
 }
 
-/* rope_append(isa, qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv_layer, q_out) */
+/* rope_append(isa, qkv, positions, slots, cos_sin, q_norm, k_norm, eps, kv_layer, q_out, rounding):
+ * rounding is the type to which keys and values are rounded, -1 for the array's own */
 static PyObject *py_rope_append(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     Arrays arrays = {.count = 0};
     const Kernels *k;
     RopeAppend r;
-    if (!has_arguments(n, 10) || !(k = chosen(a[0]))) return NULL;
+    if (!has_arguments(n, 11) || !(k = chosen(a[0]))) return NULL;
     if (!take_rope_append(&arrays, a, &r)) return refuse(&arrays);
     int64_t width = (r.heads + 2 * r.kv_heads) * r.dim;
     Rope rope = {k, &r};
@@ -857,13 +897,14 @@ static int rows_readable(const Attention *a, int64_t rows, int64_t blocks) {
 static int take_attention(Arrays *arrays, PyObject *const *a, Attention *t) {
     const Py_buffer *q, *kv, *tables, *offsets, *positions, *out;
     if (!(q = take(arrays, a[1], "q", 'f', 3, 0))) return 0;
-    if (!(kv = take(arrays, a[2], "kv_layer", 'f', 5, 0))) return 0;
+    int64_t kind;
+    if (!(kv = take_kv(arrays, a[2], "kv_layer", 5, 0, &kind))) return 0;
     if (!(tables = take(arrays, a[3], "block_tables", 'i', 2, 0))) return 0;
     if (!(offsets = take(arrays, a[4], "row_offsets", 'i', 1, 0))) return 0;
     if (!(positions = take(arrays, a[5], "positions", 'i', 1, 0))) return 0;
     if (!(out = take(arrays, a[8], "out", 'f', 2, 1))) return 0;
     int64_t rows = q->shape[0], dim = q->shape[2];
-    if (!cache_fits(kv, q, dim)) return 0;
+    if (!cache_fits(kv, kind, q, dim)) return 0;
     if (!has_length(offsets, "row_offsets", 0, tables->shape[0] + 1)) return 0;
     if (!has_length(positions, "positions", 0, rows) || !has_length(out, "out", 0, rows)) return 0;
     if (!has_length(out, "out", 1, q->shape[1] * dim)) return 0;
@@ -872,7 +913,8 @@ static int take_attention(Arrays *arrays, PyObject *const *a, Attention *t) {
                      .positions = positions->buf, .out = out->buf,
                      .sequences = tables->shape[0], .table_width = tables->shape[1],
                      .heads = q->shape[1], .kv_heads = kv->shape[2],
-                     .block_size = kv->shape[3], .dim = dim};
+                     .block_size = kv->shape[3], .dim = dim, .kind = kind,
+                     .row_bytes = kv->shape[4] * kv->itemsize};
     if (!get_float(a[6], &t->scale) || !get_int(a[7], &t->window)) return 0;
     if (!get_int(a[9], &t->halves)) return 0;
     if (t->window < 0) {
@@ -889,7 +931,7 @@ static int64_t bytes_read(const Attention *t) {
         int64_t seen = t->positions[row] + 1;
         positions += t->window && seen > t->window ? t->window : seen;
     }
-    return positions * t->kv_heads * t->dim * 2 * (int64_t)sizeof(float);
+    return positions * t->kv_heads * t->row_bytes * 2;
 }
 
 /* attention(isa, q, kv_layer, block_tables, row_offsets, positions, scale, window, out,
@@ -929,7 +971,7 @@ static const Py_buffer *take_ids(Arrays *arrays, PyObject *object, const char *n
 }
 
 static int64_t block_bytes(const Py_buffer *pool) {
-    return 4 * pool->shape[2] * pool->shape[3] * pool->shape[4] * pool->shape[5];
+    return pool->itemsize * pool->shape[2] * pool->shape[3] * pool->shape[4] * pool->shape[5];
 }
 
 static End end_of(const Py_buffer *pool, const Py_buffer *ids, int64_t start) {
@@ -940,8 +982,8 @@ static End end_of(const Py_buffer *pool, const Py_buffer *ids, int64_t start) {
 /* (pool, layer_start, layer_count, block_ids): first arguments of all but copies; the pool's end */
 static int take_pool(Arrays *arrays, PyObject *const *a, int writable, End *end, Move *m) {
     const Py_buffer *pool, *ids;
-    int64_t start;
-    if (!(pool = take(arrays, a[0], "pool", 'f', 6, writable))) return 0;
+    int64_t start, kind;
+    if (!(pool = take_kv(arrays, a[0], "pool", 6, writable, &kind))) return 0;
     if (!get_layers(a + 1, pool, &start, &m->layers)) return 0;
     if (!(ids = take_ids(arrays, a[3], "block_ids", pool))) return 0;
     *end = end_of(pool, ids, start);
@@ -962,9 +1004,13 @@ static int take_move(Arrays *arrays, PyObject *const *a, int gather, Move *m) {
 
 static int take_copy(Arrays *arrays, PyObject *const *a, Move *m) {
     const Py_buffer *source, *target, *from, *to;
-    int64_t start;
-    if (!(source = take(arrays, a[0], "source", 'f', 6, 0))) return 0;
-    if (!(target = take(arrays, a[1], "target", 'f', 6, 1))) return 0;
+    int64_t start, kind, other;
+    if (!(source = take_kv(arrays, a[0], "source", 6, 0, &kind))) return 0;
+    if (!(target = take_kv(arrays, a[1], "target", 6, 1, &other))) return 0;
+    if (kind != other) {
+        PyErr_SetString(PyExc_ValueError, "source and target have different types");
+        return 0;
+    }
     for (int axis = 0; axis < 6; axis++)
         if (axis != 1 && !has_length(target, "target", axis, source->shape[axis])) return 0;
     if (!get_layers(a + 2, source, &start, &m->layers)) return 0;
@@ -1040,6 +1086,53 @@ static PyObject *py_copy_blocks(PyObject *self, PyObject *const *a, Py_ssize_t n
     if (!has_arguments(n, 7) || !(k = chosen(a[0]))) return NULL;
     if (!take_copy(&arrays, a + 1, &m)) return refuse(&arrays);
     return moved(&arrays, k, &m);
+}
+
+static KvEnd kv_end(const Py_buffer *pool, const Py_buffer *ids, int64_t start, int64_t kind) {
+    End end = end_of(pool, ids, start);
+    return (KvEnd){.data = end.data, .ids = end.ids, .blocks = end.blocks, .count = ids->shape[0],
+                   .block_size = pool->shape[4], .kind = kind,
+                   .row_bytes = pool->shape[5] * pool->itemsize};
+}
+
+static int take_conversion(Arrays *arrays, PyObject *const *a, Conversion *c) {
+    const Py_buffer *source, *target, *from, *to;
+    int64_t kind, other, start, first, layers;
+    if (!(source = take_kv(arrays, a[0], "source", 6, 0, &kind))) return 0;
+    if (!(target = take_kv(arrays, a[1], "target", 6, 1, &other))) return 0;
+    if (!has_length(source, "source", 2, 2) || !has_length(target, "target", 2, 2)) return 0;
+    if (!has_length(target, "target", 3, source->shape[3])) return 0;
+    c->dim = source->shape[5] - beside(kind), c->kv_heads = source->shape[3];
+    if (!has_length(target, "target", 5, c->dim + beside(other))) return 0;
+    if (!get_layers(a + 2, source, &start, &layers)) return 0;
+    if (!get_layers(a + 4, target, &first, &c->layers)) return 0;
+    PyObject *const *rest = a + 6;
+    if (!(from = take_ids(arrays, rest[0], "source_ids", source))) return 0;
+    if (!(to = take_ids(arrays, rest[1], "target_ids", target))) return 0;
+    if (layers != c->layers || !get_int(rest[2], &c->first) || c->first < 0 || c->dim < 1 ||
+        c->dim > MOST_DIM || source->shape[4] < 1 || target->shape[4] < 1) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "layers, tokens or rows cannot be converted");
+        return 0;
+    }
+    if (!apart(source, target, "source and target")) return 0;
+    c->from = kv_end(source, from, start, kind), c->to = kv_end(target, to, first, other);
+    return 1;
+}
+
+/* convert_blocks(isa, source, target, source_layer, layers, target_layer, layers, source_ids,
+ * target_ids, first): token first + i of the source's blocks becomes token i of the target's */
+static PyObject *py_convert_blocks(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    Arrays arrays = {.count = 0};
+    const Kernels *k;
+    Conversion c;
+    if (!has_arguments(n, 10) || !(k = chosen(a[0]))) return NULL;
+    if (!take_conversion(&arrays, a + 1, &c)) return refuse(&arrays);
+    Py_BEGIN_ALLOW_THREADS
+    k->convert(&c);
+    Py_END_ALLOW_THREADS
+    return done(&arrays);
 }
 
 /* sum_blocks(isa, pool, layer_start, layer_count, block_ids) -> XXH3-64 of the blocks, or None */
@@ -1129,7 +1222,8 @@ static PyMethodDef methods[] = {
     FAST(start_threads), FAST(note_packed), FAST(pack), FAST(linear), FAST(gated_mlp), FAST(embed), FAST(rms_norm), FAST(silu_mul), FAST(rope_append),
     FAST(layer_norm), FAST(gelu), FAST(convolve), FAST(snake), FAST(depthwise), FAST(soft_clip),
     FAST(activate), FAST(add_scaled), FAST(group_norm), FAST(dense_attention),
-    FAST(attention), FAST(gather), FAST(scatter), FAST(copy_blocks), FAST(sum_blocks),
+    FAST(attention), FAST(gather), FAST(scatter), FAST(copy_blocks), FAST(convert_blocks),
+    FAST(sum_blocks),
     FAST(checksum), FAST(payload_digest), FAST(draw), {NULL, NULL, 0, NULL},
 };
 

@@ -81,19 +81,27 @@ static void rotate_head(const float *x, const float *weight, float eps, const fl
 }
 
 static void rope_append(const RopeAppend *r) {
-    int64_t dim = r->dim, plane = r->block_size * dim, values = r->kv_heads * plane;
+    int64_t dim = r->dim, plane = r->block_size * r->row_bytes, values = r->kv_heads * plane;
+    int plain = r->kind == KV_FLOATS && r->rounding == KV_FLOATS;
+    float key[MOST_DIM];
     for (int64_t t = 0; t < r->rows; t++) {
         const float *in = r->qkv + t * (r->heads + 2 * r->kv_heads) * dim;
         const float *cos_sin = r->cos_sin + r->positions[t] * dim;
         int64_t block = r->slots[t] / r->block_size, offset = r->slots[t] % r->block_size;
-        float *to = r->kv + block * 2 * values + offset * dim;
+        char *to = r->kv + block * 2 * values + offset * r->row_bytes;
         float *q = r->q_out + t * r->heads * dim;
         for (int64_t h = 0; h < r->heads; h++, in += dim)
             rotate_head(in, r->q_norm, r->eps, cos_sin, q + h * dim, dim);
-        for (int64_t h = 0; h < r->kv_heads; h++, in += dim)
-            rotate_head(in, r->k_norm, r->eps, cos_sin, to + h * plane, dim);
-        for (int64_t h = 0; h < r->kv_heads; h++, in += dim)
-            memcpy(to + values + h * plane, in, (size_t)dim * sizeof(float));
+        for (int64_t h = 0; h < r->kv_heads; h++, in += dim) {
+            char *row = to + h * plane;
+            rotate_head(in, r->k_norm, r->eps, cos_sin, plain ? (float *)row : key, dim);
+            if (!plain) append_row(r->kind, r->rounding, key, row, dim);
+        }
+        for (int64_t h = 0; h < r->kv_heads; h++, in += dim) {
+            char *row = to + values + h * plane;
+            if (plain) memcpy(row, in, (size_t)dim * sizeof(float));
+            else append_row(r->kind, r->rounding, in, row, dim);
+        }
     }
 }
 

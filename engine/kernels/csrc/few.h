@@ -6,29 +6,29 @@
  */
 #define FEW 8
 
-/* Floats of four cache lines. */
-#define BITE 64
+/* Bytes of four cache lines. */
+#define BITE 256
 
 /* Prefetch state of one half of a tile, keys or values. */
 typedef struct {
-    const float *const *row, *const *stop;
-    int64_t side, offset, dim;
+    const char *const *row, *const *stop;
+    int64_t side, offset, bytes; /* of a row */
     int64_t pace; /* bites per step */
 } Ahead;
 
 /* Prefetch keys (side 0) or values of a tile within `steps` steps. */
-static inline Ahead ahead_of(const Tile *tile, int64_t dim, int64_t side, int64_t steps) {
-    int64_t bites = (tile->to - tile->from) * ((dim + BITE - 1) / BITE);
-    return (Ahead){tile->key + tile->from, tile->key + tile->to, side, 0, dim,
+static inline Ahead ahead_of(const Tile *tile, int64_t bytes, int64_t side, int64_t steps) {
+    int64_t bites = (tile->to - tile->from) * ((bytes + BITE - 1) / BITE);
+    return (Ahead){tile->stored + tile->from, tile->stored + tile->to, side, 0, bytes,
                    (bites + steps - 1) / steps};
 }
 
 static inline void fetch(Ahead *ahead) {
     for (int64_t n = ahead->pace; n > 0 && ahead->row < ahead->stop; n--) {
-        const float *at = *ahead->row + ahead->side + ahead->offset;
-        for (int line = 0; line < BITE; line += 16) __builtin_prefetch(at + line, 0, 2);
+        const char *at = *ahead->row + ahead->side + ahead->offset;
+        for (int line = 0; line < BITE; line += 64) __builtin_prefetch(at + line, 0, 2);
         ahead->offset += BITE;
-        if (ahead->offset >= ahead->dim) ahead->offset = 0, ahead->row++;
+        if (ahead->offset >= ahead->bytes) ahead->offset = 0, ahead->row++;
     }
 }
 
@@ -39,7 +39,7 @@ static inline void fetch(Ahead *ahead) {
 EVER score_them(const Walk *w, const Tile *tile, const Tile *next, const int R) {
     const int64_t dim = w->a->dim, groups = (tile->to + LANES - 1) / LANES;
     const float *q = w->q;
-    Ahead ahead = ahead_of(next, dim, 0, groups * (dim / 4));
+    Ahead ahead = ahead_of(next, w->a->row_bytes, 0, groups * (dim / 4));
     for (int j = 0; j < tile->to; j += LANES) {
         vf sum[FEW];
         UNROLLED(m, R) sum[m] = v_set(0);
@@ -76,7 +76,7 @@ EVER weigh_dims(const Walk *w, const Tile *tile, Ahead *ahead, int64_t d, const 
 EVER weigh_them(const Walk *w, const Tile *tile, const Tile *next, const int R) {
     const int wide = R * TILE_VECTORS <= CHAINS ? TILE_VECTORS : TILE_VECTORS / 2;
     const int64_t dim = w->a->dim;
-    Ahead ahead = ahead_of(next, dim, tile->to_value, tile->to - tile->from);
+    Ahead ahead = ahead_of(next, w->a->row_bytes, next->to_stored, tile->to - tile->from);
     int64_t d = 0;
     for (; d + wide * LANES <= dim; d += wide * LANES) weigh_dims(w, tile, &ahead, d, R, wide);
     for (; d < dim; d += LANES) weigh_dims(w, tile, &ahead, d, R, 1);

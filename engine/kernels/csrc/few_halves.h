@@ -32,7 +32,7 @@ static void round_floats(float *x, int64_t count) {
 /* Scores of R queries with the keys of a tile. */
 EVER score_halves(const Walk *w, const Tile *tile, const Tile *next, const int R) {
     const int64_t dim = w->a->dim, groups = (tile->to + LANES - 1) / LANES;
-    Ahead ahead = ahead_of(next, dim, 0, groups * (dim / 8));
+    Ahead ahead = ahead_of(next, w->a->row_bytes, 0, groups * (dim / 8));
     float rows[LANES][TERMS / 2]; /* pairs of dims */
     const float *from[LANES];
     for (int k = 0; k < LANES; k++) from[k] = rows[k];
@@ -95,7 +95,7 @@ EVER weigh_half_dims(const Walk *w, const Tile *tile, Ahead *ahead, int64_t d, c
 EVER weigh_halves(const Walk *w, const Tile *tile, const Tile *next, const int R) {
     const int wide = R <= 4 ? 2 : 1;
     const int64_t dim = w->a->dim;
-    Ahead ahead = ahead_of(next, dim, next->to_value, (tile->to + 1) / 2 * (dim / wide / LANES));
+    Ahead ahead = ahead_of(next, w->a->row_bytes, next->to_stored, (tile->to + 1) / 2 * (dim / wide / LANES));
     for (int64_t d = 0; d < dim; d += wide * LANES)
         weigh_half_dims(w, tile, &ahead, d, R, wide);
 }

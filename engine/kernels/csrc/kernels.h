@@ -26,6 +26,10 @@
 
 /* Keys of an attention tile; tiles are aligned to absolute positions. */
 #define TILE_KEYS 64
+/* Types of keys and values; see kv_rows.h. */
+enum { KV_FLOATS, KV_HALVES, KV_INT8 };
+/* Largest head size of other types than KV_FLOATS. */
+#define MOST_DIM 1024
 /* Entries of a block of the sums for drawing, and spare floats after its scratch memory. */
 #define SUM_BLOCK 128
 #define DRAW_SLACK 16
@@ -41,7 +45,8 @@ typedef struct {
 
 typedef struct {
     const float *q;          /* [rows, heads, dim] */
-    const float *kv;         /* [blocks, 2, kv_heads, block_size, dim] */
+    const char *kv;          /* [blocks, 2, kv_heads, block_size] rows of row_bytes */
+    int64_t kind, row_bytes;
     const int32_t *tables;   /* [sequences, table_width] */
     const int32_t *offsets;  /* [sequences + 1] */
     const int32_t *positions;/* [rows] */
@@ -58,7 +63,9 @@ typedef struct {
     const int64_t *slots;
     const float *cos_sin;    /* [max_position, dim] */
     const float *q_norm, *k_norm; /* [dim] or NULL */
-    float *kv;
+    char *kv;                /* as in Attention */
+    int64_t kind, row_bytes;
+    int64_t rounding;        /* type to which keys and values are rounded */
     float *q_out;            /* [rows, heads, dim] */
     float eps;
     int64_t rows, heads, kv_heads, block_size, dim;
@@ -126,6 +133,21 @@ typedef struct {
     size_t bytes;  /* of one block of one layer, a multiple of 64 */
 } Move;
 
+/* One end of a conversion: `count` blocks of each layer. */
+typedef struct {
+    char *data;         /* of the first layer wanted */
+    const int32_t *ids; /* [count] */
+    int64_t blocks;     /* of a layer, wanted or not */
+    int64_t count, block_size, kind, row_bytes;
+} KvEnd;
+
+/* Copies tokens from blocks to blocks of another size or type: token first + i to token i. Tokens
+ * after the last of `from` are zeros. */
+typedef struct {
+    KvEnd from, to;
+    int64_t layers, kv_heads, dim, first;
+} Conversion;
+
 /* Shortest input for the kernels that compute checksums. */
 #define SUM_MIN 241
 
@@ -164,6 +186,7 @@ typedef struct {
                     float *kept, double *ends, int64_t *starts);
     /* XXH3-64 of the blocks in the order of the move; at least SUM_MIN bytes */
     uint64_t (*move)(const Move *);
+    void (*convert)(const Conversion *);
     uint64_t (*checksum)(const char *data, int64_t bytes);
     uint64_t (*payload_digest)(const char *data, int64_t bytes);
 } Kernels;

@@ -44,18 +44,6 @@ static int64_t find_sum(const float *w, int64_t n, const double *ends, double th
     return n - 1;
 }
 
-static inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
-static inline float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 typedef struct {
     double sum;
     int64_t count;

@@ -9,21 +9,41 @@ typedef struct {
 
 typedef struct {
     int from, to;      /* keys of the tile that some row sees */
-    const float *key[TILE_KEYS];   /* rows of the cache; clamped into from..to */
-    int64_t to_value;  /* from a key's row to its value's row */
+    const char *stored[TILE_KEYS]; /* rows of the cache, of from..to */
+    int64_t to_stored;             /* from a key's row to its value's row, in bytes */
+    const float *key[TILE_KEYS];   /* the same rows to read, clamped into from..to */
+    int64_t to_value;  /* from a key to its value, in floats */
 } Tile;
 
 static void find_tile(const Attention *a, const Place *p, Tile *tile) {
     const int32_t *table = a->tables + p->sequence * a->table_width;
-    int64_t plane = a->block_size * a->dim, stride = 2 * a->kv_heads * plane;
+    int64_t plane = a->block_size * a->row_bytes, stride = 2 * a->kv_heads * plane;
     tile->from = p->low > p->start ? (int)(p->low - p->start) : 0;
     tile->to = p->high + 1 - p->start < TILE_KEYS ? (int)(p->high + 1 - p->start) : TILE_KEYS;
-    tile->to_value = a->kv_heads * plane;
+    tile->to_stored = a->kv_heads * plane;
     int64_t block = (p->start + tile->from) / a->block_size;
     int64_t offset = (p->start + tile->from) % a->block_size;
     for (int j = tile->from; j < tile->to; j++) {
-        tile->key[j] = a->kv + table[block] * stride + p->kv_head * plane + offset * a->dim;
+        tile->stored[j] = a->kv + table[block] * stride + p->kv_head * plane + offset * a->row_bytes;
         if (++offset == a->block_size) block++, offset = 0;
+    }
+}
+
+/* Floats of the memory into which the rows of a tile are read. */
+static inline int64_t rows_of(const Attention *a) {
+    return a->kind == KV_FLOATS ? 0 : 2 * TILE_KEYS * a->dim;
+}
+
+/* Make the rows of a tile readable, in `rows` unless the cache has floats. */
+static void open_tile(const Attention *a, Tile *tile, float *rows) {
+    const int64_t dim = a->dim;
+    tile->to_value = a->kind == KV_FLOATS ? tile->to_stored / 4 : TILE_KEYS * dim;
+    for (int j = tile->from; j < tile->to; j++) {
+        float *row = rows + j * dim;
+        tile->key[j] = a->kind == KV_FLOATS ? (const float *)tile->stored[j] : row;
+        if (a->kind == KV_FLOATS) continue;
+        open_row(a->kind, tile->stored[j], row, dim);
+        open_row(a->kind, tile->stored[j] + tile->to_stored, row + tile->to_value, dim);
     }
     for (int j = 0; j < tile->from; j++) tile->key[j] = tile->key[tile->from];
     for (int j = tile->to; j < TILE_KEYS; j++) tile->key[j] = tile->key[tile->to - 1];

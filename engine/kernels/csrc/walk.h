@@ -16,6 +16,7 @@ typedef struct {
     float *sums;       /* [count, padded] */
     float *weight;     /* [count, LANES] partial sums of the softmax */
     float *peak;       /* [count] largest score so far, or a score near it */
+    float *rows;       /* keys and values of the tile, unless the cache has floats */
 } Walk;
 
 /* Start the queries of a head of the current rows. */
@@ -88,6 +89,7 @@ static void walk(Walk *w, int64_t together, int64_t from, int64_t to,
             begin(w, &here);
             if (ready) ready(w, &here);
         }
+        open_tile(a, tile, w->rows);
         visit(w, &here, tile, left > 0 ? next : tile);
         if (last) finish(w, &here);
         Tile *done = tile;

@@ -167,7 +167,9 @@ class CudaBackend(_BlockMoves):
 
     name = "cuda"
     row_independent = False
+    kv_types: tuple[str, ...] = ("bfloat16",)
     kv_dtype = "bfloat16"
+    kv_rounding = "bfloat16"
     on_host = False
     head_sizes: tuple[int, ...] = attention.PREFILL_DIMS
     column_multiple = elementwise.VECTOR
@@ -212,7 +214,9 @@ class CudaBackend(_BlockMoves):
         bits = parameter_bits(weights)
         return self.staging.upload([bits]) if bits.ndim == 2 else self.device.upload(bits)
 
-    def kv_pool(self, shape: tuple[int, ...], allocate: Callable[[int], U8]) -> Any:
+    def kv_pool(
+        self, shape: tuple[int, ...], allocate: Callable[[int], U8], dtype: str = ""
+    ) -> Any:
         """Allocate a zeroed bfloat16 KV pool in device memory; ``allocate`` is not used."""
         return self.device.shareable(shape, np.uint16)
 
@@ -234,6 +238,18 @@ class CudaBackend(_BlockMoves):
             raise ValueError(f"the handle has {len(ticket.handle)} bytes, not {HANDLE_BYTES}")
         shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)
         return self.device.open(ticket.handle, ticket.offset, shape, np.uint16, ticket.gpu)
+
+    def convert_blocks(
+        self,
+        source: Any,
+        target: Any,
+        layers: tuple[int, int, int],
+        source_ids: Any,
+        target_ids: Any,
+        first: int,
+    ) -> None:
+        """Raise ValueError: pools on GPUs have equal blocks; their cards refuse others."""
+        raise ValueError("blocks on a GPU are not converted")
 
     def block_stream(self, pool: Any, nbytes: int) -> BlockStream:
         """Return a stream for asynchronous moves of the pool's blocks."""
@@ -387,6 +403,7 @@ class CudaBackend(_BlockMoves):
         eps: float,
         kv_layer: Any,
         q_out: Any,
+        rounding: str = "",
     ) -> None:
         """Normalise and rotate q and k; write q to ``q_out``, k and v into the paged cache."""
         elementwise.qk_norm_rope_append(
