@@ -2,7 +2,7 @@
 
 Workers of one cluster may keep them in different types. All of them round to the narrowest of these
 types, so the values are the same on every worker, and a conversion between two of them changes
-nothing (docs/decisions/0058).
+nothing (docs/decisions/0059).
 """
 
 from __future__ import annotations
