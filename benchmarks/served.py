@@ -26,7 +26,8 @@ END_S = 30.0
 class Served:
     """``baton serve`` with ``flags``, which ends with this process.
 
-    ``model``: a folder, or None for the embedded model. Its output is in ``log``.
+    ``model``: a folder, or None for the embedded model. Its output is in ``log``. ``workers``: how
+    many there will be, if the flags make it another number.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Served:
         decode: int = 1,
         flags: tuple[str, ...] = (),
         ready_s: float = READY_S,
+        workers: int = 0,
     ) -> None:
         self.address = f"ipc://{scratch}/bench.sock"
         self.log = scratch / "serve.log"
@@ -56,7 +58,7 @@ class Served:
                 preexec_fn=lambda: die_with_parent(parent),  # no thread runs yet
             )
         try:
-            self.client = self._connect(prefill + decode, ready_s)
+            self.client = self._connect(workers or prefill + decode, ready_s)
         except BaseException:
             self._end()
             raise

@@ -25,6 +25,9 @@ PARTS = (
     Part("fp8", f"{_HERE}.bench_rows:fp8_products", 60),
     Part("model", f"{_HERE}.bench_model:model", 200),
     Part("cluster", f"{_HERE}.bench_cluster:cluster", 150),
+    Part("colocated", f"{_HERE}.bench_modes:colocated", 170),
+    Part("disaggregated", f"{_HERE}.bench_modes:disaggregated", 170),
+    Part("adaptive", f"{_HERE}.bench_modes:adaptive", 170),
     Part("transformers", f"{_HERE}.bench_model:transformers", 300),
 )
 

@@ -44,7 +44,7 @@ def _part(name: str, budget_s: float) -> Part:
 
 PLAN = (
     Planned(_part("compile", 45), 15, "every kernel for this card, for all parts after it"),
-    Planned(Part("peers", f"{_HERE}.peers:peers", 60, together=True), 0, "what can be compared"),
+    Planned(Part("peers", f"{_HERE}.peers:peers", 30, together=True), 0, "what can be compared"),
     Planned(
         _part("kinds", 120), 0, "clusters with images, speech, pictures, demos, fp8: never run"
     ),
@@ -55,7 +55,12 @@ PLAN = (
     Planned(_part("rows", 30), 9, "RMSNorm with a word per thread; SwiGLU, keys into the cache"),
     Planned(_part("fp8", 40), 0, "products with weights in 8-bit floats: never run"),
     Planned(_part("cluster", 120), 0, "handoffs and streams of an 8B model in a part of its own"),
-    Planned(_part("transformers", 120), 0, "the compiled peer of a decode step: never run"),
+    Planned(
+        Part("modes", f"{_HERE}.bench_modes:modes", 95),
+        0,
+        "64 streams of 128 + 1,024: one worker, two, two with a choice per request",
+    ),
+    Planned(_part("transformers", 100), 0, "the compiled peer of a decode step: never run"),
     Planned(_part("model", 90), 37, "steps, prefill, and loading through pinned slots"),
     Planned(_part("serving", 40), 6, "tokens of a cluster beside the CPU's"),
     Planned(_part("others", 60), 15, "all other kernels"),
@@ -64,12 +69,11 @@ PLAN = (
     Planned(_part("products", 40), 14, "products beside cuBLAS"),
     Planned(_part("prefill", 45), 16, "prompts beside peers"),
     Planned(_part("values", 40), 13, "attention over 16,384 tokens"),
+    Planned(_part("sweep", 45), 15, "variants of this card; writes its entry, so it is late"),
     Planned(_part("memcheck", 30), 2, "compute-sanitizer's memcheck"),
     Planned(_part("racecheck", 30), 7, "compute-sanitizer's racecheck"),
     Planned(_part("leaks", 30), 4, "memory after models are let go"),
     Planned(_part("probes", 30), 4, "limits of the card"),
-    Planned(_part("oracle", 80), 42, "logits beside transformers"),
-    Planned(_part("sweep", 45), 15, "variants of this card; writes its entry, so it is late"),
     Planned(_part("words", 30), 3, "single words of CUDA: last, because one may hang"),
 )
 """In the order of their value."""
