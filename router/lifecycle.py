@@ -100,6 +100,8 @@ class Lifecycle:
         self._metrics = state.metrics
         self._stories = state.stories
         self._errors = state.errors
+        self._apart: dict[bytes, Request] = {}
+        """Suspects that wait because others run on the workers, the longest waiting one first."""
 
     # ------------------------------------------------------------------ placing
 
@@ -132,6 +134,8 @@ class Lifecycle:
         if pair is None:
             self._wait(request, now)
             return
+        if self._apart:
+            self._apart.pop(request.key, None)
         attempt = request.attempt
         prefill, decode = attempt.prefill, attempt.decode = pair
         if prefill is not None:
@@ -206,6 +210,7 @@ class Lifecycle:
         self.abort(request, "superseded")
         attempt = request.attempt
         attempt.leave(request.key)
+        self._place_next_apart(now)
         attempt.ended_at, attempt.cause = now, cause[:MAX_CAUSE_CHARS]
         attempt.pending = None
         if request.past is None:
@@ -239,6 +244,8 @@ class Lifecycle:
     def _wait(self, request: Request, now: float) -> None:
         """Wait for a pair of workers; fail after the grace period if no worker is ready."""
         if request.avoid or self._placement.kept_apart(request):  # every worker was tried
+            if not request.avoid:
+                self._apart[request.key] = request
             request.avoid = None
             delay = self.back_off(request, self._config.busy_backoff_s, now)
             self._table.wake(request, now + delay, now)
@@ -257,6 +264,18 @@ class Lifecycle:
         roles = " and no ".join(missing or request.roles)
         reason = f"no {roles} worker was ready{where} for {grace:g} s"
         self.fail(request, CapacityError(reason, retry_after=hint), now)
+
+    def _place_next_apart(self, now: float) -> None:
+        """Place the next suspect at the next tick, since a request has left its workers.
+
+        Its back-off alone would leave the workers idle between two suspects.
+        """
+        while self._apart:
+            key, request = next(iter(self._apart.items()))
+            del self._apart[key]
+            if request.state is _QUEUED:
+                self._table.wake(request, now, now)
+                return
 
     # ------------------------------------------------------------------ work on workers
 
@@ -478,6 +497,7 @@ class Lifecycle:
             tokens_s=now - request.first_at if request.whole and request.started else 0.0,
         )
         attempt.leave(request.key)
+        self._place_next_apart(now)
         if request.deadline < now + ENDED_KEEP_S:
             request.deadline = now + ENDED_KEEP_S
         request.limit = request.deadline
@@ -504,6 +524,7 @@ class Lifecycle:
         self._table.queued.pop(request.key, None)
         self._admission.end(request)
         request.attempt.leave(request.key)
+        self._place_next_apart(now)
         self.forget(request)
 
     def forget(self, request: Request) -> None:

@@ -228,6 +228,24 @@ def test_suspects_run_one_by_one_so_only_the_guilty_one_is_given_up(bench):
     assert not [t for name in ("a", "b", "d") for t in bench.terminals(keys[name])]
 
 
+def test_the_next_suspect_is_placed_as_soon_as_one_ends(bench):
+    """Not after its back-off, which has reached a second by then."""
+    bench.pair()
+    keys = {name: bench.run(name)[0] for name in "abcdef"}
+    kill_decode(bench)
+    place(bench)
+    kill_decode(bench)
+    bench.advance(4.0)
+    order = []
+    for _ in keys:
+        order += place(bench)
+        request = bench.core.table.requests[keys[order[-1]]]
+        say_tokens(bench, request, 1)
+        decode_worker(bench).end(request.key, request.next, attempt=request.attempt.number)
+        bench.advance(0.1)
+    assert sorted(order) == sorted(keys)
+
+
 def test_tokens_made_since_the_last_death_clear_a_request(served):
     key, _ = served.run()
     for number in range(6):
