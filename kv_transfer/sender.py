@@ -105,6 +105,11 @@ class Sender:
         """Decode endpoints with a live handoff."""
         return {h.endpoint for h in self._live.values()}
 
+    def going_on(self) -> list[Key]:
+        """Keys of the handoffs that were not given up."""
+        live = self._live.values()
+        return [handoff.key for handoff in live if handoff.state is not HandoffState.RELEASING]
+
     # ------------------------------------------------------------------ calls of the worker
 
     def start(

@@ -168,10 +168,13 @@ class PrefillCore(PromptCore[Job]):
 
     def _stop(self, job: Job, now: float) -> list[Action]:
         """End a job without a message to the router; release its grant."""
-        self._remove(job)
         if job.compiling:
+            self._remove(job)
             return [DropGrammar(job.key)]
-        return self._advance(self._handoffs.release(job, now), now)
+        # First: after an error the job must still be found, which releases the grant again.
+        actions = self._advance(self._handoffs.release(job, now), now)
+        self._remove(job)
+        return actions
 
     def _is_running(self, name: bytes) -> bool:
         return self._scheduler.is_inflight(name)

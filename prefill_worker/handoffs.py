@@ -349,7 +349,7 @@ class Handoffs:
             case handoff.SendFrame():
                 yield from self._pack(output)
             case handoff.Gone(key=key):
-                self._not_read(key)  # the job was removed when its handoff was released
+                self._not_read(key)  # its job is removed with it
             case handoff.Done(key=key) | handoff.Failed(key=key):
                 yield output
                 self._not_read(key)
@@ -383,8 +383,13 @@ class Handoffs:
     # ------------------------------------------------------------------ integrity
 
     def check_integrity(self) -> list[Allocation]:
-        """Return the blocks held for readers. Raises InternalError if nothing can read them."""
+        """Return the blocks held for readers.
+
+        Raises InternalError if nothing can read them, or if a handoff goes on without a job.
+        """
         self._sender.check_integrity()
+        if not all(self._queue.get(key) for key in self._sender.going_on()):
+            raise InternalError("a handoff goes on without its job")
         if not all(self._sender.may_be_read(key) for key in self._readers):
             raise InternalError("blocks are held for a decode worker that no longer reads them")
         return list(self._readers.values())

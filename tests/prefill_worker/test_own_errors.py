@@ -12,7 +12,18 @@ from baton.prefill_worker.events import DataDown, DataUp, Disconnect, OpenData, 
 from baton.prefill_worker.handoffs import Handoffs
 from baton.prefill_worker.queue import Queue
 from baton.proto.errors import InternalError
-from baton.proto.wire.messages import Busy, Credit, Open, Opened, PeerLost, Pong, Reserve, Terminal
+from baton.proto.wire.messages import (
+    Busy,
+    Credit,
+    Open,
+    Opened,
+    PeerLost,
+    Pong,
+    Release,
+    Released,
+    Reserve,
+    Terminal,
+)
 from baton.worker.events import Exit
 from baton.worker.own_errors import METRIC
 
@@ -179,3 +190,16 @@ def test_a_credit_that_raises_ends_its_own_request(bench, plant):
     bench.answer(Credit(grant=grant, credit=1 << 20))
     (terminal,) = bench.take(Terminal)
     assert (terminal.request, terminal.code) == (KEY, "internal")
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_end_that_raises_while_it_releases_the_grant_leaves_no_handoff(bench, plant, after):
+    bench.computing(shape={"new": 1})
+    plant(Sender, "release", after=after)
+    bench.step()
+    (terminal,) = bench.take(Terminal)
+    assert terminal.code == InternalError.code
+    bench.later(1.0)
+    assert bench.to_peer(Release)
+    bench.answer(Released(request=KEY, attempt=1))
+    bench.assert_empty()
