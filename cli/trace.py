@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,15 @@ from baton.runtime.process.log import printable
 
 from .cluster import add_address, addresses_of, keys_of
 from .numbers import at_least_one
+from .output import say
 
 LISTED = 20
+MATCHES = 10
+"""Most requests that are listed for a name that several have."""
 _BESIDE = "transfer"
 """A transfer runs beside the computation of later layers, so it gets a thread in trace files."""
+_HTTP_ID = re.compile(r"([^-]+-(.+)-[0-9a-f]{24})(-\d+)?")
+"""Ids that a gateway makes: kind, X-Request-Id, its own characters, number of the choice."""
 Story = dict[str, Any]
 """A record of a router (``router/story_report.py``), with the router's name as ``router``."""
 
@@ -40,7 +46,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="REQUEST_ID",
         nargs="?",
         default="",
-        help="request id, X-Request-Id of an HTTP request, or at least 8 characters of either",
+        help="request id, X-Request-Id of an HTTP request, or at least 8 characters of either "
+        "that no other request has",
     )
     add_address(parser)
     parser.add_argument(
@@ -59,16 +66,16 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the stories. Raises BatonError if no router answers or none knows the request."""
+    """Print the stories.
+
+    Raises BatonError if no router answers, no story has this name, or those of several requests.
+    """
     if arguments.request and arguments.last is not None:
         raise ConfigError("give either a request id or --last")
     asked = time.time()
     stories = _ask_all(arguments)
-    if arguments.request and not stories:
-        raise InputError(
-            f"no router knows request {arguments.request!r}: the id is unknown, or other requests "
-            "have ended since (--trace-requests is the number of requests that a router keeps)"
-        )
+    if arguments.request:
+        stories = _of_one_request(arguments.request, stories)
     if arguments.perfetto:
         content = json.dumps(trace_file(stories, asked))
         Path(arguments.perfetto).write_text(content, "utf-8")
@@ -112,11 +119,38 @@ def _ask_all(arguments: argparse.Namespace) -> list[Story]:
     return found[-last:] if last else found
 
 
+def _of_one_request(name: str, stories: list[Story]) -> list[Story]:
+    """Return the stories whose whole id is the name, else those of the one request it matches."""
+    if not stories:
+        raise InputError(
+            f"no router has a story of request {name!r}: the id is unknown, a gateway refused the "
+            "request (such as 400 or 404), or the story was dropped "
+            "(--trace-requests is the number of stories that a router keeps)"
+        )
+    complete = [story for story in stories if name in _whole_ids(story)]
+    if complete:
+        return complete
+    requests = len({_whole_ids(story)[0] for story in stories})
+    if requests > 1:
+        for line in listed(stories[: -MATCHES - 1 : -1]):
+            say(line, error=True)
+        most = f"; these are the last {MATCHES}" if len(stories) > MATCHES else ""
+        raise InputError(f"{name!r} matches {requests} requests{most}: give more of the id")
+    return stories
+
+
+def _whole_ids(story: Story) -> tuple[str, ...]:
+    """Return the ids that name the request; the first is the same for all its choices."""
+    own, key = story["request_id"], story["request"]
+    made = _HTTP_ID.fullmatch(own) if story["gateway"] else None
+    return (own, key) if made is None else (made[1], made[2], own, key)
+
+
 # --------------------------------------------------------------------------- lists
 
 
 def listed(stories: list[Story]) -> list[str]:
-    """Lines of a table with one request per line, latest last."""
+    """Lines of a table with one request per line."""
     head = (
         f"{'age':>8} {'state':<10} {'prompt':>7} {'cached':>7} {'new':>6} {'TTFT':>9} {'ITL':>9} "
         f"{'total':>9}  {'workers':<22} request"

@@ -371,10 +371,10 @@ def _add_report(story: Story, report: HandoffReport, worker: Worker, now: float)
 def names(name: str, key: bytes, request_id: str) -> bool:
     """True if ``name`` names the request: its id, a part of its id, or the start of its key.
 
-    A gateway puts the HTTP client's X-Request-Id into the request id. Parts have at least
-    :data:`MIN_PART_CHARS` characters.
+    A gateway puts the HTTP client's X-Request-Id between dashes into the request id. Other parts
+    have at least :data:`MIN_PART_CHARS` characters.
     """
-    if name == request_id:
+    if name == request_id or (name and f"-{name}-" in request_id):
         return True
     return len(name) >= MIN_PART_CHARS and (name in request_id or key.hex().startswith(name))
 

@@ -241,6 +241,56 @@ def test_ids_of_clients_cannot_control_the_terminal(capsys, monkeypatch):
         assert printed.replace("\n", "").isprintable()
 
 
+def made(client_id: str, number: int, end: str = "", **fields: Any) -> dict[str, Any]:
+    """A story of an HTTP request; gateways' ids share their beginning."""
+    own = f"chatcmpl-{client_id}-0123456789abcd{number:010x}{end}"
+    return story(request_id=own, request=f"{number:032x}", age_s=100.0 - number, **fields)
+
+
+def test_a_part_of_several_ids_lists_the_latest_of_them_and_fails(capsys, monkeypatch):
+    stories = [made("mine\x1b", number) for number in range(12)]
+    monkeypatch.setattr("baton.cli.trace._ask_all", lambda _: stories)
+    for words in ([], ["--json"], ["--perfetto", "/nonexistent/file"]):
+        assert main(["trace", "chatcmpl-mine", *words]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        head, *lines, last = err.splitlines()
+        assert head.split()[:2] == ["age", "state"]
+        ages = [f"{100.0 - number:.1f}s" for number in range(11, 1, -1)]
+        assert [line.split()[0] for line in lines] == ages
+        assert "finished" in lines[0] and "mine?-0123456789abcd000000000b" in lines[0]
+        assert last.startswith("baton: 'chatcmpl-mine' matches 12 requests; these are the last 10:")
+
+
+def test_a_whole_id_names_its_requests_also_if_other_ids_contain_it(capsys, monkeypatch):
+    choices = [made("7", 1, "-0"), made("7", 1, "-1"), made("7", 2)]
+    others = [made("a-7-b", 3), story(request_id="native-7-request", gateway="", request="ab" * 16)]
+    monkeypatch.setattr("baton.cli.trace._ask_all", lambda _: [*others, *choices])
+
+    def found(name: str) -> list[dict[str, Any]]:
+        assert main(["trace", name, "--json"]) == 0
+        answer: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+        return answer
+
+    assert found("7") == choices
+    assert found(choices[0]["request_id"]) == choices[:1]
+    assert found(choices[0]["request_id"][:-2]) == choices[:2]
+    assert found("native-7-request") == found("ab" * 16) == others[1:]
+
+
+def test_a_part_of_one_id_shows_all_choices_of_its_request(capsys, monkeypatch):
+    choices = [made("mine", 1, "-0"), made("mine", 1, "-1")]
+    monkeypatch.setattr("baton.cli.trace._ask_all", lambda _: choices)
+    assert main(["trace", "chatcmpl-mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == choices
+
+
+def test_the_error_for_an_unknown_request_names_refusals_of_gateways(capsys, monkeypatch):
+    monkeypatch.setattr("baton.cli.trace._ask_all", lambda _: [])
+    assert main(["trace", "unknown-request"]) == 1
+    assert "a gateway refused the request (such as 400 or 404)" in capsys.readouterr().err
+
+
 def test_a_request_and_last_exclude_each_other(capsys):
     assert main(["trace", "some-id", "--last", "3"]) == 2
     assert "either a request id or --last" in capsys.readouterr().err

@@ -438,3 +438,11 @@ def test_queries_of_one_envelope_are_merged():
 def test_a_status_report_repeats_the_nonce_of_its_status(bench):
     bench.client(Status(nonce=7), b"operator")
     assert bench.one(b"operator", StatusReport).nonce == 7
+
+
+def test_a_short_id_of_an_http_client_finds_its_request(make_bench):
+    bench = make_bench()
+    for name in ("chatcmpl-7-0123456789ab-0", "chatcmpl-17-0123456789ab"):
+        bench.submit(name)
+    assert [one["request_id"] for one in told(bench, "7")] == ["chatcmpl-7-0123456789ab-0"]
+    assert told(bench, "8") == told(bench, "") == []
