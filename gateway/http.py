@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import httptools
 import msgspec
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
@@ -236,9 +236,33 @@ class LimitedHttp(HttpToolsProtocol):
         self._exchange = Exchange.begin(cycle, self._place)
         if refuses is not None and refuses(cast(Scope, cycle.scope)):
             return
-        task = self.loop.create_task(cycle.run_asgi(cast(Any, self.app)))
-        task.add_done_callback(self.tasks.discard)
-        self.tasks.add(task)
+        self.tasks.add(self.loop.create_task(self._run(cycle)))
+
+    async def _run(self, cycle: RequestResponseCycle) -> None:
+        """Run the application for one request, as uvicorn's ``run_asgi``.
+
+        In a further coroutine, and with a callback at the task's end, it takes 2 % of a request.
+        """
+        try:
+            await cast(ASGIApp, self.app)(
+                cast(Scope, cycle.scope), cast(Receive, cycle.receive), cast(Send, cycle.send)
+            )
+        except BaseException:
+            self.logger.exception("Exception in ASGI application")
+            await self._fail(cycle)
+        else:
+            if not cycle.response_complete and not cycle.disconnected:
+                self.logger.error("the application has not answered completely")
+                await self._fail(cycle)
+        finally:
+            cycle.on_response = nothing
+            self.tasks.discard(cast(Any, asyncio.current_task()))
+
+    async def _fail(self, cycle: RequestResponseCycle) -> None:
+        if cycle.response_started:
+            self.transport.close()
+        else:
+            await cycle.send_500_response()
 
     def pause_writing(self) -> None:
         """Limit the time in which the client does not read its answer."""

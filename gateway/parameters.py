@@ -253,8 +253,8 @@ def list_of(given: Prompts, name: str, most: int) -> list[str | list[int]]:
     entries: list[Any] = [given] if isinstance(given, str) else given
     kinds = set(map(type, entries))
     if kinds == {int}:
-        entries = [entries]
-    elif len(kinds) != 1:
+        return [entries]
+    if len(kinds) != 1:
         what = "mixes texts and token ids" if entries else "is empty"
         raise ParameterError(f"{name} {what}", name)
     if len(entries) > most:
