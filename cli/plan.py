@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from baton.deploy.plan.hub import with_local_model
 from baton.forecast.cluster import Slo
 from baton.forecast.plan import Plan, make_plan, shortened
 from baton.forecast.service import ServiceModel, read_service
-from baton.loadgen.traces import read_trace
+from baton.loadgen.traces import Arrival, read_trace
 
 from .numbers import at_least_one, limits
 from .parser import warn
@@ -63,23 +64,38 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
-    trace = read_trace(Path(arguments.trace), arguments.requests)
+    whole = read_trace(Path(arguments.trace), arguments.requests)
     service, error = _service(arguments)
-    trace = shortened(trace, service.max_length)
+    trace = shortened(whole, service.max_length)
+    long = [one for one in whole if 0 < service.max_length < one.prompt + one.output]
+    if long:
+        warn(_shortened(long, len(whole), service.max_length))
     plan = make_plan(trace, service, arguments.workers, Slo(*arguments.slo))
     if arguments.json:
         content = {
             "command": plan.command(arguments.model),
             "step_times": service,
             "step_error": error,
+            "shortened": len(long),
             **msgspec.structs.asdict(plan),
         }
         print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
     else:
         if error is not None:
             print(f"steps measured on this machine; mean error of the fit {error:.0%}")
+            print(f"differences (worse) below {error:.0%} mean nothing; to repeat a plan with the")
+            print("same times, keep the output of --json as FILE and give --step-times FILE")
         print("\n".join(lines(plan, arguments.model)))
     return 0
+
+
+def _shortened(long: Sequence[Arrival], requests: int, longest: int) -> str:
+    refused = sum(one.prompt >= longest for one in long)
+    return (
+        f"{len(long)} of {requests} requests exceed the model's context of {longest} tokens "
+        "and are shortened here; a cluster refuses "
+        f"{refused} of them, whose prompts alone are too long"
+    )
 
 
 def _service(arguments: argparse.Namespace) -> tuple[ServiceModel, float | None]:

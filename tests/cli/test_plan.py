@@ -64,6 +64,32 @@ def test_the_steps_of_the_model_are_measured(capsys, trace):
     assert 0 < found["step_times"]["prefill_token_s"] < 0.1
 
 
+def test_requests_beyond_the_context_are_counted(capsys, trace, tmp_path):
+    _, output = planned(capsys, trace, "--step-times", "h100x2-70b", "--json")
+    found = json.loads(output.out)
+    assert (found["shortened"], output.err) == (0, "")
+    times = tmp_path / "times.json"
+    times.write_text(json.dumps({"step_times": found["step_times"] | {"max_length": 600}}))
+    lengths = [(200 + 37 * number % 500, 2 + number % 30) for number in range(80)]
+    long = sum(prompt + answer > 600 for prompt, answer in lengths)
+    refused = sum(prompt > 599 for prompt, _ in lengths)
+    assert long > refused > 0
+    code, output = planned(capsys, trace, "--step-times", str(times))
+    assert code == 0
+    assert output.err == (
+        f"baton: warning: {long} of 80 requests exceed the model's context of 600 tokens and are "
+        f"shortened here; a cluster refuses {refused} of them, whose prompts alone are too long\n"
+    )
+
+
+def test_a_measurement_is_printed_with_what_its_error_means(capsys, trace):
+    words = ["plan", str(demo_model_folder()), "--trace", trace, "--workers", "2"]
+    assert main([*words, "--slo", LIMITS, "--requests", "5"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    error = first.rpartition(" ")[2]
+    assert second.startswith(f"differences (worse) below {error} mean nothing")
+
+
 def test_limits_that_nothing_keeps_are_named(capsys, trace):
     words = ["plan", "m", "--trace", trace, "--workers", "2", "--step-times", "h100x2-70b"]
     assert main([*words, "--slo", "ttft=1ms,itl=1ms"]) == 0
