@@ -24,7 +24,7 @@ from .network import Aim, Faults, Network
 from .nodes import DETECT_S, Node, RouterNode
 from .prefill_nodes import EmbedNode, PrefillNode
 from .recording import Recording
-from .rogues import Rogue, Spoils
+from .rogues import Captured, Rogue
 from .supervisor import SupervisorNode
 from .workers import EngineNode, Sizes, WorkerNode, rack_of
 
@@ -101,7 +101,7 @@ class Cluster:
             for i in range(shape.clients)
         ]
         self.supervisor = SupervisorNode(self, "supervisor")
-        self.spoils = Spoils()
+        self.captured = Captured()
         self.rogues: list[Rogue] = []
         if shape.rogues:
             self._admit_rogues()
@@ -125,7 +125,7 @@ class Cluster:
     def overheard(self, message: Any) -> None:
         """Give the rogues a message or a KV frame that was sent."""
         if self.rogues:
-            self.spoils.add(message)
+            self.captured.add(message)
 
     def _routers_from(self, first: int) -> list[RouterNode]:
         """Return all routers in order, starting with number ``first``."""
@@ -189,7 +189,7 @@ class Cluster:
             self.watcher.surrender(message.request)
         for rogue in self.rogues:
             if rogue.alive and rogue.identity == identity:
-                router.transmit(rogue, partial(rogue.heard, message))
+                router.transmit(rogue, partial(rogue.received, message))
         for node in self.workers:
             if node.alive and node.identity == identity:
                 router.transmit(node, partial(node.from_router, router.name, message))
@@ -206,7 +206,7 @@ class Cluster:
         self.overheard(message)
         for rogue in self.rogues:
             if rogue.alive and rogue.identity == identity:
-                router.transmit(rogue, partial(rogue.heard, message))
+                router.transmit(rogue, partial(rogue.received, message))
         for node in self.clients:
             if node.alive and node.identity == identity and node.router is router:
                 return node.take(message)

@@ -1,9 +1,9 @@
 """Rogues of a simulated cluster: processes with a valid key that send every message of its role.
 
-A rogue has seen every message of the cluster except secrets. It repeats them over its own
+A rogue has captured every message of the cluster except secrets. It replays them over its own
 connections, as they were or with other requests, attempts, incarnations, grants, proofs and
 tickets, makes messages of every kind of its union, and sends damaged envelopes and KV frames.
-It must receive nothing that belongs to others (:meth:`Rogue.heard`).
+It must receive nothing that belongs to others (:meth:`Rogue.received`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ KINDS: dict[str, tuple[type[Message], ...]] = {
     name: get_args(union) for name, union in UNIONS.items()
 }
 SECRETS = frozenset({"secret", "key", "decode_key"})
-"""Fields that a rogue cannot have seen: connections are encrypted, and these are not shown to
+"""Fields that a rogue cannot capture: connections are encrypted, and these are not shown to
 processes with its key."""
 SHARED = frozenset({
     "request", "attempt", "position", "incarnation", "nonce", "grant", "ticket", "proof",
@@ -86,8 +86,8 @@ SHARED = frozenset({
 """Fields whose values are taken from messages of any kind."""
 
 
-class Spoils:
-    """What the rogues of a cluster have seen."""
+class Captured:
+    """The messages that the rogues of a cluster have captured."""
 
     def __init__(self) -> None:
         self.messages: defaultdict[type, deque[Any]] = defaultdict(lambda: deque(maxlen=KEPT))
@@ -120,9 +120,9 @@ class Spoils:
 class Forger:
     """Draws messages of a role with ids of its own, captured ones and guesses."""
 
-    def __init__(self, random: Random, spoils: Spoils, key: bytes, card: Any) -> None:
+    def __init__(self, random: Random, captured: Captured, key: bytes, card: Any) -> None:
         self._random = random
-        self._spoils = spoils
+        self._captured = captured
         self._key = key
         self._card = card
         self.nonce, self.incarnation = b"", 0
@@ -137,12 +137,12 @@ class Forger:
         """Return a message of a union: a captured one as it was, or with other fields."""
         random = self._random
         kind = random.choice(KINDS[union])
-        seen = self._spoils.messages[kind]
+        seen = self._captured.messages[kind]
         base = random.choice(seen) if seen else self._blank(kind)
         if random.random() < 0.3:
             return self._mine(base)
-        if self._spoils.recent and random.random() < 0.4:
-            return self._mine(self._about(base, random.choice(self._spoils.recent)))
+        if self._captured.recent and random.random() < 0.4:
+            return self._mine(self._about(base, random.choice(self._captured.recent)))
         changes = {
             field: self._value(field, getattr(base, field))
             for field in base.__struct_fields__
@@ -170,7 +170,7 @@ class Forger:
 
     def _value(self, name: str, old: Any) -> Any:
         """Return another value of a field: captured, its own or guessed."""
-        random, values = self._random, self._spoils.values
+        random, values = self._random, self._captured.values
         if name == "grant" and random.random() < 0.3:
             known = [ref.incarnation for ref in values["grant"]] or [1]
             return GrantRef(random.choice(known), random.randrange(6), random.randrange(4))
@@ -190,12 +190,12 @@ class Forger:
         return old
 
     def _blank(self, kind: type[Message]) -> Any:
-        """Return a message of a kind that was not seen yet."""
+        """Return a message of a kind that was not captured yet."""
         fields = msgspec.structs.fields(kind)
         return kind(**{field.name: self._plain(field.name) for field in fields if field.required})
 
     def _plain(self, name: str) -> Any:
-        random, values = self._random, self._spoils.values
+        random, values = self._random, self._captured.values
         plain: dict[str, Any] = {
             "grant": GrantRef(1, 0, 0), "model": self._card, "transports": ["zmq"], "runs": [],
             "requests": [], "hashes": [], "incarnation": self.incarnation, "context": None,
@@ -212,10 +212,10 @@ class Forger:
 
     def frame(self) -> tuple[KVFrame, bytes]:
         """Return a KV frame for a grant, captured or changed, with any payload."""
-        random, frames = self._random, self._spoils.messages[KVFrame]
+        random, frames = self._random, self._captured.messages[KVFrame]
         base = random.choice(frames) if frames else KVFrame(GrantRef(1, 0, 0), 0, 0, 1, 0, 1, 8, 0)
         changes: dict[str, Any] = {}
-        if self._spoils.values["grant"] and random.random() < 0.6:
+        if self._captured.values["grant"] and random.random() < 0.6:
             changes["grant"] = self._value("grant", base.grant)
         for name in ("index", "layer_start", "layer_count", "block_start", "block_count"):
             if random.random() < 0.1:
@@ -261,14 +261,14 @@ class Rogue(Node):
         """Draw with a generator of its own, so that one seed gives one sequence."""
         self._name_connection()
         self._random = Random(self.incarnation)  # noqa: S311
-        self.forger = Forger(self._random, self.cluster.spoils, key_of(self.name), self._card)
+        self.forger = Forger(self._random, self.cluster.captured, key_of(self.name), self._card)
 
     def leave(self) -> None:
         """End for good; its connections close."""
         self._reconnect()
         self.alive = False
 
-    # ------------------------------------------------------------------ speech
+    # ------------------------------------------------------------------ messages that it sends
 
     def tick(self) -> None:
         """Send a burst."""
@@ -319,7 +319,7 @@ class Rogue(Node):
 
     def _ask_more(self, decode: DecodeNode) -> None:
         """Send a Reserve again that asks for more, perhaps one of a worker with the same key."""
-        seen = self.cluster.spoils.messages[Reserve]
+        seen = self.cluster.captured.messages[Reserve]
         if seen:
             base, more = self._random.choice([*seen][-LATEST:]), self._random.choice((1, 16, 64))
             message = msgspec.structs.replace(
@@ -357,20 +357,20 @@ class Rogue(Node):
     def from_peer(self, endpoint: str, envelope: Envelope) -> None:
         """Receive a control message from a decode worker."""
         for message in envelope.read(self._answers, self.cluster.stats):
-            self.heard(message)
+            self.received(message)
 
-    def heard(self, message: Message) -> None:
+    def received(self, message: Message) -> None:
         """Check that a message has nothing that belongs to others."""
-        self.cluster.stats[f"rogue_heard {type(message).__name__}"] += 1
+        self.cluster.stats[f"rogue_received {type(message).__name__}"] += 1
         if isinstance(message, Assign):
             self.cluster.watcher.surrender(message.request)
-        loot = self._loot(message)
-        for request in loot:
+        private = self._private_requests(message)
+        for request in private:
             if not self.cluster.watcher.is_surrendered(request):
                 raise Violation(f"{self.name} receives {message}")
 
-    def _loot(self, message: Message) -> list[bytes]:
-        """Return the requests whose grants, tokens or secrets a message has."""
+    def _private_requests(self, message: Message) -> list[bytes]:
+        """Return the requests whose grants, tokens or secrets a message reveals."""
         match message:
             case Tokens(runs=runs):
                 return [run.request for run in runs]

@@ -60,8 +60,8 @@ FIGURES = {
     "raises-prefill": ["raised", "faults"],
     "raises-decode": ["raised", "faults"],
     "raises-links": ["raised", "faults"],
-    "rogue": ["rogue_heard Rejected", "rogue_heard Stale", "rogue_refused", "foreign_frames"],
-    "rogue-failover": ["rogue_heard Adopt", "rogue_malformed"],
+    "rogue": ["rogue_received Rejected", "rogue_received Stale", "rogue_refused", "foreign_frames"],
+    "rogue-failover": ["rogue_received Adopt", "rogue_malformed"],
     "rogue-greedy": ["surrendered"],
     "adaptive": ["local", "credits", "replays"],
     "colocated": ["local", "abandoned", "lost"],
@@ -72,7 +72,7 @@ FIGURES = {
     "colocated-rogue": ["local", "surrendered"],
     "mixed": ["local", "credits", "replays"],
     "mixed-all": ["local", "credits", "grammars"],
-    "mixed-rogue": ["local", "rogue_heard Rejected"],
+    "mixed-rogue": ["local", "rogue_received Rejected"],
     "structured": ["grammars", "grammars_dropped", "preemptions", "replays"],
 }
 """The events that a scenario must contain to deserve its name."""
