@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from .parser import did_you_mean
 ENV_PREFIX = "BATON_"
 OTEL_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _OTHER_VARIABLES = frozenset({"BATON_RAY_SESSION", SWITCH_VARIABLE, KEY_VARIABLE})
+_NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 _SERVICE = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)$")
 """Suffixes of the variables that Kubernetes sets in every pod for a service named ``baton...``."""
 
@@ -259,11 +260,22 @@ def resolve(
     return check(fill(settings, merged))
 
 
-def _blamed(message: str, layers: Iterable[Layer]) -> str:
-    """Spell the first word of a message of :func:`check`, a setting, as the winning layer does."""
-    name, _, rule = message.partition(" ")
-    spells = [layer.spell for layer in layers if name in layer.values]
-    return f"{spells[-1](name)} {rule}" if spells else message
+def _blamed(message: str, layers: Sequence[Layer]) -> str:
+    """Spell the settings in a message of :func:`check` as the layers that set them.
+
+    The message begins with the wrong setting. A setting that no layer sets is spelled as that one.
+    """
+
+    def spell(name: str, otherwise: Callable[[str], str]) -> Callable[[str], str]:
+        return next((one.spell for one in reversed(layers) if name in one.values), otherwise)
+
+    def named(word: re.Match[str]) -> str:
+        name = word[0]
+        return spell(name, own)(name) if name in ServeSettings.__struct_fields__ else name
+
+    first, space, rule = message.partition(" ")
+    own = spell(first, str)
+    return own(first) + space + _NAME.sub(named, rule)
 
 
 def collector_of(

@@ -1,6 +1,6 @@
-"""A policy that keeps a request in one rack, so that its KV blocks take a short way.
+"""A policy that keeps a request in one rack, and prefers the router's own rack.
 
-    baton serve --decode 2 --prefill 2 --policy rack_policy:RackPolicy \
+    RACK=a baton serve --decode 2 --prefill 2 --policy rack_policy:RackPolicy \
         --labels prefill-0:rack=a,decode-0:rack=a,prefill-1:rack=b,decode-1:rack=b
     python -m baton.simulator --policy rack_policy:RackPolicy
 

@@ -1,7 +1,7 @@
 """A metric: requests that kept the limits of TTFT and ITL, by decode worker.
 
-baton serve --metrics-port 9100 --metric slo_metric:SloMetric
-curl -s http://127.0.0.1:9100/metrics | grep kept_limits
+baton serve --metrics-port 9464 --metric slo_metric:SloMetric
+curl -s http://127.0.0.1:9464/metrics | grep kept_limits
 """
 
 from collections import Counter

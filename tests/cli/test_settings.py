@@ -89,7 +89,7 @@ def test_opentelemetrys_variable_names_the_collector_if_its_packages_are_there(m
             {"device": "cuda"},
             {"BATON_PREFILL_BLOCK_SIZE": "8"},
             "",
-            "BATON_PREFILL_BLOCK_SIZE needs device cpu; give block_size",
+            "BATON_PREFILL_BLOCK_SIZE needs device cpu; give BATON_BLOCK_SIZE",
         ),
         (
             {"kernels": "abacus"},
@@ -102,13 +102,13 @@ def test_opentelemetrys_variable_names_the_collector_if_its_packages_are_there(m
             {"kv_memory": "1GiB", "kv_blocks": 4},
             {},
             "",
-            "--kv-blocks cannot be combined with kv_memory",
+            "--kv-blocks cannot be combined with --kv-memory",
         ),
         (
             {"decode_kv_memory": "1GiB"},
             {"BATON_DECODE_KV_BLOCKS": "4"},
             "",
-            "BATON_DECODE_KV_BLOCKS cannot be combined with decode_kv_memory",
+            "BATON_DECODE_KV_BLOCKS cannot be combined with --decode-kv-memory",
         ),
         ({}, {}, "prefill-kv-memory = 'lots'", "FILE: prefill_kv_memory is 'lots', not a size"),
         ({"prefill_max_num_seqs": 0}, {}, "", "--prefill-max-num-seqs must be at least 1"),
@@ -122,8 +122,10 @@ def test_opentelemetrys_variable_names_the_collector_if_its_packages_are_there(m
         ({"decode": 1_000_000}, {}, "", "--decode must be at most 1024"),
         ({"prefill_max": 2000}, {}, "", "--prefill-max must be at most 1024"),
         ({"routers": 17}, {}, "", "--routers must be at most 16"),
-        ({"decode": 3, "decode_max": 2}, {}, "", "--decode must be at most decode_max, 2"),
-        ({"prefill": 1, "prefill_min": 2}, {}, "", "--prefill must be at least prefill_min, 2"),
+        ({"decode": 3, "decode_max": 2}, {}, "", "--decode must be at most --decode-max, 2"),
+        ({"prefill": 1, "prefill_min": 2}, {}, "", "--prefill must be at least --prefill-min, 2"),
+        ({}, {"BATON_METRIC": "a:B"}, "", "BATON_METRIC needs BATON_METRICS_PORT,"),
+        ({}, {}, "ssl-keyfile = 'k'", "FILE: ssl_keyfile needs FILE: ssl_certfile too"),
     ],
 )
 def test_a_wrong_value_is_named_as_whoever_set_it_spells_it(

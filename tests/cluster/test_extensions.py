@@ -150,8 +150,8 @@ def test_modules_of_the_working_directory(tmp_path):
     [
         (["--policy=gone:Gone"], "policy gone:Gone: no module gone in"),
         (["--prefill-order=rack_policy:RackPolicy"], "RackPolicy has no method rank"),
-        (["--metric=slo_metric:Gone", "--metrics-port=9100"], "slo_metric.py has no Gone"),
-        (["--metric=slo_metric:SloMetric"], "--metric needs metrics_port"),
+        (["--metric=slo_metric:Gone", "--metrics-port=9464"], "slo_metric.py has no Gone"),
+        (["--metric=slo_metric:SloMetric"], "--metric needs --metrics-port"),
         (["--decider=length_decider:LengthDecider"], "--decider needs mode adaptive"),
         (["--policy=fastest"], "must be one of round_robin, least_loaded, prefix_aware, module"),
         (["--labels=rack"], "labels has 'rack', not of the form rack=r1"),

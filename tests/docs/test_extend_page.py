@@ -38,9 +38,12 @@ def test_every_example_is_short_and_on_the_page():
         assert f"examples/extend/{file.name})" in PAGE
 
 
-def test_the_page_shows_the_whole_policy():
-    code = (ROOT / "examples" / "extend" / "rack_policy.py").read_text()
-    assert f"```python\n{code[code.index('import os') :]}```" in PAGE
+@pytest.mark.parametrize(
+    ("name", "first"), [("rack_policy", "import os"), ("slo_metric", "from collections")]
+)
+def test_the_page_shows_the_whole_example(name, first):
+    code = (ROOT / "examples" / "extend" / f"{name}.py").read_text()
+    assert f"```python\n{code[code.index(first) :]}```" in PAGE
 
 
 def test_what_is_exported_exists():

@@ -353,7 +353,7 @@ LINE = RequestLine("finished", "r", new_tokens=3, ttft_s=0.2, itl_s=0.01, prefil
 
 
 def metrics(config, name, folder=FAULTY):
-    settings = config(metrics=(name,), metrics_port=9100, extensions=folder)
+    settings = config(metrics=(name,), metrics_port=9464, extensions=folder)
     reports = []
     extensions = Extensions(settings)
     made = extensions.metrics(lambda *given: reports.append(given))
@@ -465,7 +465,7 @@ def test_the_name_of_another_metric_is_reported(family, config, monkeypatch):
 
 
 def test_two_classes_with_one_name(config, monkeypatch):
-    settings = config(metrics=("slo_metric:SloMetric",) * 2, metrics_port=9100, extensions=EXAMPLES)
+    settings = config(metrics=("slo_metric:SloMetric",) * 2, metrics_port=9464, extensions=EXAMPLES)
     reports = []
     first, second = Extensions(settings).metrics(lambda *given: reports.append(given))
     taken = {}
