@@ -46,7 +46,8 @@ class AddressLock:
             except BlockingIOError:
                 os.close(descriptor)
                 raise ConfigError(
-                    f"a cluster runs at {address.removesuffix('.admin')}; give another --address"
+                    f"a cluster runs at {address.removesuffix('.admin')}; "
+                    "give another --address, or end it with baton down"
                 ) from None
             os.close(descriptor)  # the previous holder removed the file meanwhile: try again
 
