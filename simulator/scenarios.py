@@ -438,7 +438,7 @@ SCENARIOS: dict[str, Scenario] = {
         raise_in=LINK_EVENTS,
         flaps=4,
         deadlines=0.0,
-        wait_s=PATIENT_S,  # three workers may end within 0.4 s: poison until one is dead
+        wait_s=5.6,  # three workers may end within 0.4 s: poison until one is dead, 5 s later
     ),
     "raises-decode": replace(_RAISES, victims=("decode",), structured=0.3),
     "raises-embed": replace(_RAISES, shape=EMBED, requests=60, load_s=0.4),
