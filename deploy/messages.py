@@ -33,6 +33,8 @@ _SENTENCES = {
     "rollout_stopped": "rollout {detail}",
     "draining": "draining: running requests have {seconds:.0f} s to finish "
     "(interrupt again to stop at once)",
+    "going_down": "going down: ordered by baton down",
+    "ended": "ended: ordered by baton down",
     "grace_over": "the grace period is over; stopping with requests unfinished",
 }
 

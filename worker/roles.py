@@ -62,7 +62,7 @@ def serve_roles(config: Any, loaded: Loaded, keys: KeyRing | None) -> int:
         if code != EXIT_TURN:
             return code
         config = _next_settings()
-        _log.warning("worker.turns", to=config.role)
+        _log.info("worker.turns", to=config.role)
 
 
 class _Named(msgspec.Struct, frozen=True):

@@ -367,7 +367,8 @@ class ControllerCore:
         actions += self._request()
         if self.phase is Phase.STOPPING and not self.pools.members:
             self.phase = Phase.ENDED
-            actions += [*self._waiters.end_downs(), End(self._exit_code)]
+            ended = [Log("ended")] if self._waiters.downs else []
+            actions += [*ended, *self._waiters.end_downs(), End(self._exit_code)]
         return actions
 
     def _arrived(self, now: float) -> list[Action]:
@@ -442,6 +443,8 @@ class ControllerCore:
             actions.append(Answer(event.ticket, Outcome.ACCEPTED, "going down"))
         if self._ending:
             return actions if event.ticket is not None else [*actions, *self._kill_all()]
+        if event.ticket is not None:
+            actions.append(Log("going_down"))
         actions += [*self._end_rollout(GOING_DOWN), *self._waiters.end_all(GOING_DOWN)]
         if self.phase is Phase.STARTING:
             return [*actions, *self._stop_all(now, 0)]

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 PERIOD_S = 60.0
-"""Length of a period; percentiles cover the current and the previous period."""
+"""Length of a period; percentiles cover the current and the previous period.
+
+The periods of all histograms of a process begin at multiples of this length, so that those of a
+worker and of the cluster cover the same durations."""
 SHORTEST_S = 1e-5
 """Start of the first bucket in seconds; shorter durations count as this."""
 PER_OCTAVE = 12
@@ -57,7 +60,7 @@ class Latency:
         recent = now < self._ends + PERIOD_S
         begun = self.counts.copy()
         self._recent, self._begun = (self._begun if recent else begun), begun
-        self._ends = now + PERIOD_S
+        self._ends = (now // PERIOD_S + 1) * PERIOD_S
 
 
 def bucket(seconds: float) -> int:

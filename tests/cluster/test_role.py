@@ -98,6 +98,7 @@ def test_streams_go_on_while_their_worker_changes_its_role(pools, wanted):
     assert tokens(streams) == wanted
     assert {one.decode for one in streams} == {"decode-0", "decode-1"}
     assert pools.pids()["decode-1"] == pid and "loads" not in pools.text().split("ready: ")[1]
+    assert "worker.turns" not in pools.text()  # no warning: it was ordered
     pools.wait_idle()
 
 

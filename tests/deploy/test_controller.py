@@ -14,6 +14,7 @@ from baton.deploy.controller.events import (
 )
 from baton.deploy.controller.health import problems
 from baton.deploy.controller.members import Stage
+from baton.deploy.messages import sentence
 from baton.deploy.plan.bounds import Bounds, scale_refusal
 from baton.deploy.report import ClusterReport, RequestCounts, RouterReport, WorkerReport
 from baton.deploy.supervise.core import Phase, Reported, Tick
@@ -416,6 +417,19 @@ def test_down_in_mid_rollout_ends_both():
     assert world.requested == {}
     world.settle(5)
     assert (world.ended, world.outcomes[down]) == (0, Outcome.DONE)
+    lines = [sentence(log) for log in world.logs]
+    assert [line for line in lines if "baton down" in line] == [
+        "going down: ordered by baton down",
+        "ended: ordered by baton down",
+    ]
+
+
+def test_a_signal_is_no_order_of_baton_down():
+    world = serving()
+    world.feed(Down())
+    world.settle(5)
+    assert world.ended == 0
+    assert not any("baton down" in sentence(log) for log in world.logs)
 
 
 def test_orders_while_going_down_are_refused():

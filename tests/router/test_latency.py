@@ -45,6 +45,18 @@ def test_old_durations_are_forgotten_and_their_count_is_not():
     assert latency.summary(9 * PERIOD_S) == {"count": 19, "p50": None, "p90": None, "p99": None}
 
 
+def test_histograms_that_began_at_other_times_cover_the_same_durations():
+    """`baton status` shows the TTFT of the cluster above that of its only prefill worker."""
+    cluster, worker = Latency(), Latency()
+    cluster.summary(0.2 * PERIOD_S)  # before the worker has registered
+    for at in range(5, 40):
+        for latency in (cluster, worker):
+            latency.add(0.001 * at, now=PERIOD_S * at / 10)
+        if at % 3 == 0:
+            assert cluster.summary(PERIOD_S * at / 10) == worker.summary(PERIOD_S * at / 10)
+    assert cluster.summary(4.3 * PERIOD_S) == worker.summary(4.3 * PERIOD_S)
+
+
 def test_a_first_token_is_counted_once_at_its_prefill_worker(bench):
     prefill, _decode = bench.pair()
     key, _ = bench.run()
