@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .statistics import OK, Distribution, Record, Summary, has_limits, summarize
+from .statistics import OK, Distribution, Record, Summary, has_limits, summarize, warning
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +190,9 @@ def table(runs: Sequence[Run], slo_ttft: float = math.inf, slo_itl: float = math
         marked = [f"{cell}{' *' if at == best else '  '}" for at, cell in enumerate(cells)]
         lines.append([measure.title, *marked])
     lines.append(["requests", *(f"{column.outcomes}  " for column in columns)])
+    late = any(column.late for column in columns)
+    if late:
+        lines.append(["rounds sent late", *(column.late or "-  " for column in columns)])
     widths = [max(len(line[at]) for line in lines) for at in range(len(names) + 1)]
     shown = []
     for line in lines:
@@ -197,6 +200,10 @@ def table(runs: Sequence[Run], slo_ttft: float = math.inf, slo_itl: float = math
         shown.append(f"{line[0]:{widths[0]}}  " + "  ".join(cells).rstrip())
     if any(len(column.rounds) > 1 for column in columns):
         shown.append("[least-largest of the rounds]; * better than all others in every round")
+    if late:
+        shown.append("! this machine was too busy to generate the load; latencies contain that")
+    if any(column.grouped for column in columns):
+        shown.append("ITL p50 is 0: messages had several tokens, which are 0 apart; compare TPOT")
     return shown
 
 
@@ -216,6 +223,18 @@ class _Column:
             f"{number} {name}" for name, number in together.outcomes.items() if number
         )
         return cls((together, _total(runs)), rounds, counts)
+
+    @property
+    def late(self) -> str:
+        """How many rounds the generator was too slow for, or an empty text."""
+        found = sum(bool(warning(summary)) for summary, _ in self.rounds)
+        return f"{found} of {len(self.rounds)} !" if found else ""
+
+    @property
+    def grouped(self) -> bool:
+        """True if most tokens arrived in one message with the one before."""
+        itl, tpot = self.together[0].itl.p50, self.together[0].tpot.p50
+        return itl == 0 and tpot is not None and tpot > 0
 
     def cell(self, measure: _Measure) -> str:
         value = measure.value(*self.together)

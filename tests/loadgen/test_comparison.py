@@ -143,6 +143,25 @@ def test_the_table_pools_rounds_and_shows_their_spread():
     assert "better than all others in every round" in lines[-1]
 
 
+def test_rounds_that_were_sent_late_are_marked():
+    late = record()
+    late.sent = late.arrived + 0.5
+    lines = table([run("a", 1, late), run("b", 1, record()), run("a", 2, record())])
+    assert cells(lines, "rounds sent late") == ["1 of 2 !", "-"]
+    assert lines[-1].startswith("! this machine was too busy to generate the load")
+    assert "late" not in "".join(table([run("a", 1, record()), run("b", 1, record())]))
+
+
+def test_tokens_of_one_message_explain_an_itl_of_zero():
+    grouped = record()
+    grouped.stamps = [(0.1, 1), (0.2, 8), (0.3, 8)]
+    grouped.tokens = 17
+    lines = table([run("a", 1, grouped), run("b", 1, record())])
+    assert cells(lines, "ITL p50, ms") == ["0.0", "10.0"]
+    assert lines[-1].startswith("ITL p50 is 0: messages had several tokens")
+    assert "ITL p50 is 0" not in "".join(table([run("a", 1, record()), run("b", 1, record())]))
+
+
 def test_goodput_is_over_the_time_of_all_rounds():
     whole = [record(arrived=float(at)) for at in range(5)]  # ends 0.12 s after the last arrival
     lines = table([run("a", 1, *whole), run("a", 2, *whole), run("b", 1, record())], slo_itl=1.0)
