@@ -219,7 +219,10 @@ def _make_private_folder() -> None:
 
 def _check_free(address: str) -> None:
     path = ipc_path(address)
-    in_use = f"{address} is in use by another process; give another --address"
+    in_use = (
+        f"{address} is in use by another process; give another --address, "
+        "or end its cluster with baton down"
+    )
     if path is None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         try:

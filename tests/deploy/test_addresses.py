@@ -42,6 +42,19 @@ def test_a_list_names_every_router(tmp_path):
         client_addresses(f"ipc://{tmp_path}/a,ipc://{tmp_path}/a", TWO)
 
 
+def test_an_address_in_use_names_both_ways_out(tmp_path):
+    hint = "give another --address, or end its cluster with baton down"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/s")
+        listener.listen()
+        with pytest.raises(ConfigError, match=f"s is in use by another process; {hint}"):
+            client_addresses(f"ipc://{tmp_path}/s", TWO)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port} is in use by another process; {hint}"):
+            client_addresses(f"tcp://127.0.0.1:{port}", TWO[:1])
+
+
 def test_the_controller_listens_beside_the_first_router():
     assert admin_address("ipc:///run/a.sock") == "ipc:///run/a.sock.admin"
     assert admin_address("ipc:///run/a,ipc:///run/b") == "ipc:///run/a.admin"
