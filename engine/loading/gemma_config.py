@@ -17,7 +17,10 @@ from ..models.rope import parse_rope
 
 GEMMA3 = "Gemma3ForCausalLM"
 FULL, SLIDING = "full_attention", "sliding_attention"
-_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+_ROPE_KEYS = (
+    "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq",
+    "original_max_position_embeddings",  # transformers reads it in the objects alone
+)  # fmt: skip
 
 
 class _Raw(msgspec.Struct, kw_only=True):
@@ -64,15 +67,32 @@ def own_settings(filled: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(filled: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the rope settings of a kind of layers, as a flat object.
+    """Return the rope settings of a kind of layers, as a flat object. Raises CheckpointError.
 
     As in transformers, ``rope_scaling`` changes those of full attention alone.
     """
     newer = msgspec.convert(filled.get("rope_parameters") or {}, dict[str, Any])
     found = dict(msgspec.convert(newer.get(kind) or {}, dict[str, Any]))
     if kind == FULL:
-        found |= msgspec.convert(filled.get("rope_scaling") or {}, dict[str, Any])
+        scaling = msgspec.convert(filled.get("rope_scaling") or {}, dict[str, Any])
+        _check_scaling(scaling, filled.get("rope_parameters"))
+        found |= scaling
     base = filled.get("rope_theta" if kind == FULL else "rope_local_base_freq")
     if base is not None:
         found.setdefault("rope_theta", base)
     return found
+
+
+def _check_scaling(scaling: dict[str, Any], parameters: dict[str, Any] | None) -> None:
+    """Raise CheckpointError for a ``rope_scaling`` that transformers refuses or ignores."""
+    if not scaling:
+        return
+    if parameters is not None and not parameters.get(FULL):
+        raise CheckpointError(
+            f"config.json: rope_scaling changes rope_parameters.{FULL}, which is missing"
+        )
+    if parameters is None and "rope_type" not in scaling and scaling.get("type") != "default":
+        raise CheckpointError(
+            "config.json: rope_scaling has no rope_type; transformers ignores its type in a "
+            "Gemma 3 model"
+        )

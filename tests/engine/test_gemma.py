@@ -120,11 +120,31 @@ def test_the_older_layout_is_the_same_model(tmp_path):
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({"sliding_window": None}, "layer_types"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
+            "rope_scaling has no rope_type",
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "rope_scaling changes rope_parameters.full_attention, which is missing",
+        ),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(folder_with(tmp_path, **changes))
+
+
+def test_a_length_outside_the_rope_settings_is_not_theirs(tmp_path):
+    """transformers reads original_max_position_embeddings of Gemma 3 in the objects alone."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    found = load_checkpoint(
+        folder_with(tmp_path, rope_scaling=yarn, original_max_position_embeddings=128)
+    )
+    assert found.config.rope.original_max_position_embeddings == 32
 
 
 def gguf_file(tmp_path: Path) -> Path:
