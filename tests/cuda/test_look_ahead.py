@@ -356,10 +356,10 @@ def test_planted_bugs_of_histories_and_masks_are_noticed(
     expected, _ = run_kinds(folder, host_device, kinds, look_ahead=False)
     sample = sampling.sample
 
-    def wrong(*arguments: Any, record: bool = False) -> None:
-        sample(*arguments, record=record and bug != "not recorded")
+    def wrong(*arguments: Any, record: bool = False, **named: Any) -> None:
+        sample(*arguments, record=record and bug != "not recorded", **named)
         if bug == "recorded twice" and record:
-            sample(*arguments, record=True)
+            sample(*arguments, record=True, **named)
 
     monkeypatch.setattr(sampling, "sample", wrong)
     if bug == "stale mask":
@@ -526,8 +526,9 @@ def test_planted_bugs_of_masks_are_noticed(
         monkeypatch.setattr(DeviceRows, "write_masks", shuffled)
     else:
         monkeypatch.setattr(HostDevice, "wait_for", lambda *_: None)
-    found, _ = run_grammars(folder, host_device.late(1))
-    assert found != expected
+    # Whether a late mask is missed depends on the order of the streams, which the seed draws.
+    found = (run_grammars(folder, host_device.late(seed))[0] for seed in range(1, 9))
+    assert any(answers != expected for answers in found)
 
 
 def answers_of_a_growing_batch(folder: Path, device: HostDevice) -> list[list[int]]:

@@ -28,7 +28,10 @@ def _cache(tmp_path, monkeypatch):
 
 def run(model, backend="cpu", budget=1 << 20):
     """The runner and its logits."""
-    runner = load_runner(RunnerConfig(model=str(model), backend=backend, num_blocks=64))
+    # Keys and values in float32 on both sides: only the products differ.
+    runner = load_runner(
+        RunnerConfig(model=str(model), backend=backend, num_blocks=64, kv_type="float32")
+    )
     return runner, logits_of(runner, PROMPT, ROWS, budget)
 
 

@@ -100,7 +100,7 @@ def logits_of(runner: Runner, tokens: np.ndarray, rows: np.ndarray, budget: int)
         return outputs
 
     runner.pipeline.model.execute = execute
-    runner.pool.fill(np.nan)
+    runner.pool.view(np.uint8).fill(0xFF)  # NaN in every type
     cuts = sorted({*range(0, len(tokens), budget), *(int(r) + 1 for r in rows), len(tokens)})
     for start, end in pairwise(cuts):
         sample = SampleSpec(GREEDY, end, EMPTY, end) if end - 1 in rows else None
