@@ -125,13 +125,16 @@ def test_the_shipped_traces_and_wrong_files(tmp_path):
 LONG = b"timestamp_ms,input_length,output_length\n0,5,5\n" + b"9" * (1 << 21)
 
 
+PACKED = gzip.compress(LONG, mtime=0)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("cut.csv.gz", gzip.compress(LONG)[:-9]),
-        ("damaged.csv.gz", gzip.compress(LONG)[:20] + b"\xff" * 40),
+        ("cut.csv.gz", PACKED[:-9]),
+        ("damaged.csv.gz", PACKED[:20] + b"\xff" * 40),
         ("long.csv", LONG),  # a line without an end
-        ("bomb.csv.gz", gzip.compress(LONG)),
+        ("bomb.csv.gz", PACKED),
         ("nul.csv", b"timestamp_ms,input_length,output_length\n0,5,5\n0,\x005,5\n"),
         ("quoted.csv", b'timestamp_ms,input_length,output_length\n"' + b"1\n" * 200_000),
         ("latin.csv", b"timestamp_ms,input_length,output_length\n0,\xe9,5\n"),
@@ -142,6 +145,7 @@ LONG = b"timestamp_ms,input_length,output_length\n0,5,5\n" + b"9" * (1 << 21)
         ("ids.jsonl", b'{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": 3}\n'),
         ("back.csv", b"timestamp_ms,input_length,output_length\n9,5,5\n0,5,5\n"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_hostile_traces_are_one_typed_error(tmp_path, name, content):
     path = tmp_path / name
