@@ -194,12 +194,17 @@ def test_records_of_another_key_are_refused_before_and_after_restarts(running, f
         honest = running.workers()["prefill-0"]["endpoint"]
         other = client.generate(case.prompt, greedy(NEW), target_endpoint=honest)
 
+        def stay_alive() -> None:  # or the router would move the victim's request
+            victim.say(Heartbeat(incarnation=victim.life["incarnation"], progress=0))
+
         def replay() -> None:
             for rogue in rogues:
                 for proof in (assign["proof"], assign["decode_proof"]):
+                    stay_alive()
                     replay_at_router(running, rogue, assign, proof)
+                stay_alive()
                 replay_at_workers(running, rogue, folder, assign)
-                victim.say(Heartbeat(incarnation=victim.life["incarnation"], progress=0))
+                stay_alive()
 
         replay()
         endpoint = running.workers()["decode-0"]["endpoint"]
