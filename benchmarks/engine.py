@@ -134,13 +134,13 @@ class Machine:
 
 
 class Peer:
-    """The same measurements in a process of another Python."""
+    """The same measurements in a process of another Python, which gets ``how`` to run the model."""
 
-    def __init__(self, script: str, python: str, folder: Path, dtype: str, steps: int) -> None:
+    def __init__(self, script: str, python: str, model: Path, how: str, steps: int) -> None:
         path = Path(__file__).with_name(script)
         numbers = [str(n) for n in (PROMPT, CONTEXT, steps)]
         self._process = subprocess.Popen(
-            [python, "-P", str(path), str(folder), dtype, *numbers],
+            [python, "-P", str(path), str(model), how, *numbers],
             env={**os.environ, **ONE_THREAD},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

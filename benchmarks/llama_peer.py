@@ -1,7 +1,8 @@
 """The engine's measurements on llama.cpp; run by a Python that has llama-cpp-python, without Baton.
 
-``python llama_peer.py FILE DTYPE PROMPT CONTEXT STEPS`` answers each line of standard input, the
-name of a measurement, with a line of tokens per second of processor time, until the input ends.
+``python llama_peer.py FILE THREADS PROMPT CONTEXT STEPS`` answers each line of standard input, the
+name of a measurement, with a line of tokens per second, until the input ends: of processor time
+with one thread, of wall time with several.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ STREAMS = 8
 
 
 class Peer:
-    """A model in one thread, decoding greedily."""
+    """A model that decodes greedily."""
 
-    def __init__(self, path: str, prompt: int, context: int, steps: int) -> None:
+    def __init__(self, path: str, threads: int, prompt: int, context: int, steps: int) -> None:
         llama_cpp.llama_backend_init()
         model = llama_cpp.llama_model_load_from_file(
             path.encode(), llama_cpp.llama_model_default_params()
@@ -28,7 +29,8 @@ class Peer:
         settings.n_ctx = STREAMS * (prompt + context)
         settings.n_batch = settings.n_ubatch = prompt
         settings.n_seq_max = STREAMS
-        settings.n_threads = settings.n_threads_batch = 1
+        settings.n_threads = settings.n_threads_batch = threads
+        self.clock = time.process_time if threads == 1 else time.perf_counter
         self.run: Any = llama_cpp.llama_init_from_model(model, settings)
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self.batch = llama_cpp.llama_batch_init(STREAMS * prompt, 0, 1)
@@ -63,9 +65,9 @@ class Peer:
     def prefill(self) -> float:
         """Tokens per second of one prompt."""
         self.forget()
-        began = time.process_time()
+        began = self.clock()
         self.step([(0, 0, self.ids[0].tolist())])
-        return self.prompt / (time.process_time() - began)
+        return self.prompt / (self.clock() - began)
 
     def decode(self, streams: int) -> float:
         """Tokens per second of ``streams`` requests in a batch."""
@@ -73,15 +75,15 @@ class Peer:
         last = []
         for i in range(streams):
             last += self.step([(i, 0, self.ids[i, : self.context].tolist())])
-        began = time.process_time()
+        began = self.clock()
         for at in range(self.context, self.context + self.steps):
             last = self.step([(i, at, [token]) for i, token in enumerate(last)])
-        return streams * self.steps / (time.process_time() - began)
+        return streams * self.steps / (self.clock() - began)
 
 
 def main() -> None:
     """Answer until the input ends."""
-    path, _, *numbers = sys.argv[1:]
+    path, *numbers = sys.argv[1:]
     peer = Peer(path, *map(int, numbers))
     for line in sys.stdin:
         name = line.strip()

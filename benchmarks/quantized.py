@@ -1,10 +1,11 @@
 """Products with quantized weights, and a GGUF model beside llama.cpp.
 
-``python -m baton.benchmarks.quantized [--isa NAME] [--model FILE.gguf] [--peer-python PATH]``.
-One thread. The first table has products of random weights, more than the caches hold: bytes of
-weights a second with few rows beside reading as many bytes, operations a second with many. With a
-model, its tokens per second of processor time follow, in turns with llama-cpp-python of another
-Python. Processor time, because other programs then slow only what they share: caches and memory.
+``python -m baton.benchmarks.quantized [--isa NAME] [--model FILE.gguf ...] [--threads 1,2]
+[--peer-python PATH]``. The first table has products of random weights in one thread, more than the
+caches hold: bytes of weights a second with few rows beside reading as many bytes, operations a
+second with many. With models, their tokens per second follow, in turns with llama-cpp-python of
+another Python. Of processor time with one thread, because other programs then slow only what they
+share: caches and memory; of wall time with several.
 """
 
 from __future__ import annotations
@@ -86,12 +87,15 @@ def products(isa: str | None, kinds: list[str]) -> None:
         print(kind_row(backend, kind, read), flush=True)
 
 
-def model(args: argparse.Namespace) -> None:
+def model(args: argparse.Namespace, path: Path, threads: int) -> None:
     """Print the speed of a model, beside llama.cpp if there is a Python that has it."""
-    sides: list[Side] = [Engine(args.model, "cpu", args.steps, time.process_time)]
+    clock = time.process_time if threads == 1 else time.perf_counter
+    sides: list[Side] = [Engine(path, "cpu", args.steps, clock, threads)]
     if args.peer_python:
-        sides.append(Peer("llama_peer.py", args.peer_python, args.model, "", args.steps))
-    print(f"{'tokens per CPU second':24}{'engine':>9}{'llama.cpp':>12}")
+        peer = Peer("llama_peer.py", args.peer_python, path, str(threads), args.steps)
+        sides.append(peer)
+    unit = "tokens per CPU second" if threads == 1 else f"tokens/s, {threads} threads"
+    print(f"\n{path.name}\n{unit:24}{'engine':>9}{'llama.cpp':>12}")
     try:
         for measured in args.measures.split(","):
             ours, *others = measure(sides, [measured], args.repeats)[measured]
@@ -108,7 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="quantized", description=__doc__)
     parser.add_argument("--isa", help="an instruction set of the CPU kernels")
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; empty: none")
-    parser.add_argument("--model", type=Path, help="a GGUF file")
+    parser.add_argument("--model", type=Path, nargs="+", default=[], help="GGUF files")
+    parser.add_argument("--threads", default="1", help="of a model; comma-separated")
     parser.add_argument("--peer-python", help="a Python with llama-cpp-python")
     parser.add_argument("--measures", default=",".join(MEASURES), help="comma-separated")
     parser.add_argument("--steps", type=int, default=16, help="decode steps per repeat")
@@ -116,8 +121,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.kinds:
         products(args.isa, args.kinds.split(","))
-    if args.model:
-        model(args)
+    for path in args.model:
+        for threads in args.threads.split(","):
+            model(args, path, int(threads))
     return 0
 
 
