@@ -31,6 +31,7 @@ from .races import (
     verdict,
 )
 from .stage import Stage, Work
+from .sweep import RINGS
 
 HIDDEN, WIDE, VOCAB, EPS = 4096, 14336, 128256, 1e-5
 _NODES = 200
@@ -127,9 +128,13 @@ def _product(
         return of_torch(stage, "torch", each, 2)
 
     runners, refused = entered({"torch": torch_product} if has_torch() else {})
-    times = race(stage, [own(stage, works, 2), *runners], 12)
+    few, rings = count <= linear.MAX_SKINNY, []
+    for tiles in RINGS[1:] if 8 < count <= linear.MAX_SKINNY else ():
+        ring = device.tuned(msgspec.structs.replace(device.tuning, skinny_ring=((0, tiles),)))
+        ours: list[Work] = [partial(linear.linear, ring, x, w, None, out) for w in weights]
+        rings.append(own(replace(stage, device=ring), ours, 2, f"ring of {tiles} tiles"))
+    times = race(stage, [own(stage, works, 2), *rings, *runners], 12)
     flops = 2 * count * width * depth
-    few = count <= linear.MAX_SKINNY
     floor = max(nbytes / ceilings[0], flops / ceilings[1])
     bars = Bars(floor, 0.9 if few and nbytes >= 32 << 20 else 0.0)
     line = verdict(f"{name} {count} x {width} x {depth}", times, bars, refused)

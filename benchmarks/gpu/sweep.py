@@ -18,12 +18,19 @@ import numpy as np
 
 from baton.engine.kernels.cuda import elementwise, linear
 from baton.engine.kernels.cuda.reference import from_bf16
-from baton.engine.kernels.cuda.tuning import Card, Tuning, default_tuning, table_path, write_card
+from baton.engine.kernels.cuda.tuning import (
+    Card,
+    RingTiles,
+    Tuning,
+    default_tuning,
+    table_path,
+    write_card,
+)
 
 from .bench_attention import DecodeBench, PrefillBench
 from .lines import Line, checked, skipped, wrong
 from .machine import ROOT, commit_of
-from .races import own, race
+from .races import Runner, own, race
 from .stage import Stage, Timing, readable
 
 GAIN = 0.98
@@ -33,7 +40,9 @@ ATTENTION = ((2, 3), (2, 2), (3, 2), (1, 4), (1, 6))
 fit: a stage takes 32 KiB, and with one stage nothing is loaded while a tile is computed."""
 SPLITS = tuple((chunk, warps) for chunk in (256, 512, 1024) for warps in (4, 2, 1))
 WIDTHS = (1024, 2048, 4096, 6144, 8192, 14336, 28672, 128256)
-DEPTH = 4096
+DEPTH, DEEP = 4096, 14336
+RINGS: tuple[RingTiles, ...] = (0, 1, 2, 4)
+"""Tiles of a block whose weights in flight are in shared memory; 0: they are in registers."""
 GATED = ((3072, 1024), (9728, 2560), (14336, 4096))
 """Channels of the MLP and of the model, as in models of 0.6, 4 and 8 billion parameters."""
 _CACHE = 256 << 20
@@ -56,6 +65,7 @@ def sweep(stage: Stage) -> Iterator[Line]:
     if start.prefill == "wgmma":
         found = yield from _prefills(stage, found)
     found = yield from _products(stage, found)
+    found = yield from _rings(stage, found)
     found = yield from _gates(stage, found)
     found = yield from _norms(stage, found)
     yield _written(stage, found)
@@ -165,6 +175,40 @@ def _products(stage: Stage, found: Tuning) -> Any:
         if not steps or steps[-1][1] != better:
             steps.append((width if steps else 0, better))
     return msgspec.structs.replace(found, skinny_tiles=tuple(steps))
+
+
+def _rings(stage: Stage, found: Tuning) -> Any:
+    """Yield lines per shape with 16 rows; return the tuning with the best kernel for each."""
+    steps: list[tuple[int, RingTiles]] = []
+    for width in (24, 72) if stage.tiny else WIDTHS:
+        times: dict[str, list[float]] = {str(tiles): [] for tiles in RINGS}
+        for depth in (stage.size(DEPTH, 64), *([DEEP] if width == DEPTH else [])):
+            what = f"tiles with weights in shared memory, 16 x {width} x {depth}"
+            runners, same = _ring_runners(stage, found, width, depth)
+            yield checked(f"{what}: same bits", same, "equal" if same else "different", "equal")
+            raced = race(stage, runners, 10)
+            for name, timing in raced.items():
+                times[name].append(timing.median)
+            yield _told(what, raced)
+        better = RINGS[list(times).index(_best(times))]
+        if not steps or steps[-1][1] != better:
+            steps.append((width if steps else 0, better))
+    return msgspec.structs.replace(found, skinny_ring=tuple(steps))
+
+
+def _ring_runners(stage: Stage, found: Tuning, width: int, depth: int) -> tuple[list[Runner], bool]:
+    """Return a runner per choice of tiles, and whether all give the same bits."""
+    copies = stage.size(-(-_CACHE // (2 * width * depth)), 1)
+    weights = [stage.random_bf16((width, depth), seed=at) for at in range(copies)]
+    x, runners, outputs = stage.random_bf16((16, depth)), [], []
+    for tiles in RINGS:
+        device = stage.device.tuned(msgspec.structs.replace(found, skinny_ring=((0, tiles),)))
+        out = device.empty((16, width), np.uint16)
+        works = [partial(linear.linear, device, x, weight, None, out) for weight in weights]
+        works[0]()
+        outputs.append(device.download(out))
+        runners.append(own(replace(stage, device=device), works, max(1, 8 // copies), str(tiles)))
+    return runners, all(bool((each == outputs[0]).all()) for each in outputs)
 
 
 def _gates(stage: Stage, found: Tuning) -> Any:

@@ -116,6 +116,14 @@ GATES: dict[str, dict[str, Gate]] = {
         "skinny_linear_.*": Gate(128, needs=(LOAD_16, TENSOR), forbids=ATOMICS),
         "add_bias_(bf16|f32)": Gate(32),
     },
+    "ring_linear.cu": {
+        # Two blocks of 256 threads fit a multiprocessor.
+        "ring_linear_.*": Gate(
+            128,
+            needs=(COPY_OR_ZERO, READ_16, TENSOR),
+            forbids=(COPY_ALWAYS, *ATOMICS),
+        ),
+    },
     "sample.cu": {
         "sample_scan_f32": Gate(56, needs=(LOAD_16,)),
         "sample_scan_bf16": Gate(56, needs=(LOAD_8,)),

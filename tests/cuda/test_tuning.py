@@ -73,6 +73,8 @@ def test_a_card_finds_its_entry_and_others_the_defaults(tmp_path):
         ({"skinny_tiles": [[0, 3]]}, "Invalid enum value 3"),
         ({"skinny_tiles": [[64, 2]]}, "must start at 0"),
         ({"skinny_tiles": [[0, 1], [0, 2]]}, "rise"),
+        ({"skinny_ring": [[0, 3]]}, "Invalid enum value 3"),
+        ({"skinny_ring": [[64, 4], [64, 2]]}, "skinny_ring must start at 0"),
         ({"stages": 3}, "unknown field"),
     ],
 )

@@ -22,7 +22,7 @@ from .checks import BF16, check_array, check_multiple
 from .device import Device, DeviceArray, Kernel
 from .elementwise import silu_mul
 
-_SOURCE, _FP8_SOURCE = "skinny_linear.cu", "fp8_linear.cu"
+_SOURCE, _FP8_SOURCE, _RING_SOURCE = "skinny_linear.cu", "fp8_linear.cu", "ring_linear.cu"
 _THREADS = 256
 _TILE_ROWS, _HALF_ROWS = 16, 8
 
@@ -30,6 +30,8 @@ MAX_SKINNY = 16
 MAX_FP8 = 64
 PIECE = 64
 """Columns of weights in 8-bit floats that lie together: a group of a scale is a multiple of it."""
+_STEP_BYTES = 8 * 1024
+"""Of a step of the ring of ``ring_linear.cu`` and a tile, for a block."""
 _SPACE = 1 << 25
 """Weights that the workspace of a large matrix holds."""
 
@@ -99,12 +101,25 @@ def linear(
             args = (out, bias, np.int32(width))
             device.launch(kernel, (rows, columns), (_THREADS,), args)
         return
-    wide = device.tuning.wide(width, device.multiprocessors)
-    tiles, halves = 1 + wide, 1 + (rows > _HALF_ROWS)
-    kernel = Kernel(_SOURCE, f"skinny_linear_{tiles}_{halves}_{name}")
     sizes = (np.int32(rows), np.int32(width), np.int32(depth), np.int32(add))
+    tiles = ring = _ring_tiles(device, rows, width)
+    if ring:
+        kernel = Kernel(_RING_SOURCE, f"ring_linear_{ring}_{name}")
+    else:
+        tiles = 1 + device.tuning.wide(width, device.multiprocessors)
+        kernel = Kernel(_SOURCE, f"skinny_linear_{tiles}_{1 + (rows > _HALF_ROWS)}_{name}")
     grid = (-(-width // (tiles * _TILE_ROWS)),)
-    device.launch(kernel, grid, (_THREADS,), (x, weight, bias, out, *sizes))
+    device.launch(kernel, grid, (_THREADS,), (x, weight, bias, out, *sizes), _ring_bytes(ring))
+
+
+def _ring_tiles(device: Device, rows: int, width: int) -> int:
+    """Return the tiles of a block of ``ring_linear.cu``; 0 if another kernel is chosen."""
+    return device.tuning.ring_tiles(width) if rows > _HALF_ROWS else 0
+
+
+def _ring_bytes(tiles: int) -> int:
+    """Return the shared memory of a block of ``ring_linear.cu``, as its ``kSteps``."""
+    return tiles * _STEP_BYTES * (8 if tiles == 1 else 12 // max(tiles, 1))
 
 
 def linear_silu_mul(
@@ -127,9 +142,15 @@ def linear_silu_mul(
         linear(device, x, weight, None, space)
         silu_mul(device, space, out)
         return
-    kernel = Kernel(_SOURCE, f"skinny_linear_silu_mul_{1 + (rows > _HALF_ROWS)}")
     sizes = (np.int32(rows), np.int32(width), np.int32(depth))
-    device.launch(kernel, (-(-width // _TILE_ROWS),), (_THREADS,), (x, weight, out, *sizes))
+    ring = _ring_tiles(device, rows, 2 * width)
+    if ring:
+        ring = max(ring, 2)  # gate and up
+        kernel = Kernel(_RING_SOURCE, f"ring_linear_silu_mul_{ring}")
+    else:
+        kernel = Kernel(_SOURCE, f"skinny_linear_silu_mul_{1 + (rows > _HALF_ROWS)}")
+    grid = (-(-width // (max(ring // 2, 1) * _TILE_ROWS)),)
+    device.launch(kernel, grid, (_THREADS,), (x, weight, out, *sizes), _ring_bytes(ring))
 
 
 def fp8_linear(

@@ -23,6 +23,8 @@ _STAGE_BYTES = 32 * 1024
 _WIDE_ROWS = 64
 
 Steps = tuple[tuple[Annotated[int, msgspec.Meta(ge=0)], Literal[1, 2]], ...]
+RingTiles = Literal[0, 1, 2, 4]
+RingSteps = tuple[tuple[Annotated[int, msgspec.Meta(ge=0)], RingTiles], ...]
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +35,8 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     positions of a split; ``combine_warps``: warps per head that combine splits. ``skinny_tiles``:
     pairs of a number of weight rows and the tiles of 16 rows that a block of :mod:`.linear` takes
     from there on; empty: two tiles if those still give every multiprocessor two blocks.
+    ``skinny_ring``: likewise for 9 to 16 rows, the tiles of a block whose weights in flight are in
+    shared memory (``ring_linear.cu``); 0 tiles, and empty: the kernel of fewer rows.
     ``fuse_from``: channels of a gated MLP from which on one kernel computes gate, up and activation
     of few rows; None: where a product of gate and up takes two tiles, as the fused kernel does.
     ``norm_rows``: up to so many rows, a thread of RMSNorm has 8 values of a row instead of 16.
@@ -45,6 +49,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     decode_chunk: Literal[256, 512, 1024] = 256
     combine_warps: Literal[1, 2, 4] = 4
     skinny_tiles: Steps = ()
+    skinny_ring: RingSteps = ()
     fuse_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
     norm_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
     prefill: Literal["mma", "wgmma"] = "mma"
@@ -57,9 +62,10 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"{self.decode_bounds} blocks of {self.decode_stages} stages take {needed} bytes "
                 f"of shared memory, a multiprocessor has {SHARED_BYTES + 1024}"
             )
-        starts = [start for start, _ in self.skinny_tiles]
-        if starts != sorted(set(starts)) or starts[:1] not in ([], [0]):
-            raise ValueError(f"skinny_tiles must start at 0 rows and rise, not {starts}")
+        for name, steps in (("skinny_tiles", self.skinny_tiles), ("skinny_ring", self.skinny_ring)):
+            starts = [start for start, _ in steps]
+            if starts != sorted(set(starts)) or starts[:1] not in ([], [0]):
+                raise ValueError(f"{name} must start at 0 rows and rise, not {starts}")
 
     @property
     def decode_shared_bytes(self) -> int:
@@ -90,6 +96,11 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not self.skinny_tiles:
             return width >= _WIDE_ROWS * multiprocessors
         return [tiles for start, tiles in self.skinny_tiles if start <= width][-1] == 2
+
+    def ring_tiles(self, width: int) -> int:
+        """Return the tiles of a block for 9 to 16 rows, if its weights are in shared memory."""
+        found: list[int] = [tiles for start, tiles in self.skinny_ring if start <= width]
+        return found[-1] if found else 0
 
     def fuses(self, width: int, multiprocessors: int) -> bool:
         """Whether one kernel computes gate, up and activation of an MLP of ``width`` channels."""
