@@ -103,6 +103,11 @@ def _add_comparison(group: argparse._ArgumentGroup) -> None:
         help=f"runs of each configuration, in another order each time [{ROUNDS}]",
     )  # fmt: skip
     group.add_argument(
+        "--forecast", action="store_true", default=None,
+        help="then measure the model's steps, simulate the started clusters as baton plan does, "
+        "and show the result beside the measured one; needs --rates or --trace",
+    )  # fmt: skip
+    group.add_argument(
         "--config", metavar="FILE",
         help="TOML file of settings of baton serve for the started clusters: model, threads, KV "
         "memory, routing and batching; BATON_ variables have them too",
@@ -249,7 +254,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--requests must be at least 1")
     if arguments.slo and math.isfinite(min(arguments.slo_ttft, arguments.slo_itl)):
         raise ConfigError("--slo cannot be combined with --slo-ttft and --slo-itl")
-    for name in ("rounds", "config"):
+    for name in ("rounds", "config", "forecast"):
         if getattr(arguments, name) is not None and arguments.compare is None:
             raise ConfigError(f"--{name} needs --compare")
     for name in ("json", "plot"):

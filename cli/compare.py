@@ -23,14 +23,21 @@ from baton.client import AsyncClient
 from baton.client.environment import KEYS_VARIABLE, find_cluster
 from baton.deploy.config import ServeSettings
 from baton.deploy.plan.hub import with_local_model
+from baton.deploy.plan.plan import decode_budget, decode_step, first_token_limit, runner_of
 from baton.deploy.plan.prepare import check_start
 from baton.deploy.report import DEAD, ClusterReport
+from baton.deploy.roles import DECODE, PREFILL
+from baton.engine.loading.loader import RunnerConfig
+from baton.forecast.beside import Forecast, forecast, lines
+from baton.forecast.cluster import Setup, Slo
+from baton.forecast.learn import learn_service
+from baton.forecast.service import ServiceModel
 from baton.loadgen.comparison import Counters, Run, difference, rows, table
-from baton.loadgen.modes import Configuration, warnings
+from baton.loadgen.modes import ADAPTIVE, Configuration, warnings
 from baton.loadgen.picture import tails
 from baton.loadgen.plan import Job, Shape, random_jobs
 from baton.loadgen.run import NativeTarget, Runner
-from baton.loadgen.statistics import OK, Summary, summarize, warning
+from baton.loadgen.statistics import OK, Distribution, Summary, summarize, warning
 from baton.offline.cluster import OwnCluster
 from baton.proto.errors import BatonError, ConfigError, RequestFailed
 from baton.proto.layout import ModelCard
@@ -78,6 +85,8 @@ def compare(arguments: argparse.Namespace) -> int:
             pass
     except KeyboardInterrupt:
         interrupted = True
+    if arguments.forecast and not interrupted:
+        comparison.predict()
     if comparison.runs:
         comparison.show()
     if interrupted:
@@ -111,6 +120,12 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--compare cannot be combined with {given[0]}")
     if len(loads_of(arguments)) > 1:
         raise ConfigError("--compare takes one load; call it once for each")
+    if arguments.forecast and not (arguments.rates or arguments.trace):
+        raise ConfigError("--forecast needs --rates or --trace: a closed loop has no arrival times")
+    if arguments.forecast and all(one.address for one in arguments.compare):
+        raise ConfigError(
+            "--forecast needs a configuration to start; running ones are not modelled"
+        )
     if all(one.address for one in arguments.compare) and arguments.address:
         raise ConfigError(f"no cluster would start with the model {arguments.address}")
 
@@ -131,6 +146,8 @@ class Comparison:
         self._card: ModelCard | None = None
         self._jobs: tuple[int, list[Job]] = 0, []
         self.runs: list[Run] = []
+        self._forecasts: dict[str, Forecast] = {}
+        self._error = 0.0  # of the fit of the measured steps
 
     def _settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Return the checked settings to start a configuration with."""
@@ -256,6 +273,8 @@ class Comparison:
         wanted = self._rounds * len(arguments.compare)
         print(self._title() + (f"; {len(runs)} of {wanted} runs" if len(runs) < wanted else ""))
         print("\n".join(table(runs, *self._limits)))
+        if self._forecasts:
+            print("\n".join(lines(self._beside(), self._error)))
         different = difference(runs)
         count = sum(len(run.records) for run in runs)
         print(
@@ -270,6 +289,39 @@ class Comparison:
             write(arguments.json, self.report(equal_tokens=not different))
         if arguments.plot:
             write(arguments.plot, self._picture().encode())
+
+    def predict(self) -> None:
+        """Simulate the started clusters with the times of steps that are measured now.
+
+        A model that cannot be measured leaves the results without it.
+        """
+        card, known = self._card, dict[RunnerConfig, tuple[ServiceModel, float]]()
+        if card is None:
+            return
+        jobs = self._jobs_of(card, 1)  # those of later rounds have other tokens only
+        try:
+            for one, given in zip(self._arguments.compare, self._settings, strict=True):
+                if one.address:
+                    continue
+                settings = msgspec.convert(given, ServeSettings)
+                runner = msgspec.structs.replace(runner_of(settings, DECODE), vision=False)
+                if runner not in known:
+                    _note("measuring the steps of the model")
+                    known[runner] = learn_service(runner)
+                service, self._error = known[runner]
+                pools = {PREFILL: one.prefill, DECODE: one.decode}
+                self._forecasts[one.name] = forecast(jobs, service, pools, _setup(settings))
+        except BatonError as problem:
+            warn(f"no forecast: {problem}")
+
+    def _beside(self) -> dict[str, tuple[Forecast, Distribution, Distribution]]:
+        """Return each forecast with the measured TTFT and TPOT of all rounds."""
+        found = {}
+        for name, predicted in self._forecasts.items():
+            records = [one for run in self.runs if run.name == name for one in run.records]
+            measured = summarize(records, self._load, *self._limits)
+            found[name] = predicted, measured.ttft, measured.tpot
+        return found
 
     def report(self, *, equal_tokens: bool) -> bytes:
         """Return the JSON file: options, a summary per run, a row per request; in seconds."""
@@ -287,6 +339,9 @@ class Comparison:
                 zip((one.name for one in self._arguments.compare), self._settings, strict=True)
             ),
             "equal_tokens": equal_tokens,
+            "forecast": {"error": self._error, "configurations": self._forecasts}
+            if self._forecasts
+            else None,
             "runs": runs,
             "rows": [row for run in self.runs for row in rows(run)],
         }
@@ -301,6 +356,18 @@ class Comparison:
                     first += [] if record.ttft is None else [record.ttft]
                     gaps += record.gaps()
         return tails(values, *self._limits, title=self._title())
+
+
+def _setup(settings: ServeSettings) -> Setup:
+    """Return how the simulator serves with these settings."""
+    slo = Slo(settings.slo_ttft, settings.slo_itl)
+    return Setup(
+        mode=settings.mode,
+        slo=slo if settings.mode == ADAPTIVE else Slo(math.inf, math.inf),
+        slo_ttft=first_token_limit(settings),
+        step_s=decode_step(settings),
+        token_budget=decode_budget(settings),
+    )
 
 
 def _note(line: str) -> None:

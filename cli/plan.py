@@ -104,10 +104,11 @@ def _service(arguments: argparse.Namespace) -> tuple[ServiceModel, float | None]
         return ServiceModel(), None
     if arguments.step_times is not None:
         return read_service(Path(arguments.step_times)), None
-    from baton.forecast.learn import learn_service  # loads the engine
+    from baton.deploy.plan.plan import runner_of  # both load the engine
+    from baton.forecast.learn import learn_service
 
-    settings = with_local_model(ServeSettings(model=arguments.model), warn)
-    return learn_service(settings.model, arguments.workers)
+    settings = ServeSettings(model=arguments.model, prefill=1, decode=arguments.workers - 1)
+    return learn_service(runner_of(with_local_model(settings, warn), "decode"))
 
 
 def lines(plan: Plan, model: str) -> list[str]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -113,22 +114,23 @@ def _least_squares(rows: list[tuple[float, ...]], seconds: list[float]) -> list[
 
 
 def learn_service(
-    model: str, workers: int = 1, clock: Callable[[], float] = time.perf_counter
+    config: RunnerConfig, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[ServiceModel, float]:
-    """Measure the model on this machine, as one of ``workers`` that divide its cores.
+    """Measure a worker's model on this machine, with its threads and its types of numbers.
 
     Returns the model of its steps and the mean relative error of the fit. Raises BatonError for a
     folder that cannot be loaded, InputError for a context too short to be measured.
     """
-    own = load_checkpoint(str(local_folder(model))).config.rope.default_length()
+    own = load_checkpoint(str(local_folder(config.model))).config.rope.default_length()
     longest = min(own, 1024) // BLOCK * BLOCK
     if longest < 4 * BLOCK:
         raise InputError(f"a context of {own} tokens is too short to measure")
     blocks = (max(ROWS) + 1) * longest // BLOCK
-    config = RunnerConfig(
-        model=model, block_size=BLOCK, num_blocks=blocks, thread_sharers=workers, threads=0
+    runner = load_runner(
+        msgspec.structs.replace(
+            config, block_size=BLOCK, num_blocks=blocks, max_length=0, share_weights="off"
+        )
     )
-    runner = load_runner(config)
     parts, error = fitted(_Bench(runner, longest, clock).measured(steps(longest)))
     layout = runner.card.layout
     service = ServiceModel(

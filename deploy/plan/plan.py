@@ -308,7 +308,7 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         extensions=extension_folder(settings),
         mode=settings.mode,
         enforce_disaggregation=settings.enforce_disaggregation == "on",
-        step_time_s=_decode_step(settings),
+        step_time_s=decode_step(settings),
         slo_ttft_s=settings.slo_ttft,
         slo_itl_s=settings.slo_itl,
         trace_requests=settings.trace_requests,
@@ -447,8 +447,8 @@ def _decode(
         kv_transport=settings.kv_transport,
         kv_events=kv_events_of(settings, name),
         kv_events_topic=settings.kv_events_topic,
-        token_budget=_decode_budget(settings),
-        step_seconds=_decode_step(settings),
+        token_budget=decode_budget(settings),
+        step_seconds=decode_step(settings),
         handoff_timeout_s=settings.handoff_timeout,
         keys=key_folder(settings),
         drain_grace_s=settings.grace,
@@ -458,14 +458,14 @@ def _decode(
     return ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
 
 
-def _decode_budget(settings: ServeSettings) -> int:
+def decode_budget(settings: ServeSettings) -> int:
     """Return the prompt tokens per step of a decode worker, which may compute whole prompts."""
     if settings.mode == DISAGGREGATED:
         return settings.decode_max_num_batched_tokens
     return settings.max_num_batched_tokens
 
 
-def _decode_step(settings: ServeSettings) -> float:
+def decode_step(settings: ServeSettings) -> float:
     """Return the target seconds of a decode worker's step with prompt tokens; 0: none.
 
     Where decode workers compute prompts, streams keep the ITL limit beside them.
@@ -512,6 +512,11 @@ def thread_sharers(settings: ServeSettings) -> tuple[int, int]:
         given, count = given_threads(settings, role), most_workers(settings, role)
         workers, taken = workers + (0 if given else count), taken + given * count
     return min(workers, settings.workers_max or workers), taken
+
+
+def runner_of(settings: ServeSettings, role: str) -> RunnerConfig:
+    """Return the model and memory of a worker of a pool, on the first GPU if it uses one."""
+    return _runner(settings, role, DEFAULT_KV_BYTES, GpuBook())
 
 
 def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) -> RunnerConfig:

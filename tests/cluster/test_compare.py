@@ -54,6 +54,20 @@ def test_modes_give_equal_tokens_in_alternating_rounds(lasting_cluster, tmp_path
     running.wait_idle()
 
 
+def test_a_forecast_stands_beside_what_was_measured(lasting_cluster, tmp_path, capsys):
+    """Of the cluster that was started; the simulator does not have the one that ran already."""
+    address, file = lasting_cluster(prefill=1, decode=2).address, tmp_path / "a.json"
+    load = ("--requests=4", "--rates=20", "--input=20", "--output=5", "--warmup=1")
+    words = ["bench", f"--compare=1:1,there={address}", "--rounds=1", "--forecast", *load]
+    assert main([*words, f"--json={file}"]) == 0
+    printed = capsys.readouterr().out
+    assert "simulated with steps measured on this machine" in printed
+    found = json.loads(file.read_text())["forecast"]
+    assert list(found["configurations"]) == ["1:1"]
+    assert found["configurations"]["1:1"]["ttft"]["count"] == 4
+    assert found["configurations"]["1:1"]["tpot"]["mean"] > 0
+
+
 def test_different_tokens_are_an_error(lasting_cluster, monkeypatch, capsys):
     """One token of one configuration's answers is changed where it arrives."""
     address = lasting_cluster(prefill=1, decode=2).address
@@ -122,6 +136,12 @@ def descendants(pid: int) -> list[int]:
         (["--compare=1:1,1:2", "/nope/model"], "no model folder /nope/model"),
         (["--compare=a=ipc:///x,b=ipc:///y", "model"], "no cluster would start with the model"),
         (["--rounds=2"], "--rounds needs --compare"),
+        (["--forecast"], "--forecast needs --compare"),
+        (["--compare=1:1,1:2", "--forecast"], "--forecast needs --rates or --trace"),
+        (
+            ["--compare=a=ipc:///a,b=ipc:///b", "--rates=1", "--forecast"],
+            "--forecast needs a configuration to start",
+        ),
         (["--slo=ttft=1s", "--slo-ttft=1", "--slo-itl=1"], "--slo cannot be combined"),
         (["--slo=ttft=0s"], "is not limits such as ttft=1s,itl=50ms"),
         (["--compare=1:1,1:2", "--slo=ttft=1s,ttft=2s"], "is not limits such as"),

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from baton.deploy.config import demo_model_folder
+from baton.engine.loading.loader import RunnerConfig
 from baton.forecast.learn import Step, fitted, learn_service, steps
 from baton.forecast.service import MAX_FILE, ServiceModel, read_service
 from baton.proto.errors import ConfigError, InputError
@@ -61,7 +62,8 @@ def test_every_step_fits_the_context():
 
 def test_a_model_is_measured_on_this_machine():
     ticks = count()
-    service, _ = learn_service(str(demo_model_folder()), 2, clock=lambda: float(next(ticks)))
+    runner = RunnerConfig(model=str(demo_model_folder()), thread_sharers=2, threads=0)
+    service, _ = learn_service(runner, clock=lambda: float(next(ticks)))
     assert service.max_length == 2048
     assert service.kv_token_bytes == 4 * 2 * 2 * 32 * 2  # bfloat16, as the weights
     assert service.prefill_s + service.decode_s > 0
