@@ -26,7 +26,7 @@ from baton.proto import (
     msgpack_numpy_encoder,
     update_batch,
 )
-from baton.proto.contexts.text import wrap_tokens
+from baton.proto.contexts.tokens import wrap_tokens
 from baton.proto.errors import ProtocolError
 from baton.proto.wire.envelope import (
     EnvelopeDecoder,

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.contexts.pixels import PixelContext, decode_png, png_size
-from baton.proto.contexts.text import wrap_tokens
-from baton.proto.contexts.tokens import TokenBuffer
+from baton.proto.contexts.tokens import TokenBuffer, wrap_tokens
 from baton.proto.errors import InputError, InternalError, TaskMismatch
 from baton.proto.limits import MAX_GUIDANCE, MAX_PICTURE_SIDE, MAX_PICTURE_STEPS, MAX_PREVIEWS
 from baton.proto.picture_requests import PICTURE_MULTIPLE, check_picture

@@ -335,6 +335,32 @@ class StatePart:
     end: int
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class Picture:
+    """What the steps of a picture need besides its state; never modified.
+
+    ``request``: without its prompt in a decode worker. ``parts``: of its row.
+    """
+
+    request: PixelContext
+    parts: tuple[StatePart, ...]
+
+    @property
+    def length(self) -> int:
+        """Positions of the row."""
+        return state_length(self.parts)
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Tokens of all prompts that the last text encoder reads."""
+        return sum(part.texts for part in self.parts)
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a denoising step, in proportion to its work."""
+        return rows_of(self.request, [part.texts for part in self.parts])
+
+
 def uses_negative(request: PixelContext | WirePixelContext) -> bool:
     """Whether a negative prompt takes effect: the request has one, and CFG is on.
 

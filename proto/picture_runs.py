@@ -18,9 +18,8 @@ from .errors import InputError
 from .ids import RequestID
 from .picture_requests import (
     BASE,
-    StatePart,
+    Picture,
     base_length,
-    rows_of,
     state_length,
     state_parts,
     state_tokens,
@@ -28,32 +27,6 @@ from .picture_requests import (
 from .sampling import SamplingParams
 from .wire.context_maps import check_progress, from_map, to_map, token_buffer
 from .wire.wire_context import WirePixelContext
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Picture:
-    """What the steps of a picture need besides its state; never modified.
-
-    ``request``: without its prompt in a decode worker. ``parts``: of its row.
-    """
-
-    request: PixelContext
-    parts: tuple[StatePart, ...]
-
-    @property
-    def length(self) -> int:
-        """Positions of the row."""
-        return state_length(self.parts)
-
-    @property
-    def encoder_tokens(self) -> int:
-        """Tokens of all prompts that the last text encoder reads."""
-        return sum(part.texts for part in self.parts)
-
-    @property
-    def step_rows(self) -> int:
-        """Rows of a denoising step, in proportion to its work."""
-        return rows_of(self.request, [part.texts for part in self.parts])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from baton.proto.errors import InternalError
 
-from ..scheduling.plan import Int32
 from .block_pool import BlockPool
 from .kv_events import KvEventLog
 
+Int32 = npt.NDArray[np.int32]
 _EMPTY = np.empty(0, np.int32)
 
 

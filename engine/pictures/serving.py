@@ -20,8 +20,13 @@ from baton.proto.contexts.pixels import PixelContext, encode_png
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.errors import BatonError, InputError, InternalError
 from baton.proto.limits import MAX_CHUNK_BYTES
-from baton.proto.picture_requests import PICTURE_MULTIPLE, StatePart, preview_steps, state_parts
-from baton.proto.picture_runs import Picture
+from baton.proto.picture_requests import (
+    PICTURE_MULTIPLE,
+    Picture,
+    StatePart,
+    preview_steps,
+    state_parts,
+)
 from baton.proto.sampling import SamplingParams
 
 from ..kernels.backend import F32, I32

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from baton.proto.contexts.outputs import TokenLogProbs
 from baton.proto.contexts.tiled_images import SeenImages
 from baton.proto.errors import BatonError, InternalError
-from baton.proto.picture_runs import Picture
+from baton.proto.picture_requests import Picture
 from baton.proto.sampling import SamplingParams
 
 Int32 = npt.NDArray[np.int32]

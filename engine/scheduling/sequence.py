@@ -27,7 +27,8 @@ from baton.proto.contexts.vision import (
     spans_of,
 )
 from baton.proto.hashing import ImageSpan, block_hashes
-from baton.proto.picture_runs import Picture, PictureRun
+from baton.proto.picture_requests import Picture
+from baton.proto.picture_runs import PictureRun
 from baton.proto.prompt_log_probs import record_type, records_bytes
 
 from ..cache.paged_cache import Allocation, PagedCache

@@ -22,8 +22,7 @@ from ..ids import RequestID
 from ..limits import MAX_NAMED_ARRAYS, MAX_PICTURE_PIXELS
 from .equality import same_fields
 from .status import GenerationStatus
-from .text import wrap_tokens
-from .tokens import TokenBuffer
+from .tokens import TokenBuffer, wrap_tokens
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]

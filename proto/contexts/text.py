@@ -27,7 +27,7 @@ from .equality import same_fields
 from .matching import Matched, Matcher
 from .outputs import LogProbabilities, TextGenerationOutput, TokenLogProbs, token_output
 from .status import GenerationStatus
-from .tokens import FUTURE_TOKEN, TokenBuffer
+from .tokens import FUTURE_TOKEN, TokenBuffer, wrap_tokens
 
 Int32 = npt.NDArray[np.int32]
 
@@ -379,13 +379,3 @@ class TextContext(OldNames, Matched):
         for length, token in enumerate(tokens, self._prompt_length + 1):
             status = self._status_at(length, token, length) or status
         return status
-
-
-def wrap_tokens(tokens: npt.ArrayLike) -> TokenBuffer:
-    """Copy 1-D integers to a new buffer; raises ValueError for anything else."""
-    array = np.asarray(tokens)
-    if array.size and array.dtype.kind not in "iu":
-        raise InputError(f"tokens must be integers, not {array.dtype}")
-    if array.ndim == 1 and array.size:
-        return TokenBuffer.copy_of(array)
-    return TokenBuffer(array.astype(np.int64))

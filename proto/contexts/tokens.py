@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import InputError
 from .ranges import Range
 
 Int32 = npt.NDArray[np.int32]
@@ -591,3 +592,13 @@ def _check_windows(state: Sequence[int], capacity: int) -> None:
         and bool(chunked) is (end < length)
     ):
         raise ValueError("token windows contradict each other")
+
+
+def wrap_tokens(tokens: npt.ArrayLike) -> TokenBuffer:
+    """Copy 1-D integers to a new buffer; raises ValueError for anything else."""
+    array = np.asarray(tokens)
+    if array.size and array.dtype.kind not in "iu":
+        raise InputError(f"tokens must be integers, not {array.dtype}")
+    if array.ndim == 1 and array.size:
+        return TokenBuffer.copy_of(array)
+    return TokenBuffer(array.astype(np.int64))
