@@ -166,6 +166,7 @@ def make_job(
     )
     sequence.allocation = handover.allocation
     sequence.source = handover.allocation.source
+    sequence.step_limit = commit.step_limit
     terms = terms_of(handover.reserve.ticket)
     if terms is not None and sequence.end_length > terms.tokens:
         text = f"the answer may have {sequence.end_length} tokens, the ticket is for {terms.tokens}"
@@ -210,6 +211,8 @@ def make_local_job(
     unchecked = assign.context if check_assigned(assign, card) else None
     context = assigned_context(assign, assign.emitted, card)
     base = len(assign.context.tokens)
+    sequence = assigned_sequence(key, assign, context, card, now)
+    sequence.step_limit = assign.step_limit
     job = Job(
         key,
         router,
@@ -217,7 +220,7 @@ def make_local_job(
         me.worker,
         assign.proof,
         context,
-        assigned_sequence(key, assign, context, card, now),
+        sequence,
         now + assign.deadline,
         now,
         base,

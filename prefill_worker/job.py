@@ -194,6 +194,7 @@ class Job:
                 deadline=self.deadline - now,
                 proof=self.assign.decode_proof,
                 media=self.prompt_log_probs,
+                step_limit=self.assign.step_limit,
             )
 
         return make

@@ -18,9 +18,10 @@ every prefill worker and, alone, at every decode worker, and takes the earliest 
 * The streams of a decode worker wait for each step with a chunk. The target of such steps must
   be within the ITL limit (``step_time_s``). If not even the least chunk fits, the worker takes no
   local request, however early its first token came.
-* A request may have limits of its own, which replace the cluster's (:class:`Limits`). A worker
-  with a stream whose own ITL limit is below a step with a chunk takes no local request. Nor does a
-  request with such a limit become local to a worker that has other local prompts.
+* A request may have limits of its own, which replace the cluster's (:class:`Limits`). A decode
+  worker keeps its steps with a chunk within the ITL limits of its streams' own
+  (``Sequence.step_limit``), so the target is shorter there. A request with such a limit needs it
+  at a worker that has other local prompts, whose chunks its tokens will wait for.
 * A request that no way serves within the TTFT limit goes to a prefill worker, which begins late
   prompts last (``prefill_worker/start_order.py``). So it delays no streams, and other prompts only
   if the worker has nothing else to do and has begun it.
@@ -78,7 +79,7 @@ class Costs:
     until the first token at ``decode``; infinite if the prompt would delay the streams of each
     decode worker. ``limit``: the TTFT limit. ``decode`` is None if it may not serve it alone.
     ``per_token``: seconds of a prompt token; 0: not measured yet, so nothing is predicted and the
-    workers are those of the policy. ``target``: seconds of a step with a chunk.
+    workers are those of the policy. ``target``: seconds of a step with a chunk at ``decode``.
     """
 
     over_prefill: float
@@ -264,6 +265,7 @@ class Decider:
         """
         self._own_itl |= own.itl > 0
         prefill, over = pair[0], 0.0
+        target = self._target
         local, alone = pair[1] if pair[1] in decodes else None, math.inf
         per_token = _seconds_per_token(prefills)
         if per_token:
@@ -273,11 +275,10 @@ class Decider:
                 if at < over:
                     prefill, over = worker, at
             for worker in decodes:
-                at = alone_at(worker, uncached(worker), per_token, self._target)
-                if self._own_itl and self._too_tight(worker, own):
-                    continue
+                step = self._step_at(worker, own) if self._own_itl else self._target
+                at = alone_at(worker, uncached(worker), per_token, step)
                 if at < alone:
-                    local, alone = worker, at
+                    local, alone, target = worker, at, step
         return Costs(
             over_prefill=over,
             handoff=self._tails.of(prefill, pair[1]),
@@ -286,16 +287,20 @@ class Decider:
             prefill=prefill,
             decode=local,
             per_token=per_token,
-            target=self._target,
+            target=target,
         )
 
-    def _too_tight(self, worker: Worker, own: Limits) -> bool:
-        """Whether a step with a chunk is longer than an own ITL limit allows at this worker."""
+    def _step_at(self, worker: Worker, own: Limits) -> float:
+        """Return the target seconds of a worker's steps with a chunk, within own ITL limits too.
+
+        The streams are those of this router: the worker has the limits of all of them.
+        """
         limits = [request.slo_itl for request in worker.requests.values() if request.slo_itl]
         if own.itl and worker.prompts:
             limits.append(own.itl)
-        longest = self._target or math.inf
-        return bool(limits) and STEP_SHARE * min(limits) < longest
+        if not limits:
+            return self._target
+        return min(self._target or math.inf, STEP_SHARE * min(limits))
 
 
 def _seconds_per_token(prefills: Sequence[Worker]) -> float:

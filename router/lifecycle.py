@@ -63,6 +63,7 @@ from baton.proto.wire.proofs import Terms, assignment
 from baton.proto.wire.token_runs import messages_of
 
 from .clients import runs_from
+from .config import STEP_SHARE
 from .events import Log, NotSent, ToClient, ToWorker
 from .records import BEFORE_DECODE, ENDED_KEEP_S, NEVER, PLACED, Request, State, Step, Worker
 from .served import served_times
@@ -187,6 +188,7 @@ class Lifecycle:
             deadline=left,
             waited=waited if waited > 0 else 0.0,  # also for a resumed request
             slo_ttft=request.slo_ttft,
+            step_limit=STEP_SHARE * request.slo_itl,
             proof=proof,
             decode_proof=decode_proof,
             ticket=ticket,

@@ -50,7 +50,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     ``max_batch``: maximum running sequences. ``token_budget``: maximum prefill tokens per step, 0 =
     unlimited; decode rows are not counted, so neither can starve the other. ``step_seconds``:
-    target duration of a step with prefill tokens, 0 = none (:class:`.step_time.ChunkBudget`).
+    target duration of a step with prefill tokens, 0 = none (:class:`.step_time.ChunkBudget`). It is
+    shorter beside a decode row whose ``step_limit`` is.
     ``one_token``: prefill mode, a sequence leaves after its first token. ``growth``: tokens for
     which an admitted sequence gets additional blocks, to avoid early preemption.
     """
@@ -85,6 +86,7 @@ class Scheduler:
         self._step_tokens = Histogram(TOKENS)
         self._admission = Admission(cache, self._queues, 0 if config.one_token else config.growth)
         self._budget = ChunkBudget(config.token_budget, config.step_seconds)
+        self._tight: tuple[float, ChunkBudget] | None = None  # beside rows with a limit, and that
 
     # ------------------------------------------------------------------ adding and removing
 
@@ -196,10 +198,10 @@ class Scheduler:
         """
         if self._out:
             raise InternalError("the result of the last step is not applied yet")
-        budget = self._budget.tokens
+        budget = self._tokens_of_step()
         self._events += self._admission.update(self.config.max_batch, budget, now)
         rows: _Rows = {}
-        chunks = self._chunks(rows)
+        chunks = self._chunks(rows, min(budget, self._tokens_of_step()))
         if not chunks:
             return None
         self._out.append(rows)
@@ -236,14 +238,27 @@ class Scheduler:
         self._out.append({s.request: (s, 1) for s in rows})
         return StepPlan(self.steps + 1, tuple([s.chunk_ahead() for s in rows]), ahead=True)
 
-    def _chunks(self, out: _Rows) -> tuple[Chunk, ...]:
+    def _tokens_of_step(self) -> int:
+        """Return the prefill tokens of the next step: fewer beside rows with a short limit.
+
+        Smaller steps cost more per token, so a limit has a budget that learns from its own steps.
+        """
+        usual = self.config.step_seconds
+        limits = [s.step_limit for s in self._queues.running if s.step_limit and _is_row(s)]
+        least = min(limits, default=0.0)
+        if not least or 0 < usual <= least:
+            return self._budget.tokens
+        if self._tight is None or self._tight[0] != least:
+            self._tight = least, ChunkBudget(self.config.token_budget, least)
+        return min(self._budget.tokens, self._tight[1].tokens)
+
+    def _chunks(self, out: _Rows, budget: int) -> tuple[Chunk, ...]:
         """Return decode rows first, then prefill chunks in admission order within the budget.
 
         The computed tokens of each sequence are added to ``out``.
         """
         rows: list[Chunk] = []
         prefills: list[Chunk] = []
-        budget = self._budget.tokens
         one_token = self.config.one_token
         for sequence in self._queues.running:
             tokens, allocation = sequence.num_tokens, sequence.allocation
@@ -280,7 +295,10 @@ class Scheduler:
             # Encoding depends on the images, so it gives no cost of tokens. Logits of every row of
             # a prompt cost more than the rows themselves.
             tokens = sum(_computed(sequence, count) for sequence, count in rows.values())
-            self._budget.learn(tokens, result.seconds - result.encode_seconds, counts.count(1))
+            seconds, drawing = result.seconds - result.encode_seconds, counts.count(1)
+            self._budget.learn(tokens, seconds, drawing)
+            if self._tight is not None:
+                self._tight[1].learn(tokens, seconds, drawing)
         events = self.take_events()
         sampled = {drawn.request: drawn for drawn in result.sampled}
         scores: dict[bytes, list[Scored]] = {}
@@ -438,6 +456,11 @@ def _computed(sequence: Sequence, count: int) -> int:
     """Return how many of the next ``count`` tokens the model's layers compute."""
     start, images = sequence.num_computed_tokens, sequence.images
     return count if images is None else count - images.unread(start, start + count)
+
+
+def _is_row(sequence: Sequence) -> bool:
+    """True if the next step samples a token after others of the sequence."""
+    return sequence.num_tokens - sequence.num_computed_tokens == 1
 
 
 def _draws(sequence: Sequence, rows: _Rows) -> bool:

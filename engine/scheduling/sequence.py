@@ -50,7 +50,8 @@ class Sequence:
     its prompt is computed in one step. ``stream_from``: first prompt token
     that the receiver lacks; if set, finished layers are reported during a step. ``given``: the next
     token if it is known, which is accepted instead of the sampled one. ``prompt_log_probs``:
-    records of the prompt's tokens, filled as they are computed; None: not wanted. ``arrival``,
+    records of the prompt's tokens, filled as they are computed; None: not wanted. ``step_limit``:
+    most seconds of a step with a chunk of a prompt beside its tokens; 0: none. ``arrival``,
     ``admitted``, ``first_token``: times in seconds of the caller's clock. Raises InputError if
     images and grids contradict each other.
     """
@@ -59,7 +60,8 @@ class Sequence:
         "aborted", "admitted", "allocation", "arrival", "block_size", "cached_tokens", "context",
         "end_length", "eos", "first_token", "given", "hashes", "images", "mask", "min_length",
         "needs_history", "num_computed_tokens", "num_tokens", "picture", "preemptions", "priority",
-        "prompt_length", "prompt_log_probs", "rank", "request", "salt", "source", "stream_from",
+        "prompt_length", "prompt_log_probs", "rank", "request", "salt", "source", "step_limit",
+        "stream_from",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +83,7 @@ class Sequence:
         self.priority = priority
         self.arrival = arrival
         self.stream_from = stream_from
+        self.step_limit = 0.0
         self.rank: tuple[int, float, int] = (priority, arrival, 0)  # last: set by the scheduler
         self.allocation: Allocation | None = None
         self.num_tokens = len(context.tokens)

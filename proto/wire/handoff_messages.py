@@ -120,6 +120,7 @@ class Commit(Message, frozen=True, kw_only=True):
     deadline: Remaining
     proof: Binary = b""  # of the Assign; proves that a router chose this decode worker
     media: Chunk | None = None  # as in the first token's TokenRun, which may be lost
+    step_limit: Remaining = 0.0  # of the Assign
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 

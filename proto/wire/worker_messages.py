@@ -235,6 +235,7 @@ class Assign(Message, frozen=True, kw_only=True):
     deadline: Remaining
     waited: Remaining = 0.0  # seconds since the client's Submit
     slo_ttft: Remaining = 0.0  # the request's own TTFT limit; 0: the worker's
+    step_limit: Remaining = 0.0  # most seconds of a step beside it; 0: no ITL limit
     proof: Binary = b""  # proves that this attempt was assigned to its receiver
     decode_proof: Binary = b""  # the same for the decode worker; Commit carries it there
     ticket: Binary = b""  # required by the decode worker to grant blocks; empty without a handoff

@@ -187,6 +187,13 @@ def test_an_attempt_that_ended_does_not_begin_again(bench):
     assert bench.one(Aborted) == Aborted(request=KEY, attempt=1)
 
 
+def test_the_limit_of_steps_is_that_of_the_assign_or_the_commit(bench):
+    bench.hear(local(step_limit=0.02))
+    bench.run(OTHER, step_limit=0.03)
+    found = {job.key[0]: job.sequence.step_limit for job in bench.core._jobs}
+    assert found == {KEY: 0.02, OTHER: 0.03}
+
+
 def test_a_higher_attempt_replaces_a_local_one(bench):
     bench.hear(local(tokens=60))
     bench.hear(local(attempt=2, emitted=[41]))

@@ -96,6 +96,7 @@ class TokenFunction:
         self.block_size = cache.block_size
         self.pool = np.full((cache.num_blocks, cache.block_size), -1, np.int32)
         self.drawn: dict[bytes, int] = {}
+        self.step_s, self.token_s = 0.01, 0.0
 
     def write(self, table: np.ndarray, start: int, tokens: np.ndarray) -> None:
         positions = np.arange(start, start + len(tokens))
@@ -108,7 +109,8 @@ class TokenFunction:
             self.write(chunk.block_table, chunk.start, chunk.tokens)
         drawn = tuple(self.draw(chunk) for chunk in chunks if chunk.sample is not None)
         self.drawn = {row.request: row.token for row in drawn}
-        return StepResult(plan.step, drawn, 0.01, plan.num_tokens, failed)
+        seconds = self.step_s + self.token_s * plan.num_tokens
+        return StepResult(plan.step, drawn, seconds, plan.num_tokens, failed)
 
     def draw(self, chunk: Chunk) -> Sampled:
         end = chunk.start + len(chunk.tokens)
@@ -343,6 +345,26 @@ def test_a_step_with_prompt_tokens_gets_as_many_as_the_time_it_should_take_allow
         sizes.append(len(plan.chunks[0].tokens))
         driver.finish()
     assert sizes[:2] == [64, 128] and max(sizes) == 200
+    driver.finish()
+    driver.run()
+    driver.check_streams()
+
+
+def test_chunks_are_smaller_beside_a_stream_with_a_short_limit() -> None:
+    driver = Driver(900, token_budget=512, step_seconds=0.1)
+    driver.function.token_s = 0.0005
+    driver.add(Request(prompt(3), max_new_tokens=90, ignore_eos=True))
+    limited = driver.add(Request(prompt(3, 1), max_new_tokens=30, ignore_eos=True))
+    driver.streams[limited].sequence.step_limit = 0.045
+    driver.step()  # both have their first token
+    driver.add(Request(prompt(3000, 2), max_new_tokens=1, max_length=3_100))
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    while (plan := driver.start()) is not None and len(plan.chunks[-1].tokens) > 1:
+        beside = any(chunk.request == limited for chunk in plan.chunks)
+        seconds[beside].append(0.01 + 0.0005 * plan.num_tokens)
+        driver.finish()
+    assert max(seconds[True][2:]) <= 0.045 * 1.01 and max(seconds[True]) > 0.04
+    assert 0.09 < max(seconds[False]) <= 0.1 * 1.01
     driver.finish()
     driver.run()
     driver.check_streams()

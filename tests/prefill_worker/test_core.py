@@ -424,6 +424,10 @@ def test_layers_pass_while_the_step_runs():
     assert sum(f.block_count * f.layer_count for f in frames) == 3 * 2
 
 
+def test_a_commit_has_the_limit_of_steps_of_its_assign(bench):
+    assert bench.handing_over(step_limit=0.04).step_limit == 0.04
+
+
 def test_frames_asked_for_again_are_packed_again(bench):
     commit = bench.handing_over()
     first = bench.did(PackFrame)

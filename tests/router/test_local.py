@@ -400,16 +400,21 @@ def test_the_way_with_the_earlier_first_token_is_chosen(prefill, decode, options
         (Limits(itl=0.01), 0.0, 0, True),  # no other prompt is there
         (Limits(itl=0.01), 0.0, 1, False),  # its tokens would wait for steps of 50 ms
         (Limits(itl=0.0625), 0.0, 1, True),  # 80 % of it are 50 ms
-        (Limits(itl=1.0), 0.062, 0, False),  # a stream has a tight limit
-        (Limits(itl=1.0), 0.0625, 0, True),
+        (Limits(itl=1.0), 0.05, 0, False),  # a stream's limit has no time for the least chunk
+        (Limits(itl=1.0), 0.053, 0, True),  # with smaller chunks
     ],
 )
 def test_own_limits_of_the_request_and_of_streams_decide_its_way(own, streams_itl, prompts, local):
     stream = SimpleNamespace(slo_itl=streams_itl)
     prefill = worker("p", load=MEASURED, uncached=400)
-    decode = worker("d", requests={1: stream, 2: SimpleNamespace(slo_itl=0.0)}, prompts=prompts)
+    decode = worker(
+        "d", requests={1: stream, 2: SimpleNamespace(slo_itl=0.0)}, prompts=prompts,
+        stream_step_s=0.01, added_s=0.001,
+    )  # fmt: skip
     found = ways([prefill], [decode], own=own)
     assert found.prefers_local is local
+    shorter = 0.8 * min(streams_itl or math.inf, own.itl if prompts and own.itl else math.inf)
+    assert found.target == (min(0.05, shorter) if local else found.target)
     assert found.limit == (own.ttft or math.inf)
 
 
@@ -457,9 +462,11 @@ def test_the_limits_of_a_request_reach_worker_decider_and_story(adaptive):
     prefill, decode = adaptive.workers
     prefill.beat(load=MEASURED)
     adaptive.submit("first", prompt=500)
-    assert adaptive.one(prefill, Assign).slo_ttft == 0.0
+    first = adaptive.one(prefill, Assign)
+    assert (first.slo_ttft, first.step_limit) == (0.0, 0.0)
     adaptive.submit("late", prompt=505, slo_ttft=0.001, slo_itl=0.5)
-    assert adaptive.one(prefill, Assign).slo_ttft == 0.001  # too late to be local
+    late = adaptive.one(prefill, Assign)  # too late to be local
+    assert (late.slo_ttft, late.step_limit) == (0.001, 0.4)
     (story,) = told(adaptive, "late")
     assert (story["slo_ttft_s"], story["slo_itl_s"]) == (0.001, 0.5)
     adaptive.submit("local", prompt=505)
