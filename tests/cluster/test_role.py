@@ -14,7 +14,7 @@ from baton.deploy.controller.admin_client import AdminClient
 from baton.deploy.plan.addresses import admin_address
 from baton.proto.errors import RequestFailed
 
-from ..processes import wait_until
+from ..processes import alive, wait_until
 from .driver import Job as Ask
 from .driver import ask_all, lost_requests
 from .streams import begun, jobs, run, tokens
@@ -140,6 +140,31 @@ def test_a_worker_killed_in_its_change_comes_back_in_the_new_role(pools, wanted)
     pools.wait_replaced("decode-1", killed)
     wait_role(pools, "decode-1", "prefill")
     pools.wait_idle()
+
+
+@pytest.mark.long
+def test_a_supervisor_killed_in_a_change_leaves_no_worker(start_cluster, cluster, wanted):
+    """The kernel ends the workers with it, in whichever role; the next one has its settings."""
+    killed = start_cluster(prefill=1, decode=2, **SETTINGS).wait_ready()
+    pids = killed.pids()
+
+    async def strike(streams) -> None:
+        await begun(streams, len(WORK), tokens=3)
+        await asyncio.to_thread(order, killed, "decode-1", "prefill")
+        killed.process.kill()
+        killed.process.wait()
+        await asyncio.to_thread(succeed)
+
+    def succeed() -> None:
+        wait_until(lambda: not any(map(alive, pids.values())), what="all children to end")
+        after = cluster(prefill=1, decode=2, address=killed.address, **SETTINGS)
+        roles = {name: worker["role"] for name, worker in after.workers().items()}
+        assert roles == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+
+    for stream, whole in zip(run(killed.address, WORK, strike), wanted, strict=True):
+        assert stream.tokens == whole[: len(stream.tokens)]  # no stream has a wrong token
+        assert (stream.error is None) == (stream.tokens == whole)
+    assert tokens(run(killed.address, WORK)) == wanted
 
 
 def test_refusals_are_one_line_and_change_nothing(pools):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.deploy.config import ServeSettings
-from baton.deploy.controller.admin import DrainWorker, RollOut
+from baton.deploy.controller.admin import DrainWorker, RollOut, TurnWorker
 from baton.deploy.controller.admin_client import AdminClient
 from baton.deploy.controller.events import Down, Scale
 from baton.deploy.plan.addresses import HttpPort, free_ports
@@ -209,6 +209,9 @@ def test_without_a_spare_node_a_rollout_is_refused_at_once_and_goes_in_place(ray
             list(client.ask(RollOut()))
         with pytest.raises(RequestFailed, match="decode must keep at least 1 ready worker"):
             list(client.ask(DrainWorker(worker="decode-0")))
+        with pytest.raises(ConfigError, match="under Ray a worker cannot change its role"):
+            list(client.ask(TurnWorker(worker="decode-0", role="prefill")))
+        assert not running.cluster._core.can_turn  # nor does the autoscaler choose a change
         said = list(client.ask(RollOut(in_place=True), wait=60.0))
     assert said[-1].text == "3 of 3 replaced"
     after = {name: member.report().pid for name, member in ray.members.items()}
