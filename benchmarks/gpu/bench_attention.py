@@ -6,8 +6,9 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from baton.engine.kernels.cuda.backend import CudaBackend
@@ -175,7 +176,7 @@ class PrefillBench:
     def line(self, ceiling: float) -> Line:
         """Ours, then the peers; ``ceiling``: operations per second of a large product."""
         runners, refused = entered(self._peers())
-        times = race(self.stage, [self.own(self.stage.device), *runners])
+        times = race(self.stage, [self.own(self.stage.device), *self._variants(), *runners])
         several = f"{self.prompts} x " if self.prompts > 1 else ""
         what = f"prefill of {several}{self.rows}" + (f" behind {self.start}" if self.start else "")
         line = verdict(what, times, Bars(self.flops / ceiling), refused)
@@ -184,6 +185,15 @@ class PrefillBench:
             line.what, f"{rate / 1e12:.0f} TFLOP/s, {line.result}", line.bar, line.state,
             {**line.figures, "flops": rate},
         )  # fmt: skip
+
+    def _variants(self) -> list[Runner]:
+        """Ours with the other way of copying, if the card has both."""
+        device = self.stage.device
+        if device.tuning.prefill == "mma":
+            return []
+        kind: Literal["wgmma", "bulk"] = "bulk" if device.tuning.prefill == "wgmma" else "wgmma"
+        other = device.tuned(msgspec.structs.replace(device.tuning, prefill=kind))
+        return [replace(self.own(other), name=f"ours by {kind}")]
 
     def own(self, device: Device) -> Runner:
         """Ours on the stage's device or a tuned form of it, into :attr:`output`."""

@@ -13,6 +13,9 @@ from .lines import Line, checked, skipped, wrong
 from .machine import ROOT
 from .stage import Stage, readable
 
+HOPPER = ("prefill_wgmma.cu", "prefill_bulk.cu")
+"""Sources for cards of compute capability 9.0 alone."""
+
 
 def compiling(stage: Stage) -> Iterator[Line]:
     """Seconds until the last kernel is there."""
@@ -20,8 +23,8 @@ def compiling(stage: Stage) -> Iterator[Line]:
     if stage.cupy is None:
         yield skipped("kernels compiled for this GPU", f"{len(sources)} sources, no GPU")
         return
-    if stage.device.tuning.prefill != "wgmma":
-        sources.remove("prefill_wgmma.cu")
+    if stage.device.tuning.prefill == "mma":
+        sources = [name for name in sources if name not in HOPPER]
     began = time.monotonic()
     command = [sys.executable, "-P", "-m", __name__, stage.factory]
     running = {

@@ -43,6 +43,7 @@ WIDTHS = (1024, 2048, 4096, 6144, 8192, 14336, 28672, 128256)
 DEPTH, DEEP = 4096, 14336
 RINGS: tuple[RingTiles, ...] = (0, 1, 2, 4)
 """Tiles of a block whose weights in flight are in shared memory; 0: they are in registers."""
+PREFILLS = ("wgmma", "mma", "bulk")
 GATED = ((3072, 1024), (9728, 2560), (14336, 4096))
 """Channels of the MLP and of the model, as in models of 0.6, 4 and 8 billion parameters."""
 _CACHE = 256 << 20
@@ -62,10 +63,10 @@ def sweep(stage: Stage) -> Iterator[Line]:
     found = yield from _attention(
         stage, found, SPLITS, ("decode_chunk", "combine_warps"), ((1, 600),), few
     )
-    if start.prefill == "wgmma":
-        found = yield from _prefills(stage, found)
+    if start.prefill != "mma":
+        found = yield from sweep_prefills(stage, found)
     found = yield from _products(stage, found)
-    found = yield from _rings(stage, found)
+    found = yield from sweep_rings(stage, found)
     found = yield from _gates(stage, found)
     found = yield from _norms(stage, found)
     yield _written(stage, found)
@@ -104,9 +105,9 @@ def _attention(
     return tunings[_best(times)]
 
 
-def _prefills(stage: Stage, usual: Tuning) -> Any:
+def sweep_prefills(stage: Stage, usual: Tuning) -> Any:
     """Yield a line per length of a prompt; return the best tuning."""
-    kinds = {kind: msgspec.structs.replace(usual, prefill=kind) for kind in ("wgmma", "mma")}
+    kinds = {kind: msgspec.structs.replace(usual, prefill=kind) for kind in PREFILLS}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for length in (stage.size(8192, 24), stage.size(1000, 16)):
         bench, what = PrefillBench(stage, 1, length, 0), f"prefill of {length}"
@@ -177,7 +178,7 @@ def _products(stage: Stage, found: Tuning) -> Any:
     return msgspec.structs.replace(found, skinny_tiles=tuple(steps))
 
 
-def _rings(stage: Stage, found: Tuning) -> Any:
+def sweep_rings(stage: Stage, found: Tuning) -> Any:
     """Yield lines per shape with 16 rows; return the tuning with the best kernel for each."""
     steps: list[tuple[int, RingTiles]] = []
     for width in (24, 72) if stage.tiny else WIDTHS:

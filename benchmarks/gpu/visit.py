@@ -53,6 +53,8 @@ PLAN = (
     Planned(_part("decode", 100), 21, "FlashInfer and flex_attention with a mask: never timed"),
     Planned(_part("draw", 60), 13, "top-p by all blocks of a row, sums without shared memory"),
     Planned(_part("rows", 30), 9, "RMSNorm with a word per thread; SwiGLU, keys into the cache"),
+    Planned(_part("prefill", 50), 20, "prompts, also with bulk copies, beside peers"),
+    Planned(_part("products", 50), 20, "products, 16 rows also by ring_linear.cu, beside cuBLAS"),
     Planned(_part("fp8", 40), 0, "products with weights in 8-bit floats: never run"),
     Planned(_part("cluster", 120), 0, "handoffs and streams of an 8B model in a part of its own"),
     Planned(
@@ -66,8 +68,6 @@ PLAN = (
     Planned(_part("others", 60), 15, "all other kernels"),
     Planned(_part("blocks", 30), 4, "gather, scatter and conversions"),
     Planned(_part("handoffs", 40), 7, "1,000 handoffs between two processes"),
-    Planned(_part("products", 40), 14, "products beside cuBLAS"),
-    Planned(_part("prefill", 45), 16, "prompts beside peers"),
     Planned(_part("values", 40), 13, "attention over 16,384 tokens"),
     Planned(_part("sweep", 45), 15, "variants of this card; writes its entry, so it is late"),
     Planned(_part("memcheck", 30), 2, "compute-sanitizer's memcheck"),

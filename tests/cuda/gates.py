@@ -30,7 +30,7 @@ CALL = r"CALL.*"
 
 TARGETS = ("sm_80", "sm_90", "sm_90a", "sm_100", "sm_120")
 DEFAULT_TARGET = "sm_90"
-HOPPER = ("prefill_wgmma.cu",)
+HOPPER = ("prefill_wgmma.cu", "prefill_bulk.cu")
 """Sources for sm_90a alone."""
 FORBIDDEN = (r"LDL.*", r"STL.*", r"F2FP?\..*\.R[ZMP](\..*)?")
 """Local memory: spilled registers, or arrays indexed at run time. Conversions that do not round to
@@ -103,6 +103,19 @@ GATES: dict[str, dict[str, Gate]] = {
         "group_stats": Gate(64, forbids=ATOMICS),
         "group_apply": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16)),
         "pixels|mix|find_infinite": Gate(32, forbids=ATOMICS),
+    },
+    "prefill_bulk.cu": {
+        r"prefill_bulk_d\d+": Gate(
+            168,
+            needs=(
+                r"HGMMA\.64x128x16\.F32\.BF16.*",
+                COPY_OR_ZERO,
+                r"UTMALDG\.2D",
+                r"USETMAXREG.*",
+                PACK_BF16,
+            ),
+            forbids=(COPY_ALWAYS, TENSOR),
+        ),
     },
     "prefill_wgmma.cu": {
         # Of one block of 384 threads; setmaxnreg then divides them anew.

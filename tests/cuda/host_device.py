@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.kernels.backend import Gpu
-from baton.engine.kernels.cuda.device import Argument, Array, Kernel
+from baton.engine.kernels.cuda.device import TENSOR_MAP, Argument, Array, Kernel
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 from baton.engine.kernels.cuda.tuning import Tuning
 
@@ -25,6 +25,7 @@ from .host_streams import HostEvent, HostStream, StreamFamily
 
 GUARD = 512
 GUARD_BYTE, POISON_BYTE = 0xCD, 0xFF
+MAP_MAGIC = int.from_bytes(b"bato_map", "little")
 VARIANT = os.environ.get("BATON_CUDA_HOST_VARIANT", "plain")
 SHARED_BYTES_LIMIT = 227 * 1024
 SCALARS = {"i4": np.int32, "u4": np.uint32, "i8": np.int64, "u8": np.uint64, "f4": np.float32}
@@ -356,6 +357,13 @@ class HostDevice:
             self._capturing.launches.append(work)
         else:
             self._stream.add(work)
+
+    def tensor_map(self, array: Array, box_rows: int) -> np.void:
+        """Name a matrix as ``host/hopper_words.h`` reads it."""
+        rows, columns = array.shape
+        words = np.zeros(1, TENSOR_MAP)
+        words["words"][0, :5] = (MAP_MAGIC, array.ctypes.data, rows, columns, box_rows)
+        return words[0]
 
     def synchronize(self) -> None:
         """Run everything queued."""

@@ -81,7 +81,7 @@ def test_the_plan_is_made_for_thirteen_minutes() -> None:
     assert len({*order}) == len(order)
     # Kernels that nothing has compiled would be compiled in every part; a hang costs the last one.
     assert order[0] == "compile" and order[-1] == "words"
-    fresh = {"kinds", "decode", "draw", "fp8", "cluster", "modes"}
+    fresh = {"kinds", "decode", "draw", "prefill", "products", "fp8", "cluster", "modes"}
     assert max(order.index(name) for name in fresh) < order.index("model")
     assert all(each.usual_s < each.part.limit_s <= CALL_S for each in PLAN)
     calls = [(call, each.part.name) for call, _, each in outline(PLAN)]

@@ -18,6 +18,16 @@ __device__ __forceinline__ unsigned long long tile_descriptor(unsigned address, 
            static_cast<unsigned long long>(kSwizzleAtom >> 4) << 32 | 1ull << 62;
 }
 
+// Names a matrix in global memory, and boxes of it, for the bulk copy engine; made by the driver.
+#ifdef BATON_CUDA_HOST
+#define __grid_constant__
+struct TensorMap {
+#else
+struct __align__(64) TensorMap {
+#endif
+    unsigned long long words[16];
+};
+
 #ifndef BATON_CUDA_HOST
 
 // Orders accesses to registers and shared memory before the wgmma that follow.
@@ -120,6 +130,11 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
 __device__ __forceinline__ void barrier_arrive_after_copies(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+// Arrives; the phase also waits for so many bytes of bulk copies.
+__device__ __forceinline__ void barrier_arrive_expecting(unsigned barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
 // Waits for the end of the phase of this parity.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     unsigned done;
@@ -133,7 +148,17 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
             : "memory");
     } while (!done);
 }
-// Makes ordinary writes to shared memory, of all threads that this one has waited for, visible to wgmma.
+// Copies the box of the map at this column and row into shared memory, in rows of 128 bytes with their pieces
+// swizzled as above. The barrier counts the bytes when they have arrived.
+__device__ __forceinline__ void bulk_copy(unsigned to, const TensorMap* map, int column, int row,
+                                          unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+// Makes ordinary writes to shared memory, of all threads that this one has waited for, visible to wgmma and
+// to bulk copies.
 __device__ __forceinline__ void shared_fence_for_wgmma() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

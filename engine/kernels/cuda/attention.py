@@ -1,4 +1,4 @@
-"""Launchers of ``decode_attention.cu`` and ``prefill_attention.cu``: attention over the paged pool.
+"""Launchers of ``decode_attention.cu`` and ``prefill_*.cu``: attention over the paged pool.
 
 Queries, outputs and the pool are bfloat16 bits (uint16). ``kv_layer[NB, 2, Hk, BS, D]`` is one
 layer of the pool, ``D`` 32, 64 or 128 (in prefill also 80), ``BS`` a multiple of 8; query head
@@ -11,12 +11,13 @@ block tables. Wrong types, shapes and orders raise ValueError before the launch.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from .attention_plan import ALL_POSITIONS, PREFILL_KEYS, PREFILL_ROWS, DecodeShape
 from .checks import BF16, check_array, check_multiple
-from .device import Device, DeviceArray, Kernel
+from .device import Argument, Device, DeviceArray, Kernel
 
 HEAD_DIMS = (32, 64, 128)
 PREFILL_DIMS = (32, 64, 80, 128)
@@ -25,6 +26,7 @@ _DECODE = {d: Kernel("decode_attention.cu", f"decode_attention_d{d}") for d in H
 _COMBINE = {d: Kernel("decode_attention.cu", f"decode_combine_d{d}") for d in HEAD_DIMS}
 _PREFILL = {d: Kernel("prefill_attention.cu", f"prefill_attention_d{d}") for d in PREFILL_DIMS}
 _WGMMA = {d: Kernel("prefill_wgmma.cu", f"prefill_wgmma_d{d}") for d in WGMMA_DIMS}
+_BULK = {d: Kernel("prefill_bulk.cu", f"prefill_bulk_d{d}") for d in WGMMA_DIMS}
 _THREADS = 128
 _WARPS = 4
 _WGMMA_THREADS = 384
@@ -114,15 +116,19 @@ def prefill_attention(
     if plan.shape[0] == 0:
         return
     numbers = [block_tables.shape[1], kv_heads, group, block_size, window or ALL_POSITIONS]
-    arguments = [q, kv_layer, block_tables, positions, plan, out]
+    arguments: list[Argument] = [q, kv_layer, block_tables, positions, plan, out]
     arguments += [*(np.int32(n) for n in numbers), _base2(scale)]
     items = plan.shape[0] * kv_heads
-    if device.tuning.prefill == "wgmma" and dim in _WGMMA:
+    if device.tuning.prefill != "mma" and dim in _WGMMA:
+        more: list[Argument] = [np.int32(items)]
+        bulk = device.tuning.prefill == "bulk"
+        if bulk:
+            more.append(device.tensor_map(_as_matrix(kv_layer), box_rows(block_size)))
         device.launch(
-            _WGMMA[dim],
+            _BULK[dim] if bulk else _WGMMA[dim],
             (min(items, device.multiprocessors),),
             (_WGMMA_THREADS,),
-            [*arguments, np.int32(items)],
+            [*arguments, *more],
             # Aligned to 1,024 bytes: queries, stages of keys and of values; then barriers.
             1024 + (PREFILL_ROWS + 2 * _WGMMA_STAGES * _WGMMA_KEYS) * dim * 2 + 256,
         )
@@ -134,6 +140,18 @@ def prefill_attention(
         arguments,
         (PREFILL_ROWS + 4 * PREFILL_KEYS) * _row_bytes(dim) + PREFILL_ROWS * 4 + 32,
     )
+
+
+def box_rows(block_size: int) -> int:
+    """Return how many rows of a block ``prefill_bulk.cu`` copies at once."""
+    return min(block_size & -block_size, _WGMMA_KEYS)
+
+
+def _as_matrix(kv_layer: DeviceArray) -> DeviceArray:
+    """Return a layer of the pool as a matrix of its rows."""
+    layer: Any = kv_layer
+    matrix: DeviceArray = layer.reshape(-1, layer.shape[-1])
+    return matrix
 
 
 def refusal(head_dim: int, block_size: int, group: int) -> str:

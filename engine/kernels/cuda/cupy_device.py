@@ -23,13 +23,25 @@ from baton.proto.errors import ConfigError
 
 from ..backend import Gpu
 from .cublas import WORKSPACE_BYTES, Cublas, CublasFailed, find_library
-from .device import Argument, Array, CaptureFailed, DeviceArray, DeviceLost, Event, Kernel
+from .device import (
+    TENSOR_MAP,
+    Argument,
+    Array,
+    CaptureFailed,
+    DeviceArray,
+    DeviceLost,
+    Event,
+    Kernel,
+)
 from .tuning import Tuning, tuning_of
 
 _PLAIN_SHARED_BYTES = 48 * 1024
 _PIECE = 2 << 20
 _OPTIONS = ("-std=c++17",)
-_OWN_OPTIONS = {"prefill_wgmma.cu": ("-arch=sm_90a",)}
+_OWN_OPTIONS = {
+    "prefill_wgmma.cu": ("-arch=sm_90a",),
+    "prefill_bulk.cu": ("-arch=sm_90a",),
+}
 """Of some sources; the compiler takes the first target, and CuPy's own comes later."""
 INSTALL_CUPY = "pip install 'baton-serve[cuda]'"
 """Installs CuPy with NVRTC, which compiles the kernels."""
@@ -44,6 +56,10 @@ MIG = "MIG"
 _UUID_BYTES = 16
 _LAZY_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess: mapping another GPU's memory makes it readable here."""
+_MOST_MAPS = 4096
+_MAP_ALIGNED, _MAP_COLUMNS = 64, 64
+# CUtensorMapDataType, -Interleave, -Swizzle, -L2promotion, -FloatOOBfill
+_MAP_UINT16, _MAP_NO_INTERLEAVE, _MAP_SWIZZLE_128, _MAP_L2_256, _MAP_ZEROS_OUTSIDE = 1, 0, 3, 3, 0
 AddressRange = Callable[[int], tuple[int, int]]
 """Returns start and size of the allocation at a device address; raises OSError if none exists."""
 
@@ -252,6 +268,7 @@ class CupyDevice:
         self._cublas: Cublas | None = None
         self._cublas_space: DeviceArray | None = None  # the workspace of cuBLAS
         self._shared_bytes: dict[Kernel, int] = {}
+        self._maps: dict[tuple[int, int, int, int], np.void] = {}
         self._source = source
         capability = self._device.compute_capability
         self.multiprocessors = int(self._device.attributes["MultiProcessorCount"])
@@ -511,6 +528,19 @@ class CupyDevice:
                     self._shared_bytes[kernel] = shared_bytes
             function(tuple(grid), tuple(block), values, shared_mem=shared_bytes)
 
+    def tensor_map(self, array: DeviceArray, box_rows: int) -> np.void:
+        """Return the driver's map of a matrix; one is kept per place and shape."""
+        matrix: Any = array
+        rows, columns = array.shape
+        key = (int(matrix.data.ptr), rows, columns, box_rows)
+        found = self._maps.get(key)
+        if found is None:
+            if len(self._maps) >= _MOST_MAPS:
+                self._maps.clear()
+            with self._fate, self._lock, self._device:
+                found = self._maps[key] = driver_tensor_map(*key)
+        return found
+
     def matmul(
         self, x: DeviceArray, weight: DeviceArray, out: DeviceArray, *, add: bool = False
     ) -> None:
@@ -573,6 +603,31 @@ def driver_uuid(ordinal: int) -> bytes:
     if failure:
         raise ConfigError(f"the CUDA driver names no UUID for device {ordinal}: error {failure}")
     return number.raw
+
+
+def driver_tensor_map(pointer: int, rows: int, columns: int, box_rows: int) -> np.void:
+    """Ask the driver for a map of a bf16 matrix, with boxes of 64 columns that arrive swizzled.
+
+    Raises ConfigError if the driver refuses, as without a GPU that has the bulk copy engine.
+    """
+    try:
+        encode = ctypes.CDLL(_LIBRARY).cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise ConfigError(f"the CUDA driver has no maps for bulk copies: {error}") from None
+    room = np.zeros(TENSOR_MAP.itemsize + _MAP_ALIGNED, np.uint8)
+    place = room[-room.ctypes.data % _MAP_ALIGNED :][: TENSOR_MAP.itemsize]
+    sizes = (ctypes.c_uint64 * 2)(columns, rows)
+    strides = (ctypes.c_uint64 * 1)(2 * columns)
+    box, steps = (ctypes.c_uint32 * 2)(_MAP_COLUMNS, box_rows), (ctypes.c_uint32 * 2)(1, 1)
+    failure = encode(
+        ctypes.c_void_p(place.ctypes.data), _MAP_UINT16, ctypes.c_uint32(2),
+        ctypes.c_void_p(pointer), sizes, strides, box, steps, _MAP_NO_INTERLEAVE,
+        _MAP_SWIZZLE_128, _MAP_L2_256, _MAP_ZEROS_OUTSIDE,
+    )  # fmt: skip
+    if failure:
+        raise ConfigError(f"the CUDA driver makes no map for bulk copies: error {failure}")
+    found: np.void = place.view(TENSOR_MAP)[0].copy()
+    return found
 
 
 def address_range(pointer: int) -> tuple[int, int]:

@@ -77,6 +77,10 @@ Argument = DeviceArray | Scalar | np.void | None
 by value), None (null)."""
 
 
+TENSOR_MAP = np.dtype([("words", np.uint64, 16)])
+"""A matrix and boxes of it, as the bulk copy engine wants them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A kernel, named by its file in ``csrc/`` and its exported name."""
@@ -241,6 +245,14 @@ class Device(Protocol):
 
         The launchers have already checked the arguments. Arrays are passed as addresses, so
         their strides are ignored, and a number of the wrong type is read as garbage.
+        """
+        ...
+
+    def tensor_map(self, array: DeviceArray, box_rows: int) -> np.void:
+        """Return a :data:`TENSOR_MAP` of a bf16 matrix, with boxes of ``box_rows`` x 64.
+
+        Boxes arrive in shared memory as rows of 128 bytes, swizzled (``csrc/hopper.cuh``). Raises
+        ConfigError if the driver makes no such map.
         """
         ...
 

@@ -40,8 +40,8 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``fuse_from``: channels of a gated MLP from which on one kernel computes gate, up and activation
     of few rows; None: where a product of gate and up takes two tiles, as the fused kernel does.
     ``norm_rows``: up to so many rows, a thread of RMSNorm has 8 values of a row instead of 16.
-    ``prefill``: instructions of prefill attention with heads of 64 or 128; "wgmma" exists on sm_90
-    alone.
+    ``prefill``: instructions of prefill attention with heads of 64 or 128. "wgmma", and "bulk" with
+    copies by the bulk copy engine, exist on sm_90 alone.
     """
 
     decode_bounds: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
@@ -52,7 +52,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     skinny_ring: RingSteps = ()
     fuse_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
     norm_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
-    prefill: Literal["mma", "wgmma"] = "mma"
+    prefill: Literal["mma", "wgmma", "bulk"] = "mma"
 
     def __post_init__(self) -> None:
         """Raise ValueError for choices that do not go together."""
@@ -89,7 +89,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """What of this changes bits of results, for the name of a device; empty for defaults."""
         usual = Tuning().decode_chunk
         chunk = "" if self.decode_chunk == usual else f"-chunk{self.decode_chunk}"
-        return chunk + "-wgmma" * (self.prefill == "wgmma")
+        return chunk + "-wgmma" * (self.prefill != "mma")
 
     def wide(self, width: int, multiprocessors: int) -> bool:
         """Whether a block of a skinny product takes two tiles of a matrix with ``width`` rows."""
@@ -119,8 +119,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         """Raise ValueError for a choice that the card cannot run."""
-        if self.tuning.prefill == "wgmma" and self.capability != WGMMA:
-            raise ValueError(f"prefill by wgmma needs capability {WGMMA}, not {self.capability}")
+        if self.tuning.prefill != "mma" and self.capability != WGMMA:
+            raise ValueError(
+                f"prefill by {self.tuning.prefill} needs capability {WGMMA}, not {self.capability}"
+            )
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

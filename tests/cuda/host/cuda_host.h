@@ -116,6 +116,16 @@ struct Copy {  // cp.async in flight
     unsigned bytes, filled, group;
 };
 
+struct Thread;
+struct Bulk {  // bulk copy in flight
+    unsigned to;  // in dynamic shared memory
+    const unsigned char* from;
+    size_t stride;
+    unsigned rows, filled, barrier;
+    const Thread* by;
+};
+constexpr unsigned kMaxBulks = 512;
+
 struct Product {  // wgmma in flight, d[16][n] of a warp
     float* d;
     const unsigned* a;
@@ -159,6 +169,8 @@ struct State {
     void** arguments;
     const char* name;
     struct { unsigned count, phase; } turns[16];  // barriers by number
+    unsigned bulks;
+    Bulk bulk[kMaxBulks];
     unsigned char* dynamic;
     size_t dynamic_bytes;
     char *shared, *shared_end;
@@ -725,6 +737,7 @@ inline void prepare_block() {
         t.products = t.groups = 0;
     }
     memset(S.turns, 0, sizeof S.turns);
+    S.bulks = 0;
     note_barrier();
     for (unsigned w = 0; w < S.warps; w++) S.ready[w] = lanes_in(w);
     memset(S.dynamic, 0xff, S.dynamic_bytes);
@@ -738,7 +751,10 @@ inline void run_block() {
         w = choose_warp(w);
         if (w < 0) {
             release_block();
-            if (choose_warp(-1) < 0) return;
+            if (choose_warp(-1) < 0) {
+                if (S.bulks && !S.failed) report("ends while %u bulk copies are in flight", S.bulks);
+                return;
+            }
             continue;
         }
         turn(static_cast<unsigned>(w));

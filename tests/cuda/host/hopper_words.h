@@ -2,7 +2,8 @@
 //
 // A product is executed when its warp has issued it, or, with an odd seed, as late as the wait for its group: what is
 // overwritten too early, or read too early, gives other numbers. Until then its results are NaN.
-// Copies that a barrier waits for land when their thread arrives, after others had their turn. A phase
+// Copies that a barrier waits for land when their thread arrives, after others had their turn. Bulk copies
+// land at once or, with an odd seed, one by one in any order while a thread waits for a barrier. A phase
 // of a barrier orders all accesses before it, also those that only another barrier orders.
 #pragma once
 #ifndef CUDA_HOST_QUIET  // else: not watched for races, as the words of barriers are
@@ -12,26 +13,31 @@
 namespace cuda_host {
 struct Phase {  // 8 bytes of shared memory
     uint16_t pending, arrivals;
-    uint32_t ended;
+    int32_t bytes : 24;  // of bulk copies that it waits for
+    uint32_t ended : 8;
 };
 CUDA_HOST_QUIET static inline __attribute__((always_inline)) Phase& phase_at(unsigned barrier, Place place) {
     if (barrier % 8 || barrier + 8 > S.dynamic_bytes)
         CUDA_HOST_FAIL("%s at %s:%d: no place for a barrier", name_of(place.op), place.file, place.line);
     return *reinterpret_cast<Phase*>(S.dynamic + barrier);
 }
-CUDA_HOST_QUIET static __attribute__((noinline)) void arrive(unsigned barrier, Place place) {
-    Phase& p = phase_at(barrier, place);
-    if (p.pending == 0 || p.pending > p.arrivals)
-        CUDA_HOST_FAIL("%s at %s:%d: no barrier there", name_of(place.op), place.file, place.line);
-    if (--p.pending) return;
+CUDA_HOST_QUIET static inline void settle(Phase& p) {
+    if (p.pending || p.bytes) return;
     p.pending = p.arrivals, p.ended++;
     note_barrier();
     wake_polling();
 }
+CUDA_HOST_QUIET static __attribute__((noinline)) void arrive(unsigned barrier, Place place) {
+    Phase& p = phase_at(barrier, place);
+    if (p.pending == 0 || p.pending > p.arrivals)
+        CUDA_HOST_FAIL("%s at %s:%d: no barrier there", name_of(place.op), place.file, place.line);
+    p.pending--;
+    settle(p);
+}
 CUDA_HOST_QUIET static __attribute__((noinline)) void set_up(unsigned barrier, unsigned arrivals,
                                                              Place place) {
     const uint16_t n = static_cast<uint16_t>(arrivals);
-    phase_at(barrier, place) = {n, n, 0};
+    phase_at(barrier, place) = {n, n, 0, 0};
 }
 CUDA_HOST_QUIET static __attribute__((noinline)) bool is_over(unsigned barrier, unsigned parity,
                                                               Place place) {
@@ -39,6 +45,51 @@ CUDA_HOST_QUIET static __attribute__((noinline)) bool is_over(unsigned barrier, 
 }
 static inline void let_others_run() {
     for (unsigned i = S.seed ? draw(3) : 0; i; i--) suspend();
+}
+// A map as HostDevice.tensor_map makes it.
+constexpr uint64_t kMapMagic = 0x70616d5f6f746162ull;
+struct HostMap {
+    uint64_t magic, address, rows, columns, box_rows;
+};
+constexpr unsigned kBoxBytes = 128;  // of a row
+// Row r of a box goes to the place where its 16-byte pieces are swizzled by bits of the address.
+CUDA_HOST_QUIET static __attribute__((noinline)) void land_bulk(unsigned which, Place place) {
+    const Bulk b = S.bulk[which];
+    S.bulk[which] = S.bulk[--S.bulks];
+    for (unsigned row = 0; row < b.rows; row++)
+        for (unsigned piece = 0; piece < kBoxBytes; piece += 16) {
+            const unsigned at = b.to + row * kBoxBytes + piece;
+            unsigned char* to = S.dynamic + (at ^ (at >> 3 & 0x70));
+            note(*b.by, to, 16, true, __builtin_return_address(0));
+            if (row < b.filled) memcpy(to, b.from + row * b.stride + piece, 16);
+            else memset(to, 0, 16);
+        }
+    Phase& p = phase_at(b.barrier, place);
+    p.bytes -= static_cast<int>(b.rows * kBoxBytes);
+    settle(p);
+}
+CUDA_HOST_QUIET static __attribute__((noinline)) void copy_box(unsigned to, const void* map, int column,
+                                                               int row, unsigned barrier, Place place) {
+    HostMap m;
+    memcpy(&m, map, sizeof m);
+    if (m.magic != kMapMagic || column < 0 || row < 0 || column * 2u + kBoxBytes > m.columns * 2u)
+        CUDA_HOST_FAIL("bulk copy at %s:%d: no map, or a box outside of it", place.file, place.line);
+    const unsigned rows = static_cast<unsigned>(m.box_rows), bytes = rows * kBoxBytes;
+    if (to % 128 || to + bytes > S.dynamic_bytes)
+        CUDA_HOST_FAIL("bulk copy at %s:%d: the target is not aligned, or outside", place.file, place.line);
+    if (S.bulks == kMaxBulks)
+        CUDA_HOST_FAIL("bulk copy at %s:%d: more than %u in flight", place.file, place.line, kMaxBulks);
+    const uint64_t left = static_cast<uint64_t>(row) < m.rows ? m.rows - static_cast<uint64_t>(row) : 0;
+    const size_t stride = m.columns * 2;
+    const unsigned char* from = reinterpret_cast<const unsigned char*>(m.address) +
+                                static_cast<uint64_t>(row) * stride + static_cast<unsigned>(column) * 2;
+    for (unsigned i = 0; i < bytes; i += 16)
+        note(*S.current, S.dynamic + to + i, 16, true, __builtin_return_address(0));
+    memset(S.dynamic + to, 0xff, bytes);  // from now on the old bytes may be gone
+    S.bulk[S.bulks++] = {to, from, stride, rows, left < rows ? static_cast<unsigned>(left) : rows, barrier,
+                         S.current};
+    if (S.seed % 2 == 0) land_bulk(S.bulks - 1, place);
+    else wake_polling();
 }
 static __attribute__((noinline)) void issue(float* d, const unsigned* a, uint64_t b, unsigned n, bool keep,
                                             bool by_rows, Place place) {
@@ -52,6 +103,8 @@ static __attribute__((noinline)) void issue(float* d, const unsigned* a, uint64_
     wait_for_warp(kFull, place);
 }
 }  // namespace cuda_host
+
+struct TensorMap;
 
 static inline unsigned shared_address(const void* p) {
     return static_cast<unsigned>(static_cast<const unsigned char*>(p) - cuda_host::S.dynamic);
@@ -83,9 +136,22 @@ static inline void barrier_arrive_after_copies(unsigned barrier, CUDA_HOST_WHERE
     cp_async_wait_all();
     cuda_host::arrive(barrier, CUDA_HOST_AT(kPhase));
 }
+static inline void barrier_arrive_expecting(unsigned barrier, unsigned bytes, CUDA_HOST_WHERE) {
+    cuda_host::phase_at(barrier, CUDA_HOST_AT(kPhase)).bytes += static_cast<int>(bytes);
+    cuda_host::arrive(barrier, CUDA_HOST_AT(kPhase));
+}
+static inline void bulk_copy(unsigned to, const TensorMap* map, int column, int row, unsigned barrier,
+                             CUDA_HOST_WHERE) {
+    cuda_host::copy_box(to, map, column, row, barrier, CUDA_HOST_AT(kPhase));
+}
 static inline void barrier_wait(unsigned barrier, unsigned parity, CUDA_HOST_WHERE) {
-    while (!cuda_host::is_over(barrier, parity, CUDA_HOST_AT(kPhase)))
-        cuda_host::poll(CUDA_HOST_AT(kPhase));
+    while (!cuda_host::is_over(barrier, parity, CUDA_HOST_AT(kPhase))) {
+        if (cuda_host::S.bulks) cuda_host::let_others_run();
+        if (cuda_host::S.bulks)
+            cuda_host::land_bulk(cuda_host::draw(cuda_host::S.bulks), CUDA_HOST_AT(kPhase));
+        else if (!cuda_host::is_over(barrier, parity, CUDA_HOST_AT(kPhase)))
+            cuda_host::poll(CUDA_HOST_AT(kPhase));
+    }
 }
 static inline void shared_fence_for_wgmma() {}
 static inline void barriers_ready() {}
