@@ -91,7 +91,7 @@ def one_of_or_own(choices: Sequence[str]) -> Callable[[str], str]:
 def _metavar(field: str, kind: type) -> str:
     if field in CHOICES:
         return shown((*CHOICES[field], OWN) if field in OPEN_CHOICES else CHOICES[field])
-    if field in ("decider", "metric", "kv_transport"):
+    if field in ("decider", "metric", "kv_transport", "model_family"):
         return OWN
     if field == "kv_events_topic":
         return "TOPIC"

@@ -102,6 +102,8 @@ HELP = {
     "before it, decode-1:rack=r2, of that worker alone (default: BATON_LABELS on each host)",
     "kv_transport": "your own class that moves KV blocks from prefill to decode workers (default: "
     "as handoff says)",
+    "model_family": "your own class for model folders of an architecture that Baton does not have "
+    "(docs/extend.md) (default: none)",
     "kv_events": "address at which workers publish the events of their prefix caches in vLLM's "
     "schema, such as tcp://127.0.0.1:5557; each further worker uses the next ports (port 0: any, "
     "see baton status --json; default: none)",
@@ -195,7 +197,8 @@ GROUPS = {
         "max_num_batched_tokens", "decode_max_num_batched_tokens", "step_time",
     ),
     "extensions": (
-        "decider", "metric", "kv_transport", "labels", "extensions", "kv_events", "kv_events_topic",
+        "decider", "metric", "kv_transport", "model_family", "labels", "extensions", "kv_events",
+        "kv_events_topic",
     ),
     "autoscaling": (
         "autoscale", "prefill_min", "prefill_max", "decode_min", "decode_max",

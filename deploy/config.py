@@ -137,6 +137,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     metric: str = ""
     labels: str = ""
     kv_transport: str = ""
+    model_family: str = ""
     kv_events: str = ""
     kv_events_topic: str = "kv-events"
     extensions: str = ""
@@ -313,6 +314,8 @@ def _check_mode(settings: ServeSettings) -> None:
     enforced = settings.enforce_disaggregation == "on"
     adaptive = settings.mode == "adaptive"
     _require(adaptive or not settings.decider, "decider", "needs mode adaptive")
+    on_gpu = settings.device == "cuda"
+    _require(not (on_gpu and settings.model_family), "model_family", "needs device cpu")
     ranked = is_extension(settings.prefill_order)
     for name, given in (("prefill_order", ranked), ("kv_transport", settings.kv_transport)):
         _require(not (alone and given), name, f"needs prefill workers, not mode {COLOCATED}")

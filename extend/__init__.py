@@ -10,6 +10,7 @@ from .points import (
     Decider,
     Ended,
     Metric,
+    ModelFamily,
     Order,
     Placing,
     Policy,
@@ -20,6 +21,7 @@ from .points import (
 )
 from .resolve import (
     DECIDER,
+    FAMILY,
     METRIC,
     ORDER,
     POLICY,
@@ -32,6 +34,7 @@ from .resolve import (
 
 __all__ = [
     "DECIDER",
+    "FAMILY",
     "METRIC",
     "ORDER",
     "POLICY",
@@ -42,6 +45,7 @@ __all__ = [
     "Family",
     "Histogram",
     "Metric",
+    "ModelFamily",
     "Order",
     "Placing",
     "Point",

@@ -7,7 +7,7 @@ lengths in tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -191,4 +191,19 @@ class Transport(Protocol):
 
     def get(self, ticket: bytes, size: int) -> bytes | bytearray | memoryview:
         """Return the payload of ``size`` bytes, at the decode worker; called once per ticket."""
+        ...
+
+
+M = TypeVar("M")
+
+
+class ModelFamily(Protocol):
+    """Serves model folders of an architecture that Baton does not have, like one that it has."""
+
+    def config(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the config.json of one of Baton's architectures, for the folder's ``raw``."""
+        ...
+
+    def decoder(self, raw: dict[str, Any], base: type[M]) -> type[M]:
+        """Return the class of the model: ``base``, Baton's for that architecture, or a subclass."""
         ...

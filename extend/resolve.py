@@ -38,7 +38,8 @@ DECIDER = Point("decider", {"local": 1})
 ORDER = Point("prefill_order", {"rank": 1})
 METRIC = Point("metric", {"ended": 1, "families": 0})
 TRANSPORT = Point("kv_transport", {"put": 1, "get": 2})
-POINTS = {point.name: point for point in (POLICY, DECIDER, ORDER, METRIC, TRANSPORT)}
+FAMILY = Point("model_family", {"config": 1, "decoder": 2})
+POINTS = {point.name: point for point in (POLICY, DECIDER, ORDER, METRIC, TRANSPORT, FAMILY)}
 
 
 def is_extension(value: str) -> bool:
@@ -66,7 +67,7 @@ def resolve(point: Point, name: str, folder: str = "") -> Any:
     except BaseException as error:
         began = error.__traceback__ is not None and error.__traceback__.tb_next is not None
         place = "" if began else _place_of(found)  # its constructor wants arguments
-        raise ExtensionError(f"{said}: {class_name}() raised {_told(error)}{place}") from error
+        raise ExtensionError(f"{said}: {class_name}() raised {told(error)}{place}") from error
     for method, arguments in point.methods.items():
         _check_method(made, method, arguments, said)
     return made
@@ -83,9 +84,9 @@ def _module(name: str, folder: str, said: str) -> ModuleType:
         if missing == name or name.startswith(f"{missing}."):
             where = f"{folder} or PYTHONPATH" if folder else "PYTHONPATH"
             raise ExtensionError(f"{said}: no module {missing} in {where}") from error
-        raise ExtensionError(f"{said}: importing {name} raised {_told(error)}") from error
+        raise ExtensionError(f"{said}: importing {name} raised {told(error)}") from error
     except BaseException as error:
-        raise ExtensionError(f"{said}: importing {name} raised {_told(error)}") from error
+        raise ExtensionError(f"{said}: importing {name} raised {told(error)}") from error
 
 
 def _check_method(made: object, method: str, arguments: int, said: str) -> None:
@@ -97,7 +98,7 @@ def _check_method(made: object, method: str, arguments: int, said: str) -> None:
     except (TypeError, ValueError):
         return  # of a class in C: found at the first call
     except BaseException as error:  # of the user's own __signature__
-        raise ExtensionError(f"{said}: {method} raised {_told(error)}") from error
+        raise ExtensionError(f"{said}: {method} raised {told(error)}") from error
     try:
         signature.bind(*range(arguments))
     except TypeError as error:
@@ -110,7 +111,7 @@ def _attribute(owner: object, name: str, said: str) -> Any:
     try:
         return getattr(owner, name, None)
     except BaseException as error:
-        raise ExtensionError(f"{said}: {name} raised {_told(error)}") from error
+        raise ExtensionError(f"{said}: {name} raised {told(error)}") from error
 
 
 def _shown(value: object) -> str:
@@ -121,7 +122,7 @@ def _shown(value: object) -> str:
         return "it has no text"
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """Return an exception as text, with the last place in the extension's own file."""
     if isinstance(error, SyntaxError) and error.filename:
         text = f"{type(error).__name__}: {error.msg}"

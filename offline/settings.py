@@ -47,6 +47,7 @@ class ClusterSettings(TypedDict, total=False):
     metric: str
     labels: str
     kv_transport: str
+    model_family: str
     kv_events: str
     kv_events_topic: str
     extensions: str

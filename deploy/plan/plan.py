@@ -18,7 +18,8 @@ from baton.decode_worker.config import DecodeWorkerConfig
 from baton.engine.loading.embedding_config import DRAW, EMBED
 from baton.engine.loading.gguf_folder import is_gguf, local_folder
 from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
-from baton.extend import DECIDER, METRIC, ORDER, POLICY, TRANSPORT, Point, is_extension
+from baton.engine.loading.own_family import use_family
+from baton.extend import DECIDER, FAMILY, METRIC, ORDER, POLICY, TRANSPORT, Point, is_extension
 from baton.gateway.config import GatewayConfig
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.router.config import STEP_SHARE, PolicyConfig, RouterConfig
@@ -213,8 +214,10 @@ def model_path(settings: ServeSettings) -> str:
 def model_folder(settings: ServeSettings) -> str:
     """Return the absolute path of the model folder; of a GGUF file, of the folder made from it.
 
-    Raises CheckpointError for a GGUF file that cannot be served.
+    From now on this process reads folders with the settings' model family. Raises CheckpointError
+    for a GGUF file that cannot be served, ExtensionError for the family.
     """
+    use_family(settings.model_family, extension_folder(settings))
     return local_folder(model_path(settings))
 
 
@@ -364,6 +367,7 @@ def extensions_of(settings: ServeSettings) -> list[tuple[Point, str]]:
         *((point, name) for point, name in chosen if is_extension(name)),
         *([(DECIDER, settings.decider)] if settings.decider else []),
         *([(TRANSPORT, settings.kv_transport)] if settings.kv_transport else []),
+        *([(FAMILY, settings.model_family)] if settings.model_family else []),
         *((METRIC, name) for name in _listed(settings.metric)),
     ]
 
@@ -543,6 +547,8 @@ def _runner(settings: ServeSettings, role: str, kv_default: int, gpus: GpuBook) 
         # In mode disaggregated a decode worker gets images as KV.
         vision=role == PREFILL or settings.mode != "disaggregated",
         picture_bytes=parse_size(settings.picture_memory) if role == "decode" else 0,
+        family=settings.model_family,
+        extensions=extension_folder(settings) if settings.model_family else "",
     )
 
 

@@ -86,8 +86,8 @@ def check_start(settings: ServeSettings) -> None:
 
     Raises ConfigError for a wrong setting, CheckpointError for the folder's files.
     """
+    check_extensions(settings)  # first: a model family reads the folder
     check_model(settings)
-    check_extensions(settings)
     check_kernels(settings)
     if settings.otlp_endpoint:
         check_installed("otlp_endpoint")

@@ -51,8 +51,8 @@ class Revisions:
         Raises ConfigError or CheckpointError, and then adds no revision.
         """
         settings = changed(self._settings[current], changes)
+        check_extensions(settings)  # first: a model family reads the folder
         check_model(settings)
-        check_extensions(settings)
         revision = self.newest + 1
         # Make one process of each role here, so that wrong settings raise before the rollout.
         gateways = gateway_names(settings)[:1]

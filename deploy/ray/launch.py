@@ -41,8 +41,8 @@ def launch(
     ``per_gpu``: the GPUs that the Ray cluster has now decide the numbers of workers. Raises
     BatonError if the cluster cannot start; the controller's actor is removed then.
     """
+    check_extensions(settings)  # first: a model family reads the folder
     check_model(settings)
-    check_extensions(settings)
     # The actors have other working directories.
     settings = msgspec.structs.replace(settings, extensions=extension_folder(settings))
     ray = connect(ray_address)

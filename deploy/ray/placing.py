@@ -13,7 +13,7 @@ import msgspec
 
 from baton.decode_worker.config import DecodeWorkerConfig
 from baton.engine.loading.embedding_config import DRAW
-from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
+from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig, with_folder
 from baton.gateway.config import GatewayConfig
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.proto.errors import BatonError, ConfigError
@@ -149,6 +149,7 @@ def _kv_memory(model: str, runner: RunnerConfig, config: Any) -> int:
     if free is None:
         return DEFAULT_KV_BYTES
     try:
+        model = with_folder(msgspec.structs.replace(runner, model=model)).model
         needs = folder_memory(model, runner.max_length, runner.block_size, runner.kv_type)
     except BatonError:
         return DEFAULT_KV_BYTES  # the worker will report the model's problem

@@ -49,8 +49,10 @@ from .embedding_config import (
     load_embedding_settings,
 )  # fmt: skip
 from .gguf_folder import local_folder
+from .json_files import read_json
 from .kv_types import AUTO, set_kv_type
 from .model_config import CrossConfig, ModelConfig, load_model_config, stated_sizes
+from .own_family import own_family, use_family
 
 F32 = npt.NDArray[np.float32]
 _log = get_logger()
@@ -84,7 +86,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model. ``full_digest``: fingerprint all weight bytes instead of samples. ``vision``: False
     leaves out a model's vision tower, as in a decode worker, which gets encoded images as KV.
     ``picture_bytes``: memory for the arrays of a picture besides weights and state, which limits
-    the size of pictures; 0: no limit.
+    the size of pictures; 0: no limit. ``family``: ``module:Class`` of a user's own model family,
+    ``extensions``: folder in which its module is looked for last.
     """
 
     model: str
@@ -109,10 +112,16 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device_sharers: int = 1
     vision: bool = True
     picture_bytes: int = 0
+    family: str = ""
+    extensions: str = ""
 
 
 def with_folder(config: RunnerConfig) -> RunnerConfig:
-    """Return the settings with a model folder instead of a GGUF file. Raises CheckpointError."""
+    """Return the settings with a model folder instead of a GGUF file. Raises CheckpointError.
+
+    From now on this process reads folders with the family of the settings.
+    """
+    use_family(config.family, config.extensions)
     return msgspec.structs.replace(config, model=local_folder(config.model))
 
 
@@ -223,9 +232,11 @@ def folder_task(folder: str | Path, asked: str = "") -> str:
     Raises CheckpointError for the folder's files, ConfigError if the model does not support the
     task.
     """
-    folder = local_folder(folder)
+    folder, own = local_folder(folder), own_family()
     if not (Path(folder) / PICTURE_INDEX).is_file():
         return model_task(load_model_config(Path(folder)), Path(folder), asked)
+    if own is not None:
+        raise ConfigError(f"{folder} is a picture model, which {own.name} cannot serve")
     if asked not in ("", DRAW):
         raise ConfigError(f"{folder} is a picture model; its task is {DRAW}, not {asked!r}")
     return DRAW
@@ -245,6 +256,9 @@ def model_task(config: ModelConfig, folder: Path, asked: str = "") -> str:
     makers = {GENERATE: entry.generator, EMBED: entry.embedder}
     if makers.get(task) is None:
         raise ConfigError(f"{folder}: a {config.architecture} cannot {task}")
+    own = own_family()
+    if own is not None and task != GENERATE:
+        raise ConfigError(f"{own.name}: a model family of your own generates text, task is {task}")
     return task
 
 
@@ -269,10 +283,16 @@ def load_runner(
     config = with_folder(config)
     checkpoint = load_checkpoint(config.model)
     make = architecture_of(checkpoint.config, checkpoint.folder).generator
+    own = own_family()
     if make is None or _task(checkpoint, config) != GENERATE:
         raise ConfigError(f"{checkpoint.folder} is an embedding model; it cannot generate text")
     length = _served_length(config, checkpoint)
     backend = backend or _load_backend(config)
+    if own is not None:
+        if not backend.on_host:
+            raise ConfigError(f"{own.name} runs on the CPU: leave --device cuda out")
+        make = own.decoder(read_json(checkpoint.folder / "config.json"), make)
+        weights = -1  # the class may load them in another way
     set_kv_type(checkpoint, backend, config.kv_type, config.kv_types)
     layout = _layout(config, checkpoint, backend)
     if not backend.on_host:
@@ -597,6 +617,9 @@ def _numerics(checkpoint: Checkpoint, backend: Backend, length: int) -> str:
         parts.append(f"kv-{backend.kv_rounding}")
     if length > checkpoint.config.rope.default_length():
         parts.append(f"rope-{length}")  # here the served length decides the rope frequencies
+    own = own_family()
+    if own is not None:
+        parts.append(own.numerics(read_json(checkpoint.folder / "config.json")))
     if _speech(checkpoint) is not None:
         parts.append(codec_numerics(backend))
     return "/".join(part for part in parts if part)

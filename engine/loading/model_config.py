@@ -27,6 +27,7 @@ from .family_defaults import FAMILY_DEFAULTS, PHI3
 from .fp8 import read_fp8
 from .gemma_config import GEMMA3, own_settings, plain_settings
 from .json_files import read_json
+from .own_family import own_family
 from .tiled_config import (
     EXTRA_TOKENS,
     MLLAMA,
@@ -244,6 +245,9 @@ def load_model_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise CheckpointError(f"{folder}: config.json is missing; is this a model folder?")
     raw = read_json(path)
+    own = own_family()
+    if own is not None:
+        raw = own.config(raw)
     architecture = _architecture(path, raw)
     family = FAMILIES[architecture]
     try:

@@ -16,6 +16,7 @@ from baton.deploy.plan.addresses import free_ports
 from baton.proto.errors import BatonError
 from baton.proto.sampling import SamplingParams
 
+from ..engine.granite_folders import equal_llama, granite_folder
 from ..processes import wait_until
 from .conftest import command_environment
 from .streams import jobs, run, tokens
@@ -131,6 +132,18 @@ def test_a_transport_that_fails_costs_frames_and_no_token(kind, cluster, lasting
     failing.wait_said("kv_transport.failed")
 
 
+def test_a_folder_of_another_family_is_served_by_the_examples_class(cluster, tmp_path):
+    work = jobs(8, prompt=40, new=20)
+    wanted = tokens(run(cluster(model=equal_llama(tmp_path / "llama")).address, work))
+    own = cluster(
+        model=granite_folder(tmp_path / "granite"), extensions=EXAMPLES, mode="adaptive",
+        model_family="granite_family:Granite",
+    )  # fmt: skip
+    assert tokens(run(own.address, work)) == wanted
+    with own.client() as client:
+        assert "family-" in client.describe().card.numerics
+
+
 def serve(folder: Path, where: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "baton.cli", "serve", "--dry-run", *words],
@@ -153,6 +166,9 @@ def test_modules_of_the_working_directory(tmp_path):
         (["--metric=slo_metric:Gone", "--metrics-port=9464"], "slo_metric.py has no Gone"),
         (["--metric=slo_metric:SloMetric"], "--metric needs --metrics-port"),
         (["--decider=length_decider:LengthDecider"], "--decider needs mode adaptive"),
+        (["--model-family=short_first:ShortFirst"], "ShortFirst has no method config"),
+        (["--model-family=granite_family:Granite"], "Granite: config() raised ValueError: this"),
+        (["--model-family=granite_family:Granite", "--device=cuda"], "needs device cpu"),
         (["--policy=fastest"], "must be one of round_robin, least_loaded, prefix_aware, module"),
         (["--labels=rack"], "labels has 'rack', not of the form rack=r1"),
     ],

@@ -147,11 +147,11 @@ def answer_of(folder: Path, family: str) -> np.ndarray:
         return _embeddings(folder, family)
     if family in SEEING:
         return _logits_with_images(folder, family)
-    return _greedy_logits(folder)
+    return logits_of(load_runner(RunnerConfig(model=str(folder), backend="numpy", num_blocks=16)))
 
 
-def _greedy_logits(folder: Path) -> np.ndarray:
-    runner = load_runner(RunnerConfig(model=str(folder), backend="numpy", num_blocks=16))
+def logits_of(runner) -> np.ndarray:
+    """Logits of a loaded model after each chunk of the prompt and each greedy token."""
     rows, start = [], 0
     for size in CHUNKS:
         rows.append(_feed(runner, PROMPT[start : start + size], start))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from baton.extend import DECIDER, METRIC, ORDER, POLICY, ExtensionError, resolve
+from baton.extend import DECIDER, FAMILY, METRIC, ORDER, POLICY, ExtensionError, resolve
 from baton.proto.errors import ConfigError
 
 GOOD = """
@@ -101,7 +101,13 @@ def test_what_is_missing_is_named(case, tmp_path):
 
 @pytest.mark.parametrize(
     ("point", "method"),
-    [(POLICY, "choose"), (DECIDER, "local"), (ORDER, "rank"), (METRIC, "ended")],
+    [
+        (POLICY, "choose"),
+        (DECIDER, "local"),
+        (ORDER, "rank"),
+        (METRIC, "ended"),
+        (FAMILY, "config"),
+    ],
 )
 def test_every_point_checks_its_methods(point, method, tmp_path):
     (tmp_path / "own_empty.py").write_text("class Empty: ...")
