@@ -37,12 +37,11 @@
 
 #include "few_halves.h"
 
+#include "amx_tiles.h"
+
 #define WIDE 16 /* queries, keys or dims of a tile */
 #define TILE (TERMS * WIDE)
 #define TILED_TOGETHER 192 /* like QUERIES_TOGETHER; a tile of keys is packed for this many */
-
-/* Without a barrier, the compiler moves plain loads and stores past tile instructions. */
-#define FENCE() __asm__ volatile("" ::: "memory")
 
 /* A walk with the content of its tiles, all bfloat16. Blocks of queries have `tall` rows. */
 typedef struct {
@@ -55,21 +54,6 @@ typedef struct {
 } Tiled;
 
 static inline int64_t tall_of(const Walk *w) { return w->count < WIDE ? w->count : WIDE; }
-
-/* Tiles 0..3 hold sums, 4 and 5 rows of queries or weights, 6 and 7 keys or values. */
-static void configure(int64_t tall) {
-    struct {
-        uint8_t palette, start, none[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int t = 0; t < 8; t++) {
-        config.bytes[t] = 64;
-        config.rows[t] = (uint8_t)(t < 6 ? tall : WIDE);
-    }
-    __asm__ volatile("" ::"r"(&config) : "memory");
-    _tile_loadconfig(&config);
-}
 
 /* Round new queries; missing rows of the last block are zero. */
 static void pack_queries(const Walk *w, const Place *at) {
@@ -91,7 +75,7 @@ static void pack_queries(const Walk *w, const Place *at) {
             _mm512_storeu_si512(to, i < w->count ? halves_of(from, from + 16) : _mm512_setzero_si512());
         if (i >= w->count) memset(w->sums + i * w->padded, 0, (size_t)w->padded * sizeof(float));
     }
-    configure(tall);
+    configure(tall, TILE_BYTES);
 }
 
 /* Transpose the keys of a tile by pairs of dims. */
@@ -139,17 +123,17 @@ static void score(const Tiled *t, const Tile *tile, int64_t first, int64_t tall)
     float *to = t->w.scores + first * TILE_KEYS;
     FENCE();
 #define EACH(DO) DO(0, 6) DO(1, 7) DO(2, 6) DO(3, 7)
-#define CLEAR(T, K) _tile_zero(T);
+#define CLEAR(T, K) tile_zero(T);
 #define SCORE(T, K)                                                                                \
     if (tile->to > (T)*WIDE) {                                                                     \
-        _tile_loadd(K, k + ((T)*steps + s) * TILE, 64);                                            \
-        _tile_dpbf16ps(T, 4, K);                                                                   \
+        tile_load(K, k + ((T)*steps + s) * TILE, 64);                                              \
+        tile_halves(T, 4, K);                                                                      \
     }
 #define KEEP(T, K)                                                                                 \
-    if (tile->to > (T)*WIDE) _tile_stored(T, to + (T)*WIDE, TILE_KEYS * sizeof(float));
+    if (tile->to > (T)*WIDE) tile_store(T, to + (T)*WIDE, TILE_KEYS * sizeof(float));
     EACH(CLEAR)
     for (int64_t s = 0; s < steps; s++) {
-        _tile_loadd(4, q + s * tall * TERMS, 64);
+        tile_load(4, q + s * tall * TERMS, 64);
         EACH(SCORE)
     }
     EACH(KEEP)
@@ -178,19 +162,19 @@ static void weigh(const Tiled *t, const Tile *tile, int64_t first, int64_t tall)
     const uint16_t *p = t->weights, *v = t->values;
     int more = tile->to > TERMS;
     FENCE();
-    _tile_loadd(4, p, 64);
-    _tile_loadd(5, p + tall * TERMS, 64);
+    tile_load(4, p, 64);
+    tile_load(5, p + tall * TERMS, 64);
 #define FETCH(T, V)                                                                                \
-    if (dims > (T)) _tile_loadd(T, sums + (T)*WIDE, stride);
+    if (dims > (T)) tile_load(T, sums + (T)*WIDE, stride);
 #define WEIGH(T, P, V, S)                                                                          \
     if (dims > (T)) {                                                                              \
-        _tile_loadd(V, v + ((T)*2 + (S)) * TILE, 64);                                              \
-        _tile_dpbf16ps(T, P, V);                                                                   \
+        tile_load(V, v + ((T)*2 + (S)) * TILE, 64);                                                \
+        tile_halves(T, P, V);                                                                      \
     }
 #define FIRST(T, V) WEIGH(T, 4, V, 0)
 #define SECOND(T, V) WEIGH(T, 5, V, 1)
 #define KEEP(T, V)                                                                                 \
-    if (dims > (T)) _tile_stored(T, sums + (T)*WIDE, stride);
+    if (dims > (T)) tile_store(T, sums + (T)*WIDE, stride);
     for (; dims > 0; dims -= 4, sums += 4 * WIDE, v += 8 * TILE) {
         EACH(FETCH)
         EACH(FIRST)
@@ -256,7 +240,7 @@ static int attend(void *at, int64_t from, int64_t to, int seat) {
     _mm_setcsr(mode | FLUSHED);
     walk(&t.w, s->together, from, to, pack_queries, visit);
     _mm_setcsr(mode);
-    _tile_release();
+    tile_release();
     return 0;
 }
 

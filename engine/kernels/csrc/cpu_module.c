@@ -55,6 +55,10 @@ static void find_usable(void) {
 #endif
     if (choices[2].usable && __builtin_cpu_supports("avx512vnni"))
         for (int i = 0; i < 3; i++) choices[i].products = &products_vnni512;
+#ifdef HAVE_TILES
+    if (choices[0].usable && choices[0].products == &products_vnni512)
+        choices[0].products = &products_amx;
+#endif
 #endif
 }
 

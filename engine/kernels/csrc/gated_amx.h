@@ -94,9 +94,9 @@ static int gate_sums(void *at, int64_t from, int64_t to, int seat) {
 static int gate_panels(void *at, int64_t from, int64_t to, int seat) {
     (void)seat;
     const Gated *g = at;
-    configure(g->tall);
+    configure(g->tall, TILE_BYTES);
     for (int64_t panel = from; panel < to; panel++) gate_many(g, panel);
-    _tile_release();
+    tile_release();
     return 0;
 }
 

@@ -17,8 +17,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
@@ -33,8 +31,9 @@
 
 #include "round_halves.h"
 
+#include "amx_tiles.h"
+
 #define COLUMNS 16   /* of a panel */
-#define TILE_ROWS 16
 #define WEIGHT_TILE (TERMS * COLUMNS) /* bfloat16 of a panel's step; pairs of terms lie together */
 #define WIDE 4       /* adjacent panels for few rows */
 /* Rounded rows that fit into the second-level cache beside the streamed weights. */
@@ -106,9 +105,6 @@ static void round_all(int threads, const float *x, int64_t rows, int64_t in, int
 
 /* ---- tile products ---- */
 
-/* Without a barrier, the compiler moves plain loads and stores past tile instructions. */
-#define FENCE() __asm__ volatile("" ::: "memory")
-
 typedef struct {
     const uint16_t *tiles; /* rows of the first tile; the next tile follows after `next` */
     int64_t tall, next;
@@ -122,21 +118,6 @@ typedef struct {
     int64_t share;
 } Block;
 
-/* Tiles 0..3 hold sums, 4 and 5 rows, 6 and 7 weights. */
-static void configure(int64_t tall) {
-    struct {
-        uint8_t palette, start, none[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int t = 0; t < 8; t++) {
-        config.bytes[t] = 64;
-        config.rows[t] = (uint8_t)(t < 6 ? tall : TILE_ROWS);
-    }
-    __asm__ volatile("" ::"r"(&config) : "memory");
-    _tile_loadconfig(&config);
-}
-
 /* A quarter of a tile of each of four panels. */
 static inline void fetch(const uint16_t *tiles, int64_t stride, int quarter) {
     _Pragma("GCC unroll 4") for (int line = 4 * quarter; line < 4 * quarter + 4; line++)
@@ -144,9 +125,9 @@ static inline void fetch(const uint16_t *tiles, int64_t stride, int quarter) {
             _mm_prefetch((const char *)(tiles + panel * stride + line * 32), _MM_HINT_T0);
 }
 
-#define START(T, PANEL) _tile_loadd(T, b->init + (PANEL)*b->apart, 0)
+#define START(T, PANEL) tile_load(T, b->init + (PANEL)*b->apart, 0)
 #define STORE(T, ROW, PANEL)                                                                       \
-    _tile_stored(T, b->y + (ROW)*b->ldy * TILE_ROWS + (PANEL)*COLUMNS, b->ldy * 4)
+    tile_store(T, b->y + (ROW)*b->ldy * TILE_ROWS + (PANEL)*COLUMNS, b->ldy * 4)
 
 /* One tile of rows with four panels. The processor's own prefetcher stops at each page, so the code
  * prefetches weights one step ahead, at the end those of the next four panels. */
@@ -160,11 +141,11 @@ static void one_by_four(const Block *b) {
     START(3, 3);
 #define WITH_PANEL(T, W, P)                                                                        \
     fetch(ahead, stride, P);                                                                       \
-    _tile_loadd(W, w + (P)*stride, 64);                                                            \
-    _tile_dpbf16ps(T, 4, W)
+    tile_load(W, w + (P)*stride, 64);                                                              \
+    tile_halves(T, 4, W)
     for (int64_t s = 1; s <= b->steps; s++, x += tile, w += WEIGHT_TILE) {
         const uint16_t *ahead = w + WEIGHT_TILE + (s < b->steps ? 0 : (WIDE - 1) * stride);
-        _tile_loadd(4, x, 64);
+        tile_load(4, x, 64);
         WITH_PANEL(0, 6, 0);
         WITH_PANEL(1, 7, 1);
         WITH_PANEL(2, 6, 2);
@@ -184,11 +165,11 @@ static void one_by_two(const Block *b) {
     START(0, 0);
     START(1, 1);
     for (int64_t s = 0; s < b->steps; s++, x += tile, w += WEIGHT_TILE) {
-        _tile_loadd(4, x, 64);
-        _tile_loadd(6, w, 64);
-        _tile_loadd(7, w + stride, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        tile_load(4, x, 64);
+        tile_load(6, w, 64);
+        tile_load(7, w + stride, 64);
+        tile_halves(0, 4, 6);
+        tile_halves(1, 4, 7);
     }
     STORE(0, 0, 0);
     STORE(1, 0, 1);
@@ -200,9 +181,9 @@ static void one_by_one(const Block *b) {
     FENCE();
     START(0, 0);
     for (int64_t s = 0; s < b->steps; s++, x += tile, w += WEIGHT_TILE) {
-        _tile_loadd(4, x, 64);
-        _tile_loadd(6, w, 64);
-        _tile_dpbf16ps(0, 4, 6);
+        tile_load(4, x, 64);
+        tile_load(6, w, 64);
+        tile_halves(0, 4, 6);
     }
     STORE(0, 0, 0);
 }
@@ -220,14 +201,14 @@ static void two_by_two(const Block *b) {
     for (int64_t s = 0; s < b->steps; s++, x += tile, w += WEIGHT_TILE) {
         for (int64_t line = 0; line < b->share; line++, later += 32)
             _mm_prefetch((const char *)later, _MM_HINT_T1);
-        _tile_loadd(6, w, 64);
-        _tile_stream_loadd(4, x, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + stride, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_stream_loadd(5, x + next, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        tile_load(6, w, 64);
+        tile_stream(4, x, 64);
+        tile_halves(0, 4, 6);
+        tile_load(7, w + stride, 64);
+        tile_halves(1, 4, 7);
+        tile_stream(5, x + next, 64);
+        tile_halves(2, 5, 6);
+        tile_halves(3, 5, 7);
     }
     STORE(0, 0, 0);
     STORE(1, 0, 1);
@@ -273,10 +254,10 @@ static int few_panels(void *at, int64_t from, int64_t to, int seat) {
     (void)seat;
     const Tiles *p = at;
     int64_t panel = from;
-    configure(p->tall);
+    configure(p->tall, TILE_BYTES);
     for (; panel + WIDE <= to; panel += WIDE) block(p, 0, p->rows, panel, WIDE, 0, 0);
     for (; panel < to; panel++) block(p, 0, p->rows, panel, 1, 0, 0);
-    _tile_release();
+    tile_release();
     return 0;
 }
 
@@ -285,7 +266,7 @@ static int many_panels(void *at, int64_t from, int64_t to, int seat) {
     (void)seat;
     const Tiles *p = at;
     int64_t pairs = (p->rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS), rows;
-    configure(p->tall);
+    configure(p->tall, TILE_BYTES);
     for (int64_t panel = from; panel < to; panel += 2) {
         int64_t count = to - panel < 2 ? 1 : 2, fetched = 0;
         int64_t share = panel + 4 <= to ? (32 + pairs - 1) / pairs : 0;
@@ -295,7 +276,7 @@ static int many_panels(void *at, int64_t from, int64_t to, int seat) {
             block(p, row, rows, panel, count, fetched, share);
         }
     }
-    _tile_release();
+    tile_release();
     return 0;
 }
 
@@ -341,11 +322,9 @@ static int attention(const Attention *a) {
 /* ---- detecting the machine's abilities ---- */
 
 static int has_tiles(void) {
-    unsigned a, b, c, d, one;
-    if (!__get_cpuid_count(7, 1, &one, &b, &c, &d) || !(one >> 5 & 1)) return 0; /* avx512_bf16 */
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return 0;
-    /* ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA: for this process and all its threads */
-    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return 0; /* avx512_bf16 */
+    return may_use_tiles();
 }
 
 int add_tiles(Kernels *kernels) {

@@ -15,7 +15,7 @@
 
 /* Whether this compiler supports the matrix tiles of AMX; the processor is checked at run time. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
-#if __has_include(<amxbf16intrin.h>)
+#if __has_include(<amxbf16intrin.h>) && __has_include(<amxint8intrin.h>)
 #define HAVE_TILES
 #endif
 /* The same of products of pairs of bfloat16. */

@@ -23,7 +23,7 @@ const QuantizedKind quantized_kinds[QUANTIZED_KINDS] = {
 };
 
 int64_t quantized_x_bytes(const QuantizedRows *r) {
-    int64_t rows = (r->rows + TOGETHER - 1) / TOGETHER * TOGETHER;
+    int64_t rows = (r->rows + 2 * TOGETHER - 1) / (2 * TOGETHER) * (2 * TOGETHER);
     return rows * (r->wide ? r->in / 256 * X_WIDE : r->in / 32 * X_NARROW);
 }
 

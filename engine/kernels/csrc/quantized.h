@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define PANEL 16
-/* Rows of activations that are stored together. */
+/* Rows of activations that are stored together; with tiles, rows of two such groups are. */
 #define TOGETHER 8
 /* Bytes of 256 activations of a row: int8, minus 32 times the sums of 16, sums of 32, scale.
  * Bytes of 32: int8, minus the sum, scale. */
@@ -57,7 +57,7 @@ typedef struct {
     void (*product)(const QuantizedRows *, const QuantizedLinear *, int64_t first, int64_t end);
 } Products;
 
-extern const Products products_vnni512, products_vnni256, products_avx2, products_plain;
+extern const Products products_amx, products_vnni512, products_vnni256, products_avx2, products_plain;
 
 /* Whether this compiler supports AVX-VNNI. */
 #if defined(__x86_64__) && defined(__has_include)

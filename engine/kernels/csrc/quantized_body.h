@@ -119,6 +119,20 @@ static void quantize(const QuantizedRows *q, int64_t first, int64_t end) {
 
 /* ---- weights ---- */
 
+#define NARROW_FORM(KIND)                                                                          \
+    ((KIND) == Q8_0 ? FORM_8 : (KIND) == IQ4_NL ? FORM_TABLE                                       \
+     : (KIND) == Q5_0 || (KIND) == Q5_1 ? FORM_5 : FORM_4)
+/* Weights of blocks of 32 are their numbers less 2^shift, unless it is negative. */
+#define NARROW_SHIFT(KIND)                                                                         \
+    ((KIND) == Q8_0 || (KIND) == IQ4_NL ? 7 : (KIND) == Q5_0 ? 4 : (KIND) == Q4_0 ? 3 : -1)
+#define HAS_MINS(KIND) ((KIND) == Q4_1 || (KIND) == Q5_1)
+#define WIDE_FORM(KIND)                                                                            \
+    ((KIND) == Q4_K ? FORM_4 : (KIND) == Q5_K ? FORM_5 : (KIND) == Q6_K ? FORM_6 : FORM_3)
+/* Bytes of the 32 weights of each output of a panel. */
+#define WIDE_BODY(FORM)                                                                            \
+    ((FORM) == FORM_4 ? 256 : (FORM) == FORM_5 ? 320 : (FORM) == FORM_6 ? 384 : 192)
+#define NARROW_BODY(FORM) ((FORM) == FORM_8 ? 512 : (FORM) == FORM_5 ? 320 : 256)
+
 /* Granule g of the 32 weights at `q`, unsigned. Those of FORM_3 are times 8. */
 ALWAYS ib granule(const int FORM, const uint8_t *q, const int g) {
     if (FORM == FORM_8) return b_load(q + g * 64);
@@ -163,7 +177,7 @@ ALWAYS void prefetch(const int R, const uint8_t *from, const int64_t bytes) {
 
 /* acc[R][PANEL] += one step of a panel of Q4_K, Q5_K, Q6_K or Q3_K. */
 ALWAYS void wide_step(const int FORM, const int R, const uint8_t *w, const uint8_t *xs, float *acc) {
-    const int64_t body = FORM == FORM_4 ? 256 : FORM == FORM_5 ? 320 : FORM == FORM_6 ? 384 : 192;
+    const int64_t body = WIDE_BODY(FORM);
     const int mins = FORM == FORM_4 || FORM == FORM_5;
     const int32_t *x = (const int32_t *)xs;
     const float *dx = (const float *)xs + 84 * R;
@@ -196,10 +210,10 @@ ALWAYS void wide_step(const int FORM, const int R, const uint8_t *w, const uint8
     }
 }
 
-/* acc[R][PANEL] += block i of a panel of a kind with blocks of 32; their weights less 2^SHIFT. */
+/* acc[R][PANEL] += block i of a panel of a kind with blocks of 32. */
 ALWAYS void narrow_block(const int FORM, const int SHIFT, const int MINS, const int R,
                          const uint8_t *w, int64_t i, const uint8_t *xs, float *acc) {
-    const int64_t body = FORM == FORM_8 ? 512 : FORM == FORM_5 ? 320 : 256, head = MINS ? 128 : 64;
+    const int64_t body = NARROW_BODY(FORM), head = MINS ? 128 : 64;
     const int32_t *x = (const int32_t *)xs;
     const float *dx = (const float *)xs + 9 * R;
     w += i / 2 * (head + 2 * body);
@@ -228,14 +242,11 @@ ALWAYS void units(const int KIND, const int R, const uint8_t *panel, const uint8
         if (KIND < Q8_0) {
             const uint8_t *w = panel + i * step;
             prefetch(R, w, 320);
-            wide_step(KIND == Q4_K ? FORM_4 : KIND == Q5_K ? FORM_5 : KIND == Q6_K ? FORM_6 : FORM_3,
-                      R, w, x + i * X_WIDE * R, acc);
+            wide_step(WIDE_FORM(KIND), R, w, x + i * X_WIDE * R, acc);
         } else {
             prefetch(R, panel + i / 2 * step + i % 2 * (step / 2), step / 2);
-            narrow_block(KIND == Q8_0 ? FORM_8 : KIND == IQ4_NL ? FORM_TABLE
-                         : KIND == Q5_0 || KIND == Q5_1 ? FORM_5 : FORM_4,
-                         KIND == Q8_0 || KIND == IQ4_NL ? 7 : KIND == Q5_0 ? 4 : KIND == Q4_0 ? 3 : -1,
-                         KIND == Q4_1 || KIND == Q5_1, R, panel, i, x + i * X_NARROW * R, acc);
+            narrow_block(NARROW_FORM(KIND), NARROW_SHIFT(KIND), HAS_MINS(KIND), R, panel, i,
+                         x + i * X_NARROW * R, acc);
         }
     }
 }

@@ -1,4 +1,4 @@
-/* Quantized products with the integer dot products of AVX-512 (VNNI). */
+/* Quantized products with the integer dot products of AVX-512 (VNNI), and on the tiles of AMX. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -66,5 +66,21 @@ INLINE void f_store(float *p, fv v) { _mm512_storeu_ps(p, v); }
 
 #if defined(__clang__)
 #pragma clang attribute pop
+#endif
+
+#include "kernels.h"
+
+#ifdef HAVE_TILES
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,amx-tile,amx-int8"))), apply_to = function)
+#else
+#pragma GCC target("amx-tile,amx-int8")
+#endif
+
+#include "quantized_amx.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #endif
 #endif

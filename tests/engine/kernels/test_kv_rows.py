@@ -6,6 +6,7 @@ The oracle decodes rows by itself, from the bytes that docs/protocol.md describe
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from baton.engine.kernels import kv_rows
 from baton.engine.kernels.kv_rows import opened, stored
 from baton.engine.kernels.load import load_backend
 from baton.proto.layout import ELEMENTS, KV_TYPES
+
+from .conftest import ISAS
 
 SIZES = [(6, 2, 64, 16), (12, 2, 128, 16), (3, 1, 20, 5), (4, 4, 80, 8), (8, 1, 16, 1)]
 PAIRS = [(kind, rounding) for i, kind in enumerate(KV_TYPES) for rounding in KV_TYPES[i:]]
@@ -150,7 +153,7 @@ class Scene:
         ends = zip(self.lengths, self.rows, strict=True)
         self.positions = np.concatenate([np.arange(n - r, n) for n, r in ends]).astype(np.int32)
 
-    def attention(self, backend, window: int = 0) -> np.ndarray:
+    def attention(self, backend, window: int = 0, *, halves: bool = False) -> np.ndarray:
         out = np.full((len(self.q), self.q[0].size), np.nan, np.float32)
         backend.attention(
             self.q,
@@ -161,15 +164,34 @@ class Scene:
             self.dim**-0.5,
             window,
             out,
+            halves=halves,
         )
         return out
 
-    def oracle(self, window: int = 0) -> np.ndarray:
-        """Softmax attention in float64, row by row, from the pool's bytes."""
+    def rows_alone(self, backend, *, halves: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        """Each row with its attention, computed in a call of its own."""
+        offsets = np.array([0, 1], np.int32)
+        for row in range(len(self.q)):
+            sequence = int(np.searchsorted(self.offsets, row, side="right")) - 1
+            out = np.full((1, self.q[0].size), np.nan, np.float32)
+            backend.attention(
+                self.q[row : row + 1], self.pool, self.tables[sequence : sequence + 1], offsets,
+                self.positions[row : row + 1], self.dim**-0.5, 0, out, halves=halves,
+            )  # fmt: skip
+            yield row, out[0]
+
+    def oracle(self, window: int = 0, *, halves: bool = False) -> np.ndarray:
+        """Softmax attention in float64, row by row, from the pool's bytes.
+
+        ``halves``: queries are rounded to bfloat16 after they were scaled, as tiles need them.
+        """
         heads, kv_heads, dim, size = self.shape
         values = np.array([decoded(row) for row in self.pool.reshape(-1, self.pool.shape[-1])])
         values = values.reshape(*self.pool.shape[:-1], dim)
         out = np.empty((len(self.q), heads, dim))
+        queries = self.q * np.float32(dim**-0.5)
+        if halves:
+            queries = opened(stored(queries, "bfloat16"))
         for sequence, table in enumerate(self.tables):
             for row in range(self.offsets[sequence], self.offsets[sequence + 1]):
                 last = self.positions[row]
@@ -178,7 +200,7 @@ class Scene:
                 for head in range(heads):
                     at = table[seen // size], slice(None), head * kv_heads // heads, seen % size
                     keys, mine = np.moveaxis(values[at], 1, 0)
-                    scores = keys @ self.q[row, head].astype(np.float64) * dim**-0.5
+                    scores = keys @ queries[row, head].astype(np.float64)
                     weights = np.exp(scores - scores.max())
                     out[row, head] = weights @ mine / weights.sum()
         return out.reshape(len(self.q), -1)
@@ -256,16 +278,55 @@ def test_bits_depend_on_neither_threads_nor_other_rows(rng, kind):
     together = scene.attention(alone)
     for threads in (2, 3):
         assert np.array_equal(scene.attention(load_backend("cpu", threads=threads)), together)
-    tables = scene.tables
-    for sequence in range(3):
-        part = slice(scene.offsets[sequence], scene.offsets[sequence + 1])
-        for row in range(part.start, part.stop):
-            out = np.empty((1, together.shape[1]), np.float32)
-            alone.attention(
-                scene.q[row : row + 1], scene.pool, tables[sequence : sequence + 1],
-                np.array([0, 1], np.int32), scene.positions[row : row + 1], scene.dim**-0.5, 0, out,
-            )  # fmt: skip
-            assert np.array_equal(out[0], together[row])
+    for row, found in scene.rows_alone(alone):
+        assert np.array_equal(found, together[row])
+
+
+# ------------------------------------------------------------------ attention on tiles
+
+
+@pytest.fixture
+def tiles():
+    if "amx" not in ISAS:
+        pytest.skip("no amx kernels here; see test_emulated_tiles.py")
+    return load_backend("cpu", isa="amx")
+
+
+TILED = [size for size in SIZES if size[2] % 32 == 0]
+
+
+@pytest.mark.parametrize("kind", KV_TYPES)
+@pytest.mark.parametrize("window", [0, 9, 100])
+@pytest.mark.parametrize("shape", TILED, ids=str)
+def test_tiles_round_only_the_weights_of_bfloat16_rows(tiles, rng, shape, window, kind):
+    """The softmax's weights are rounded by at most 2^-9 of their size, powers are exact to 3e-6."""
+    scene = Scene(rng, shape, kind)
+    scene.pool = stored(opened(stored(opened(scene.pool), "bfloat16")), kind)
+    wanted = scene.oracle(window, halves=True)
+    distance = np.abs(scene.attention(tiles, window, halves=True) - wanted)
+    largest = np.abs(opened(scene.pool)[..., 1, :, :, :]).max()
+    assert 2e-5 * np.abs(wanted).max() < distance.max() < 2.0**-8 * largest
+    assert distance.mean() < 2.0**-10 * np.abs(wanted).mean()
+
+
+@pytest.mark.parametrize("shape", TILED, ids=str)
+def test_tiles_have_the_same_bits_in_every_type_that_holds_the_rows(tiles, rng, shape):
+    scene = Scene(rng, shape, "int8")
+    narrow, values = scene.attention(tiles, halves=True), opened(scene.pool)
+    for kind in ("bfloat16", "float32"):
+        scene.pool = np.ascontiguousarray(stored(values, kind))
+        assert np.array_equal(scene.attention(tiles, halves=True), narrow)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_bits_of_tiles_depend_on_neither_threads_nor_other_rows(tiles, rng, kind):
+    scene = Scene(rng, SIZES[1], kind)
+    together = scene.attention(tiles, halves=True)
+    for threads in (2, 3):
+        several = load_backend("cpu", isa="amx", threads=threads)
+        assert np.array_equal(scene.attention(several, halves=True), together)
+    for row, alone in scene.rows_alone(tiles, halves=True):
+        assert np.array_equal(alone, together[row])
 
 
 # ------------------------------------------------------------------ conversions

@@ -19,7 +19,7 @@ from baton.engine.loading.gguf_blocks import dequantize
 from .quantized_cases import ERRORS, random_weights, with_error
 
 SEED = int(os.environ.get("QUANTIZED_SEED", secrets.randbits(32)))
-ROWS = (1, 2, 3, 5, 7, 8, 9, 20)
+ROWS = (1, 2, 3, 5, 7, 8, 9, 20, 40)
 WIDTHS = {256: (256, 768, 1280), 32: (32, 96, 640)}
 
 
