@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -100,6 +102,22 @@ def test_a_class_that_never_returns_is_named(start_cluster):
         hung.wait_said("faulty_classes.py, line ")
     request.join(60)
     hung.end()
+
+
+@pytest.mark.long
+def test_a_class_that_cannot_be_loaded_again_is_tried_until_it_can(cluster, tmp_path):
+    """Streams wait meanwhile: another policy than the one that the setting names serves none."""
+    good = (EXAMPLES / "rack_policy.py").read_text()
+    module = tmp_path / "breaking_policy.py"
+    module.write_text(good)
+    own = cluster(extensions=tmp_path, policy="breaking_policy:RackPolicy")
+    work = jobs(4, prompt=40, new=20)
+    wanted = tokens(run(own.address, work))
+    module.write_text("raise OSError('the disk is gone')")
+    os.kill(own.pids()["router"], signal.SIGKILL)
+    own.wait_said("importing breaking_policy raised OSError: the disk is gone")
+    module.write_text(good)
+    assert tokens(run(own.address, work)) == wanted
 
 
 def asked(client):

@@ -1,5 +1,6 @@
 """Prompts by rank: in order, without starvation, and by arrival if there is no rank."""
 
+import itertools
 import random
 from pathlib import Path
 
@@ -83,6 +84,19 @@ def test_prompts_of_an_order_that_fails_start_by_arrival(name):
     bench.open()
     assert served(bench) == names
     assert {event for event, *_ in reports} == {"prefill_order.failed"}
+    bench.core.check_integrity()
+
+
+def test_a_slow_order_rests_and_prompts_start_by_arrival():
+    reports = []
+    seconds = itertools.count().__next__  # each call takes a second
+    order = CustomOrder("faulty_classes:Slow", FAULTY, lambda *g: reports.append(g[0]), seconds)
+    bench = Bench(max_active=1, slo_ttft=2.0, order=order)
+    names = queue(bench, a=1.5, b=2.5, c=0.0)
+    bench.open()
+    assert served(bench) == names
+    assert order.guard.skipped > 0 and order.guard.calls >= 1
+    assert set(reports) == {"prefill_order.slow"}
     bench.core.check_integrity()
 
 

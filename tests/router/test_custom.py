@@ -1,5 +1,6 @@
 """A policy, decider and metric of the user's own; each failure costs at most a default choice."""
 
+import itertools
 import re
 import zlib
 from pathlib import Path
@@ -128,6 +129,37 @@ def test_a_slow_policy_rests_and_the_router_goes_on(config):
     route = route_of(bench, "r1")
     assert route["prefill"]["instead_of"] == "faulty_classes:Slow"
     assert route["prefill"]["because"] == "was skipped"
+
+
+SECONDS = itertools.count  # each call takes a second
+
+
+def test_a_slow_decider_rests_and_the_router_decides(config):
+    settings = config(mode="adaptive", decider="faulty_classes:Slow", extensions=FAULTY)
+    bench = Bench(settings, extensions=Extensions(settings, SECONDS().__next__))
+    bench.faulty = True
+    bench.join("prefill", model=ALONE)
+    bench.join("decode", model=ALONE)
+    ways = []
+    for number in range(4):
+        bench.submit(f"r{number}", prompt=100)
+        ways.append(bench.find(Assign)[0].hello.role)
+    assert ways == ["decode", "prefill", "prefill", "prefill"]  # the class says local
+    failed, skipped = bench.core.extensions.families()
+    assert (failed.rows[0].value, skipped.rows[0].value) == (0.0, 3.0)
+    assert route_of(bench, "r1")["why"].endswith(", because faulty_classes:Slow was skipped")
+
+
+def test_a_slow_metric_rests(config):
+    settings = config(metrics=("faulty_classes:Slow",), metrics_port=9464, extensions=FAULTY)
+    extensions, reports = Extensions(settings, SECONDS().__next__), []
+    (metric,) = extensions.metrics(lambda *given: reports.append(given[0]))
+    for _ in range(4):
+        metric.ended(LINE)
+    assert metric.families({}) == []
+    (counts,) = extensions.counts()
+    assert counts.calls + counts.skipped == 5 and counts.skipped >= 3
+    assert counts.failures == 0 and set(reports) == {"metric.slow"}
 
 
 def route_of(bench, request):
