@@ -26,6 +26,7 @@ ORDER = (
     "engine",
     "threads",
     "device_idle",
+    "loading",
     "speech",
     "vision",
     "pictures",

@@ -185,6 +185,9 @@ class TimedDevice:
 
     zeros = shareable = host_buffer = empty
 
+    def trim_host(self) -> None:
+        """Do nothing."""
+
     def export(self, array: Any) -> tuple[bytes, int]:
         """Raise OSError."""
         raise OSError("a model of a device exports nothing")

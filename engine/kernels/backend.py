@@ -176,6 +176,10 @@ class Backend(Protocol):
         """Return host rows, a table or a norm's weights in the kernels' element type."""
         ...
 
+    def end_loading(self) -> None:
+        """Free the memory that only loading needs; later weights allocate it anew."""
+        ...
+
     def kv_pool(
         self, shape: tuple[int, ...], allocate: Callable[[int], U8], dtype: str = ""
     ) -> F32:

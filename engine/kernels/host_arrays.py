@@ -56,6 +56,9 @@ class HostArrays:
         """Return the weights unchanged."""
         return weights
 
+    def end_loading(self) -> None:
+        """Do nothing: loading leaves no memory behind."""
+
     def kv_pool(
         self, shape: tuple[int, ...], allocate: Callable[[int], U8], dtype: str = ""
     ) -> F32:

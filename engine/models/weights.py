@@ -188,7 +188,7 @@ class WeightLoader:
         return weights if columns is None else [_ordered(w.T, columns).T for w in weights]
 
     def finish(self, unused: Sequence[str] = ()) -> None:
-        """Report the end. Raises CheckpointError for weights that the model does not use.
+        """End the loading. Raises CheckpointError for weights that the model does not use.
 
         ``unused``: tensors that may be present without being used; a name that ends with a dot
         is a prefix.
@@ -202,6 +202,7 @@ class WeightLoader:
                     f"{self._checkpoint.tensors.path(name)}: tensor '{name}' is not used by "
                     f"{self._checkpoint.architecture} with this config.json"
                 )
+        self.backend.end_loading()
         if self._on_progress is not None:
             self._on_progress(self._total, self._total)
 

@@ -325,6 +325,9 @@ class HostDevice:
         """Make an array of zeros."""
         return np.zeros(tuple(shape), dtype).view(PinnedArray)
 
+    def trim_host(self) -> None:
+        """Nothing: freed arrays are gone."""
+
     def write(self, array: Array, values: Array) -> None:
         """Copy ``values``, which must fit exactly; pinned ones are read when their turn comes."""
         _check_copy(array, values)

@@ -7,7 +7,14 @@ import threading
 import numpy as np
 import pytest
 
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.pictures import CudaPictures
 from baton.engine.kernels.cuda.staging import Staging
+from baton.engine.loading.checkpoint import load_checkpoint
+from baton.engine.models.decoder import Decoder
+
+from .test_pictures import FOLDER as PICTURES
+from .test_pictures import Halves
 
 
 def parts_of(rng, *rows, width=24):
@@ -59,6 +66,24 @@ def test_an_upload_ends_its_threads(device, rng):
     staging = Staging(device, 64, 2, 3)
     staging.upload(parts_of(rng, 6))
     assert threading.active_count() == before
+
+
+def test_no_part_of_a_model_keeps_its_slots(device, folder):
+    """Also not a picture's, whose parts are loaded one after the other."""
+    for backend, load in (
+        (CudaBackend(device), lambda backend: Decoder(load_checkpoint(folder), backend, 64)),
+        (CudaPictures(device), lambda backend: Halves(PICTURES, backend)),
+    ):
+        close, closed = backend.staging.close, []
+
+        def noting(staging=backend.staging, close=close, closed=closed):
+            closed.append(len(staging._slots))
+            close()
+
+        backend.staging.close = noting
+        load(backend)
+        assert closed and any(closed) and not backend.staging._slots
+    assert len(closed) > 2
 
 
 def test_parts_that_do_not_fit_together_are_refused(device, rng):

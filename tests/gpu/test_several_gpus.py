@@ -222,6 +222,7 @@ def use():
     device.compile("elementwise.cu")
     device.export(device.shareable((4,), np.uint16))
     device.host_buffer((4,), np.uint16)
+    device.trim_host()
     other = device.another_stream()
     other.wait_for(device.record())
     buffer = np.zeros((2, 64), np.uint16)

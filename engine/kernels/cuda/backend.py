@@ -185,7 +185,7 @@ class CudaBackend(_BlockMoves):
         self._fp8_space: Any = device.empty((0,), np.uint16)
         self.marks = LayerMarks(device)
         self.staging = Staging(device)
-        """Of weights; closed when the model is loaded."""
+        """Of weights; closed when a model, or a part of one, is loaded."""
 
     @property
     def lost(self) -> str:
@@ -213,6 +213,11 @@ class CudaBackend(_BlockMoves):
         """Return a bfloat16 copy on the device of float32 values or bfloat16 bits."""
         bits = parameter_bits(weights)
         return self.staging.upload([bits]) if bits.ndim == 2 else self.device.upload(bits)
+
+    def end_loading(self) -> None:
+        """Return the pinned memory of weights to the system."""
+        self.staging.close()
+        self.device.trim_host()
 
     def kv_pool(
         self, shape: tuple[int, ...], allocate: Callable[[int], U8], dtype: str = ""

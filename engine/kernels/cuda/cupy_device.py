@@ -469,6 +469,11 @@ class CupyDevice:
         array[...] = 0
         return array
 
+    def trim_host(self) -> None:
+        """Free the unused blocks of CuPy's pool of pinned memory."""
+        with self._fate, self._device:
+            self._cupy.get_default_pinned_memory_pool().free_all_blocks()
+
     def write(self, array: DeviceArray, values: Array) -> None:
         """Queue a copy from the host; unpinned ``values`` are read before this returns."""
         _check_copy(array, values)

@@ -217,6 +217,10 @@ class Device(Protocol):
         """Allocate a host array from which :meth:`write` copies without waiting."""
         ...
 
+    def trim_host(self) -> None:
+        """Return the memory of freed arrays of :meth:`host_buffer` to the system."""
+        ...
+
     def write(self, array: DeviceArray, values: Array) -> None:
         """Queue a copy of host ``values`` into a contiguous array of the same shape and type.
 

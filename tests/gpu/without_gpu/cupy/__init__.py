@@ -86,7 +86,7 @@ def get_default_memory_pool() -> Any:
 
 
 def get_default_pinned_memory_pool() -> Any:
-    return cuda.Pool()
+    return cuda.PinnedPool()
 
 
 class RawKernel:

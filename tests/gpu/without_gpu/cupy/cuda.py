@@ -194,6 +194,11 @@ class Pool:
         pass
 
 
+class PinnedPool:
+    def free_all_blocks(self) -> None:
+        here()
+
+
 def alloc_pinned_memory(size: int) -> memoryview:
     here()
     rounded = 1 << max(9, (size - 1).bit_length())
