@@ -69,6 +69,26 @@ def stored(x: F32, kind: str) -> Stored:
     return np.concatenate([codes, scales], axis=-1)
 
 
+def spread(x: F32) -> F32:
+    """Return the Hadamard transform of queries or keys, whose products it does not change.
+
+    A model's keys have a few channels with large numbers, for which the others would be rounded
+    coarsely in int8. The transform spreads them over the row. It is in blocks of the largest power
+    of two that divides the length of a row, and orthonormal; the spans of its sums go from the
+    longest to the shortest. Source: QuaRot (arXiv 2404.00456).
+    """
+    dim = x.shape[-1]
+    block = span = dim & -dim
+    found = x.copy()
+    while span := span // 2:
+        pairs = found.reshape(*x.shape[:-1], -1, 2, span)
+        first, second = pairs[..., 0, :].copy(), pairs[..., 1, :]
+        pairs[..., 0, :] += second
+        np.subtract(first, second, out=second)
+    found *= np.float32(block**-0.5)
+    return found
+
+
 def appended(x: F32, kind: str, rounding: str) -> Stored:
     """Return rows in ``kind`` after rounding them to ``rounding``, which is not wider."""
     return stored(x if rounding == kind else opened(stored(x, rounding)), kind)

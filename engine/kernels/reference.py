@@ -35,7 +35,7 @@ from .backend import (
 from .digest import payload_digest
 from .host_arrays import HostArrays
 from .host_backend import AfterPart, HostPictures
-from .kv_rows import appended, converted, kv_type, opened, row_dim
+from .kv_rows import appended, converted, kv_type, opened, row_dim, spread
 
 Floats = npt.NDArray[Any]
 
@@ -156,9 +156,12 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
         q = q if q_norm is None else _rms(q, q_norm, eps)
         k = k if k_norm is None else _rms(k, k_norm, eps)
         table = cos_sin[positions][:, None, :]
-        q_out[:] = _rotate(q, table)
+        q, k = _rotate(q, table), _rotate(k, table)
+        if rounding == "int8":
+            q, k = spread(q), spread(k)
+        q_out[:] = q
         block, offset = np.divmod(slots, block_size)
-        kv_layer[block, 0, :, offset] = appended(_rotate(k, table), kind, rounding)
+        kv_layer[block, 0, :, offset] = appended(k, kind, rounding)
         kv_layer[block, 1, :, offset] = appended(v, kind, rounding)
 
     def attention(

@@ -80,9 +80,25 @@ static void rotate_head(const float *x, const float *weight, float eps, const fl
     }
 }
 
+/* Hadamard transform of a row, in blocks of the largest power of two that divides its length:
+ * a few large numbers spread over the row, and products of two rows stay as they are. */
+static void spread_row(float *x, int64_t dim) {
+    int64_t block = dim & -dim;
+    for (int64_t span = block / 2; span; span /= 2)
+        for (int64_t i = 0; i < dim; i += 2 * span)
+            for (int64_t j = i; j < i + span; j++) {
+                float a = x[j], b = x[j + span];
+                x[j] = a + b;
+                x[j + span] = a - b;
+            }
+    float scale = (float)(1 / sqrt((double)block));
+    for (int64_t i = 0; i < dim; i++) x[i] *= scale;
+}
+
 static void rope_append(const RopeAppend *r) {
     int64_t dim = r->dim, plane = r->block_size * r->row_bytes, values = r->kv_heads * plane;
     int plain = r->kind == KV_FLOATS && r->rounding == KV_FLOATS;
+    int spread = r->rounding == KV_INT8;
     float key[MOST_DIM];
     for (int64_t t = 0; t < r->rows; t++) {
         const float *in = r->qkv + t * (r->heads + 2 * r->kv_heads) * dim;
@@ -90,11 +106,14 @@ static void rope_append(const RopeAppend *r) {
         int64_t block = r->slots[t] / r->block_size, offset = r->slots[t] % r->block_size;
         char *to = r->kv + block * 2 * values + offset * r->row_bytes;
         float *q = r->q_out + t * r->heads * dim;
-        for (int64_t h = 0; h < r->heads; h++, in += dim)
+        for (int64_t h = 0; h < r->heads; h++, in += dim) {
             rotate_head(in, r->q_norm, r->eps, cos_sin, q + h * dim, dim);
+            if (spread) spread_row(q + h * dim, dim);
+        }
         for (int64_t h = 0; h < r->kv_heads; h++, in += dim) {
             char *row = to + h * plane;
             rotate_head(in, r->k_norm, r->eps, cos_sin, plain ? (float *)row : key, dim);
+            if (spread) spread_row(key, dim);
             if (!plain) append_row(r->kind, r->rounding, key, row, dim);
         }
         for (int64_t h = 0; h < r->kv_heads; h++, in += dim) {
