@@ -29,7 +29,8 @@ from .limits import (
     MAX_TOP_K,
 )
 from .value_checks import Check, flag, many, real, shown, text, unknown_name, whole
-from .wire.wire_context import INT32, NEUTRAL, OFF, WireSampling
+from .wire.bounds import INT32
+from .wire.wire_context import NEUTRAL, OFF, WireSampling
 
 LogitsProcessor = Callable[[npt.NDArray[np.float32]], None]
 """Changes the logits of one row in place; cannot be sent to another process."""

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from baton.proto.block_moves import BlockStream
 from baton.proto.layout import KVLayout
-from baton.proto.wire.handoff_messages import DeviceTicket
+from baton.proto.wire.tickets import DeviceTicket
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.layout import KV_TYPES, KVLayout
-from baton.proto.wire.messages import DeviceTicket
+from baton.proto.wire.tickets import DeviceTicket
 
 from .backend import F32, I32, U8, A, Backend, Gpu, Mapping
 from .memory import host_pool

@@ -19,9 +19,10 @@ from ..contexts.tokens import TokenBuffer
 from ..limits import MAX_NAMED_ARRAYS
 from ..sampling import SamplingParams
 from ..wire.arrays import Array, ArrayMap, ArrayReader
+from ..wire.bounds import Count, EosSequences, EosTokenIds, Name, Number, Text
 from ..wire.context_maps import check_progress
 from ..wire.log_prob_maps import read_queued
-from ..wire.wire_context import Count, EosSequences, EosTokenIds, Name, Number, Text, WireSampling
+from ..wire.wire_context import WireSampling
 from .old_names import INDEX_FIELDS, indexed_buffer
 
 _UNSET = -1

@@ -21,8 +21,8 @@ from ..errors import InputError
 from ..ids import RequestID
 from ..limits import MAX_EOS_TOKEN_IDS
 from ..sampling import SamplingParams
+from ..wire.bounds import EosSequences
 from ..wire.endpoints import check_target_endpoint
-from ..wire.wire_context import EosSequences
 from .equality import same_fields
 from .matching import Matched, Matcher
 from .outputs import LogProbabilities, TextGenerationOutput, TokenLogProbs, token_output

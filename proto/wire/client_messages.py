@@ -13,26 +13,23 @@ from msgspec import Meta
 from ..contexts.equality import same
 from ..layout import ModelCard
 from ..limits import MAX_LIST_ITEMS
-from .message_types import (
+from .bounds import (
     Attempt,
     Binaries,
     Binary,
     Chunk,
     Code,
     Count,
-    LogProbs,
-    Message,
     Name,
     Names,
     Result,
     Seconds,
-    ServedTimes,
     Text,
     TokenIds,
     Word,
     WorkerName,
-    WorkerTimes,
 )
+from .message_types import LogProbs, Message, ServedTimes, WorkerTimes
 from .wire_context import CarriedArray, CarriedContext
 
 # --------------------------------------------------------------------------- tokens, both ways

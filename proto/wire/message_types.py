@@ -1,4 +1,4 @@
-"""Parts of all messages: the base class, bounded numbers and texts, references to grants."""
+"""Parts of all messages: the base class, times, references to grants."""
 
 from __future__ import annotations
 
@@ -9,51 +9,10 @@ from msgspec import Meta
 
 from ..contexts.outputs import TokenLogProbs
 from ..limits import (
-    MAX_ATTEMPT,
-    MAX_CHUNK_BYTES,
-    MAX_CODE_CHARS,
     MAX_CONTEXT_TOKENS,
-    MAX_COUNT,
-    MAX_DURATION_S,
-    MAX_KEY_BYTES,
-    MAX_LIST_ITEMS,
-    MAX_NAME_CHARS,
-    MAX_RESULT_BYTES,
-    MAX_TEXT_CHARS,
-    MAX_WORKER_NAME_CHARS,
 )
-from .wire_context import TokenId
+from .bounds import Count, Seconds, Word
 
-# A decoder rejects values outside these bounds, so later arithmetic cannot overflow.
-Word = Annotated[int, Meta(ge=0)]
-"""Unsigned 64 bit: identities and checksums."""
-Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-"""A number or an index of tokens, blocks, frames or bytes."""
-Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
-ExitStatus = Annotated[int, Meta(ge=-1024, le=1024)]
-"""Exit code of a process, negative for a signal."""
-Seconds = Annotated[float, Meta(ge=0.0, le=MAX_DURATION_S)]
-"""A duration; never NaN."""
-Total = Annotated[float, Meta(ge=0.0, le=float(MAX_COUNT))]
-"""A sum since start, of seconds or tokens; finite, never NaN."""
-Remaining = Annotated[float, Meta(ge=-MAX_DURATION_S, le=MAX_DURATION_S)]
-"""Seconds until a deadline, negative after it; never NaN."""
-Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-"""An id, an endpoint, a pool, a code."""
-WorkerName = Annotated[str, Meta(max_length=MAX_WORKER_NAME_CHARS)]
-Code = Annotated[str, Meta(max_length=MAX_CODE_CHARS)]
-"""An error code, a status or a transport."""
-Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-"""Text for users, such as an error message."""
-Binary = Annotated[bytes, Meta(max_length=MAX_KEY_BYTES)]
-"""A key, a secret or a hash."""
-Chunk = Annotated[bytes, Meta(max_length=MAX_CHUNK_BYTES)]
-"""Samples that a token run completes."""
-Result = Annotated[bytes, Meta(max_length=MAX_RESULT_BYTES)]
-"""A binary result."""
-Binaries = Annotated[list[Binary], Meta(max_length=MAX_LIST_ITEMS)]
-Names = Annotated[list[Name], Meta(max_length=MAX_LIST_ITEMS)]
-TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_CONTEXT_TOKENS)]
 LogProbs = Annotated[list[TokenLogProbs], Meta(max_length=MAX_CONTEXT_TOKENS)]
 
 

@@ -17,11 +17,27 @@ All durations are seconds; ``deadline`` fields are *remaining* seconds, because 
 ``position`` is the absolute index of a token in its context (the prompt starts at 0).
 
 The structs are defined by conversation (:mod:`.client_messages`, :mod:`.worker_messages`,
-:mod:`.handoff_messages`); this module exports them all.
+:mod:`.handoff_messages`, :mod:`.tickets`); this module exports them all.
 """
 
 from __future__ import annotations
 
+from .bounds import (
+    Attempt,
+    Binaries,
+    Binary,
+    Code,
+    Count,
+    Name,
+    Names,
+    Remaining,
+    Seconds,
+    Text,
+    TokenIds,
+    Total,
+    Word,
+    WorkerName,
+)
 from .client_messages import (
     Begun,
     Cancel,
@@ -44,14 +60,9 @@ from .client_messages import (
     Tokens,
 )
 from .handoff_messages import (
-    DEVICE,
-    READ_IN_PLACE,
-    SHARED,
-    STREAMED,
     Commit,
     Committed,
     Credit,
-    DeviceTicket,
     Fence,
     GrammarSpec,
     Grant,
@@ -59,7 +70,6 @@ from .handoff_messages import (
     Open,
     Opened,
     OpenRefused,
-    PoolTicket,
     Probe,
     ProbeReply,
     Refused,
@@ -69,27 +79,8 @@ from .handoff_messages import (
     Revoke,
     Stale,
 )
-from .message_types import (
-    Attempt,
-    Binaries,
-    Binary,
-    Code,
-    Count,
-    GrantRef,
-    LogProbs,
-    Message,
-    Name,
-    Names,
-    Remaining,
-    Seconds,
-    ServedTimes,
-    Text,
-    TokenIds,
-    Total,
-    Word,
-    WorkerName,
-    WorkerTimes,
-)
+from .message_types import GrantRef, LogProbs, Message, ServedTimes, WorkerTimes
+from .tickets import DEVICE, READ_IN_PLACE, SHARED, STREAMED, DeviceTicket, PoolTicket
 from .worker_messages import (
     Abort,
     Aborted,

@@ -23,19 +23,23 @@ from ..contexts.equality import same
 from ..contexts.status import GenerationStatus
 from ..limits import (
     MAX_COUNT,
-    MAX_EOS_SEQUENCE_TOKENS,
-    MAX_EOS_SEQUENCES,
-    MAX_EOS_TOKEN_IDS,
     MAX_IMAGES,
-    MAX_LOGIT_BIASES,
-    MAX_NAME_CHARS,
     MAX_NAMED_ARRAYS,
-    MAX_STOP_SEQUENCES,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TEXT_CHARS,
     MAX_VISION_TOKEN_IDS,
 )
 from .arrays import ArrayMap, Frame
+from .bounds import (
+    Count,
+    EosSequences,
+    EosTokenIds,
+    LogitBias,
+    Name,
+    Number,
+    StopStrings,
+    StopTokenIds,
+    Text,
+    TokenId,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -50,24 +54,6 @@ else:
     # before they are built. No generic list or map is ever built.
     TokenArray = AnyArray = ArrayMap
     Queued = msgspec.Raw
-
-# A decoder checks these bounds before it builds anything; see limits.py.
-INT32 = 1 << 31
-TokenId = Annotated[int, Meta(ge=-INT32, lt=INT32)]
-Number = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
-"""A number of a user's: also wrong values are decoded, so that a check can name the field."""
-Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-StopStrings = Annotated[list[Name], Meta(max_length=MAX_STOP_SEQUENCES)]
-StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
-LogitBias = Annotated[dict[TokenId, float], Meta(max_length=MAX_LOGIT_BIASES)]
-EosTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_EOS_TOKEN_IDS)]
-EosSequences = Annotated[
-    list[Annotated[list[TokenId], Meta(max_length=MAX_EOS_SEQUENCE_TOKENS)]],
-    Meta(max_length=MAX_EOS_SEQUENCES),
-]
-
 
 _ACTIVE = GenerationStatus.ACTIVE
 # An encoder leaves out a value only if it is the same object as the default. So the defaults of

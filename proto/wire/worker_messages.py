@@ -18,13 +18,12 @@ from ..limits import (
     MAX_LIST_ITEMS,
     MAX_ROUTERS,
 )
-from .message_types import (
+from .bounds import (
     Attempt,
     Binary,
     Code,
     Count,
     ExitStatus,
-    Message,
     Name,
     Remaining,
     Seconds,
@@ -32,8 +31,8 @@ from .message_types import (
     Total,
     Word,
     WorkerName,
-    WorkerTimes,
 )
+from .message_types import Message, WorkerTimes
 from .wire_context import CarriedContext
 
 # --------------------------------------------------------------------------- worker -> router

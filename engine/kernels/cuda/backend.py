@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.layout import KVLayout
-from baton.proto.wire.messages import DeviceTicket
+from baton.proto.wire.tickets import DeviceTicket
 
 from ..backend import (
     F32,
