@@ -33,7 +33,8 @@ from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import TENSOR_MAP, Kernel
 from baton.engine.kernels.cuda.tuning import Tuning
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.scheduling.events import TokenEvent
 from baton.engine.scheduling.scheduler import SchedulerConfig
 from baton.proto.sampling import SamplingParams

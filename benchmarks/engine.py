@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.sampling import SamplingParams
 from baton.runtime.process.os_settings import limit_blas_threads

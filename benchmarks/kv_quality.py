@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.loading.gguf_folder import local_folder
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.scheduling.plan import Chunk
 from baton.proto.layout import KV_TYPES
 from baton.runtime.process.os_settings import limit_blas_threads

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.models.vision_decoder import VisionDecoder
 from baton.engine.pipeline.model import lay_out
 from baton.engine.scheduling.plan import Chunk, StepPlan

@@ -27,7 +27,7 @@ from baton.deploy.plan.plan import decode_budget, decode_step, first_token_limit
 from baton.deploy.plan.prepare import check_start
 from baton.deploy.report import DEAD, ClusterReport
 from baton.deploy.roles import DECODE, PREFILL
-from baton.engine.loading.loader import RunnerConfig
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.forecast.beside import Forecast, forecast, lines
 from baton.forecast.cluster import Setup, Slo
 from baton.forecast.learn import learn_service

@@ -31,7 +31,7 @@ from baton.deploy.plan.sizing import lines, suggestion
 from baton.engine.kernels.load import kernels_title, load_backend
 from baton.engine.loading.checkpoint import load_checkpoint, require_tokenizer
 from baton.engine.loading.embedding_config import DRAW, GENERATE
-from baton.engine.loading.loader import folder_task
+from baton.engine.loading.tasks import folder_task
 from baton.proto.errors import BatonError, ConfigError
 from baton.proto.layout import KV_CHOICES
 from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES

@@ -9,19 +9,12 @@ import msgspec
 from baton.engine.audio.chunks import AudioDecoder, load_audio
 from baton.engine.audio.codec_kernels import codec_kernels
 from baton.engine.loading.embedding_config import DRAW
-from baton.engine.loading.loader import (
-    StepRunner,
-    device_title,
-    folder_task,
-    load_runner,
-    with_folder,
-)
-from baton.proto.contexts.pixels import PixelContext
-from baton.proto.contexts.vision import TextAndVisionContext
+from baton.engine.loading.loader import device_title, load_runner
+from baton.engine.loading.runner_config import with_folder
+from baton.engine.loading.tasks import folder_task
+from baton.engine.pipeline.runner import StepRunner
 from baton.proto.ids import new_nonce, worker_incarnation
-from baton.proto.layout import ModelCard
 from baton.proto.limits import MAX_KV_FRAME_BYTES
-from baton.proto.requests import prompt_feature
 from baton.runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
 from baton.runtime.keys.keyring import load_keys
 from baton.runtime.keys.zap import Doorkeeper, door
@@ -44,10 +37,8 @@ from baton.worker.membership import Membership, WorkerIdentity
 from baton.worker.roles import Loaded, serve_roles
 
 from .config import DecodeWorkerConfig
+from .job import with_local_prompts
 from .shell import DecodeShell
-
-SEEN = {TextAndVisionContext.__name__}
-"""Kinds of contexts with images."""
 
 _log = get_logger()
 
@@ -59,16 +50,6 @@ def data_address(config: DecodeWorkerConfig) -> str:
     if config.endpoint.startswith("ipc://"):
         return config.endpoint + "-data"
     return config.endpoint.rpartition(":")[0] + ":0"
-
-
-def with_local_prompts(card: ModelCard, *, vision: bool) -> ModelCard:
-    """Add the features of the prompts that this worker can compute itself.
-
-    ``vision``: its model has the vision tower. Pictures need the text encoders of a prefill worker.
-    """
-    without = {PixelContext.__name__} if vision else {PixelContext.__name__, *SEEN}
-    local = [prompt_feature(kind) for kind in card.kinds if kind not in without]
-    return msgspec.structs.replace(card, features=[*card.features, *local])
 
 
 def serve(config: DecodeWorkerConfig) -> int:

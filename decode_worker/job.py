@@ -6,20 +6,24 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Unpack
 
+import msgspec
+
 from baton.engine.cache.paged_cache import Allocation
 from baton.engine.grammar.constraint import GrammarTask
-from baton.engine.models.registry import read_context
+from baton.engine.models.contexts import read_context
 from baton.engine.scheduling.sequence import Sequence
 from baton.kv_transfer.receiver_grants import Handover
 from baton.proto.contexts.outputs import TokenLogProbs
+from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.speech import TTSContext
 from baton.proto.contexts.text import TextContext
+from baton.proto.contexts.vision import TextAndVisionContext
 from baton.proto.errors import HandoffFailed
 from baton.proto.hashing import cache_salt
 from baton.proto.ids import RequestID
 from baton.proto.layout import ModelCard
 from baton.proto.picture_runs import PictureRun, picture_run
-from baton.proto.requests import check_continued, local_feature
+from baton.proto.requests import check_continued, local_feature, prompt_feature
 from baton.proto.wire.messages import (
     Assign,
     Commit,
@@ -37,6 +41,9 @@ from baton.worker.membership import WorkerIdentity
 from baton.worker.token_replay import LOGPROBS_KEPT, runs_again
 
 from .voice import Codec, Voice
+
+_SEEN = {TextAndVisionContext.__name__}
+"""Kinds of contexts with images."""
 
 
 @dataclass(slots=True)
@@ -242,3 +249,13 @@ def _read_context(commit: Commit, card: ModelCard) -> TextContext:
         return read_context(card.architecture, commit.context, request_id)
     except ValueError as error:
         raise HandoffFailed(str(error)) from error
+
+
+def with_local_prompts(card: ModelCard, *, vision: bool) -> ModelCard:
+    """Add the features of the prompts that this worker can compute itself.
+
+    ``vision``: its model has the vision tower. Pictures need the text encoders of a prefill worker.
+    """
+    without = {PixelContext.__name__} if vision else {PixelContext.__name__, *_SEEN}
+    local = [prompt_feature(kind) for kind in card.kinds if kind not in without]
+    return msgspec.structs.replace(card, features=[*card.features, *local])

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from baton.engine.cache.paged_cache import Allocation
-from baton.engine.loading.loader import StepRunner
+from baton.engine.pipeline.runner import StepRunner
 from baton.kv_transfer.checksums import envelope_digest
 from baton.kv_transfer.custom import CustomTransport
 from baton.kv_transfer.device_frames import DeviceFrameWriter

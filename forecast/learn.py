@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.gguf_folder import local_folder
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.errors import InputError
 from baton.proto.sampling import SamplingParams

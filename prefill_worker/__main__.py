@@ -11,15 +11,10 @@ import numpy.typing as npt
 
 from baton.engine.kernels.memory import aligned_zeros
 from baton.engine.loading.embedding_config import DRAW, EMBED
-from baton.engine.loading.loader import (
-    EmbeddingRunner,
-    StepRunner,
-    device_title,
-    folder_task,
-    load_embedder,
-    load_runner,
-    with_folder,
-)
+from baton.engine.loading.loader import EmbeddingRunner, device_title, load_embedder, load_runner
+from baton.engine.loading.runner_config import with_folder
+from baton.engine.loading.tasks import folder_task
+from baton.engine.pipeline.runner import StepRunner
 from baton.kv_transfer.shared_pool import PoolOwner, can_share
 from baton.proto.ids import new_nonce, worker_incarnation
 from baton.proto.wire.messages import DeviceTicket

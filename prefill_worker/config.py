@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.engine.loading.loader import RunnerConfig
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.kv_transfer.timeout import HANDOFF_TIMEOUT_S
 from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S
 from baton.runtime.process.log import Level

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.models.registry import read_context
+from baton.engine.models.contexts import read_context
 from baton.engine.scheduling.step_time import StepTime
 from baton.proto.contexts.status import GenerationStatus
 from baton.proto.contexts.text import TextContext

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.engine.loading.loader import StepRunner
 from baton.engine.loading.warm_up import warm_up
+from baton.engine.pipeline.runner import StepRunner
 from baton.engine.scheduling.plan import StepPlan
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.step_time import StepTime

@@ -440,6 +440,15 @@ def state_length(parts: tuple[StatePart, ...]) -> int:
     return parts[-1].end + 1
 
 
+def longest_row(block_size: int, texts: int = MAX_PICTURE_PROMPT_TOKENS) -> int:
+    """Return the most positions of a picture, with its steps.
+
+    ``texts``: tokens of a prompt and of a negative prompt.
+    """
+    part = -(-(texts + 1) // block_size) * block_size
+    return 2 * part + 1 + MAX_PICTURE_STEPS + 1
+
+
 def state_tokens(request: PixelContext | WirePixelContext, block_size: int) -> Int32:
     """Return a picture's row as tokens, int32 ``[state_length]``.
 

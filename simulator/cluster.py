@@ -6,7 +6,6 @@ The cluster restarts ended processes after a pause. The supervisor node certifie
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
@@ -25,42 +24,13 @@ from .nodes import DETECT_S, Node, RouterNode
 from .prefill_nodes import EmbedNode, PrefillNode
 from .recording import Recording
 from .rogues import Captured, Rogue
+from .shape import Shape
 from .supervisor import SupervisorNode
-from .workers import EngineNode, Sizes, WorkerNode, rack_of
+from .workers import EngineNode, WorkerNode, rack_of
 
 CLUSTER_KEY = "00" * 16
 FLAP_S = 0.02
 """Seconds until a broken connection is made again."""
-
-
-@dataclass(slots=True, frozen=True)
-class Shape:
-    """Number of processes of each kind and their sizes; either text or embedding workers.
-
-    ``draws``: the prefill and decode workers serve a picture model. ``rogues``: all connections
-    have keys, and a rogue of each role has one too (:mod:`.rogues`). ``greedy``: rogues also
-    register as workers, take requests and compute them falsely. ``mode``: of the routers.
-    ``local``: decode workers compute prompts, if a router asks for it. ``policy``, ``decider`` and
-    ``order`` may be a user's own class, from the folder ``extensions``. The workers are in two
-    racks by turns (label ``rack``).
-    """
-
-    prefill: int = 2
-    decode: int = 2
-    embed: int = 0
-    clients: int = 2
-    routers: int = 1
-    restart_s: float = 0.3
-    sizes: Sizes = field(default_factory=Sizes)
-    policy: str = "least_loaded"
-    decider: str = ""
-    order: str = ""
-    extensions: str = ""
-    draws: bool = False
-    rogues: bool = False
-    greedy: bool = False
-    mode: str = "disaggregated"
-    local: bool = False
 
 
 class Cluster:

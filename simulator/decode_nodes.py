@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.decode_worker import events as decode
-from baton.decode_worker.__main__ import with_local_prompts
 from baton.decode_worker.core import DecodeCore
 from baton.decode_worker.handoffs import GrantStore
+from baton.decode_worker.job import with_local_prompts
 from baton.engine.cache.paged_cache import PagedCache
 from baton.engine.kernels.reference import NumpyBackend
 from baton.engine.scheduling.plan import StepPlan

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .cluster import Shape
 from .network import Faults
-from .workers import Sizes
+from .shape import Shape, Sizes
 
 WORKERS = ("prefill", "decode")
 EVERYONE = ("router", "prefill", "decode", "client")

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from .cluster import Cluster, Shape
+from .cluster import Cluster
 from .network import Aim
 from .run import Run
 from .scenarios import Scenario
-from .workers import Sizes
+from .shape import Shape, Sizes
 
 SMALL = Scenario(
     requests=5,

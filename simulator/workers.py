@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -48,6 +47,7 @@ from baton.worker.membership import Membership, WorkerIdentity
 from .invariants import Violation
 from .network import Network
 from .nodes import Node, RouterNode
+from .shape import Sizes
 from .toy_model import Poisoned, ToyExecutor, ToyMatcher, ToyPictures, picture_card, toy_card
 
 if TYPE_CHECKING:
@@ -63,31 +63,6 @@ def rack_of(name: str) -> str:
     """Return the rack of a worker: ``prefill-3`` is in rack ``r1``."""
     number = name.rpartition("-")[2]
     return f"r{int(number) % RACKS}" if number.isdecimal() else "r0"
-
-
-@dataclass(slots=True, frozen=True)
-class Sizes:
-    """Sizes of a worker; few blocks and small windows provoke waiting and preemption.
-
-    ``window`` and ``budget``: bytes of credit. ``device``: use fences.
-    ``move_s``: maximum seconds to pack or write a frame asynchronously, as on
-    a GPU's transfer stream (0: synchronous). ``in_place``: decode workers read
-    blocks in the prefill workers' pools, as over CUDA IPC.
-    """
-
-    block_size: int = 4
-    prefill_blocks: int = 96
-    decode_blocks: int = 64
-    token_budget: int = 16
-    growth: int = 8
-    slo_ttft: float = 0.0
-    frame_bytes: int = 256
-    window: int = 512
-    budget: int = 2048
-    stream_tokens: int = 24
-    device: bool = False
-    move_s: float = 0.0
-    in_place: bool = False
 
 
 def warm_times() -> StepTime:

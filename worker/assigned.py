@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.models.registry import read_context
+from baton.engine.models.contexts import read_context
 from baton.engine.scheduling.sequence import Sequence
 from baton.proto.contexts.status import GenerationStatus
 from baton.proto.contexts.text import TextContext

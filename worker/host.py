@@ -20,7 +20,8 @@ from baton.engine.grammar.constraint import (
     GrammarDone,
     as_result,
 )
-from baton.engine.loading.loader import StepRunner, queuing
+from baton.engine.pipeline.runner import StepRunner
+from baton.engine.pipeline.text_generation import queuing
 from baton.engine.scheduling.plan import OnLayers, StepPlan, StepResult, failed_step
 from baton.extend.watch import CallWatch
 from baton.kv_transfer.device_frames import MoveQueue

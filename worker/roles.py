@@ -15,7 +15,8 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from baton.engine.loading.loader import StepRunner, with_folder
+from baton.engine.loading.runner_config import with_folder
+from baton.engine.pipeline.runner import StepRunner
 from baton.proto.errors import ConfigError
 from baton.proto.wire.messages import PoolTicket
 from baton.runtime.keys.keyring import KeyRing

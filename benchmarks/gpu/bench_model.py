@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from baton.engine.kernels.cuda.backend import CudaBackend
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.pipeline.device_steps import DeviceSteps
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.sampling import SamplingParams

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from baton.engine.kernels.backend import Backend
 from baton.engine.kernels.cuda.backend import CudaBackend
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.scheduling.plan import Chunk
 
 from ..checkpoints import SHAPES, Shape, Sizes, write_checkpoint, write_config, write_tensors

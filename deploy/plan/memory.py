@@ -10,16 +10,11 @@ import msgspec
 from baton.engine.loading.checkpoint import Checkpoint, load_checkpoint
 from baton.engine.loading.embedding_config import DRAW
 from baton.engine.loading.kv_types import AUTO, kv_type_of
-from baton.engine.loading.loader import folder_task
-from baton.engine.pictures.folder import open_folder
-from baton.engine.pictures.loading import (
-    DRAWING_PARTS,
-    longest_row,
-    parts_bytes,
-    state_layout,
-)
+from baton.engine.loading.tasks import folder_task
+from baton.engine.pictures.folder import DRAWING_PARTS, open_folder
 from baton.engine.pictures.memory import USUAL_PIXELS, picture_bytes
 from baton.proto.layout import KVLayout
+from baton.proto.picture_requests import longest_row
 
 from ..roles import DECODE
 
@@ -62,12 +57,12 @@ def folder_memory(
     if folder_task(folder) != DRAW:
         return model_memory(load_checkpoint(folder), max_length, kv_type)
     pictures = open_folder(folder)
-    layout = state_layout(pictures, block_size)
+    layout = pictures.state_layout(block_size)
     row = max_length or longest_row(block_size, USUAL_PROMPT_TOKENS)
     return ModelMemory(
-        weights=parts_bytes(pictures, pictures.family.encoder_parts),
+        weights=pictures.parts_bytes(pictures.family.encoder_parts),
         context=layout.token_bytes * row,
-        drawing=parts_bytes(pictures, DRAWING_PARTS),
+        drawing=pictures.parts_bytes(DRAWING_PARTS),
         picture=picture_bytes(pictures, USUAL_PIXELS),
     )
 

@@ -17,8 +17,8 @@ import msgspec
 from baton.decode_worker.config import DecodeWorkerConfig
 from baton.engine.loading.embedding_config import DRAW, EMBED
 from baton.engine.loading.gguf_folder import is_gguf, local_folder
-from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig
 from baton.engine.loading.own_family import use_family
+from baton.engine.loading.runner_config import DEFAULT_KV_BYTES, RunnerConfig
 from baton.extend import DECIDER, FAMILY, METRIC, ORDER, POLICY, TRANSPORT, Point, is_extension
 from baton.gateway.config import GatewayConfig
 from baton.prefill_worker.config import PrefillWorkerConfig

@@ -24,10 +24,11 @@ from baton.engine.kernels.shared_weights import has_huge_pages
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.embedding_config import DRAW, EMBED, GENERATE
 from baton.engine.loading.kv_types import AUTO
-from baton.engine.loading.loader import DEFAULT_KV_BYTES, folder_task
+from baton.engine.loading.runner_config import DEFAULT_KV_BYTES
+from baton.engine.loading.tasks import folder_task
 from baton.engine.pictures.folder import open_folder
-from baton.engine.pictures.loading import longest_row
 from baton.proto.errors import BatonError, CheckpointError, ConfigError
+from baton.proto.picture_requests import longest_row
 from baton.runtime.keys.allowed import OPERATOR
 from baton.runtime.keys.keyring import CONTROLLER, client_keys, load_keys
 from baton.runtime.process.cores import default_threads

@@ -13,7 +13,7 @@ import msgspec
 
 from baton.decode_worker.config import DecodeWorkerConfig
 from baton.engine.loading.embedding_config import DRAW
-from baton.engine.loading.loader import DEFAULT_KV_BYTES, RunnerConfig, with_folder
+from baton.engine.loading.runner_config import DEFAULT_KV_BYTES, RunnerConfig, with_folder
 from baton.gateway.config import GatewayConfig
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.proto.errors import BatonError, ConfigError

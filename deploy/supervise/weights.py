@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from baton.engine.kernels.shared_weights import has_huge_pages, new_memory
-from baton.engine.loading.loader import RunnerConfig
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.runtime.process.log import get_logger
 
 from .process import ProcessSpec

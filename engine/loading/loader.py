@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from ..kernels.host_backend import HostBackend
 from ..kernels.load import load_backend
 from ..kernels.memory import Allocate, aligned_zeros
 from ..kernels.quantized import NUMERICS as QUANTIZED_NUMERICS
+from ..models.contexts import contexts_of
 from ..models.cross_decoder import CrossDecoder
 from ..models.registry import architecture_of
 from ..models.vision_decoder import VisionDecoder
@@ -37,160 +38,27 @@ from ..models.weights import Progress
 from ..pipeline.embeddings import EmbeddingsPipeline
 from ..pipeline.model import KVManager, PipelineModel
 from ..pipeline.steps import StepComputer
-from ..pipeline.text_generation import TextGenerationPipeline, Unwanted
-from ..scheduling.plan import Applied, Chunk, OnLayers, StepPlan, StepResult
+from ..pipeline.text_generation import TextGenerationPipeline
 from .checkpoint import Checkpoint, load_checkpoint
 from .embedding_config import (
-    DRAW,
     EMBED,
     GENERATE,
-    TASKS,
     EmbeddingSettings,
     load_embedding_settings,
 )  # fmt: skip
-from .gguf_folder import local_folder
 from .json_files import read_json
 from .kv_types import AUTO, set_kv_type
-from .model_config import CrossConfig, ModelConfig, load_model_config, stated_sizes
-from .own_family import own_family, use_family
+from .model_config import CrossConfig, ModelConfig, stated_sizes
+from .own_family import own_family
+from .runner_config import RunnerConfig, with_folder
+from .tasks import model_task
 
 F32 = npt.NDArray[np.float32]
 _log = get_logger()
 
-DEFAULT_KV_BYTES = 256 << 20
 Model = TypeVar("Model")
 _MOST_PACKED, _MOST_PADDING = 16, 64 << 20
 """Limit of the packed weights by their bytes in the files; unused memory costs nothing."""
-
-
-class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model to load and its memory.
-
-    ``model``: folder or GGUF file. ``backend``: "auto", "cpu", "numpy" or "cuda". ``ordinal``:
-    number of the GPU of "cuda", among those that CUDA_VISIBLE_DEVICES leaves. ``instance``: what
-    that variable becomes in the worker, for one instance of a split GPU; empty: it is kept.
-    ``block_size``: tokens per KV block.
-    ``threads``: compute threads of the CPU's kernels; 0: the cores that this process may use, less
-    ``threads_taken`` by other workers, divided among ``thread_sharers`` workers of the host.
-    ``share_weights``: whether a supervisor lets its workers share packed weights; "auto": if shared
-    memory can have huge pages.
-    ``kv_type``: type of keys and values: "auto", "float32", "bfloat16" or "int8". ``kv_types``: of
-    all pools of the cluster; keys and values are rounded to the narrowest.
-    ``num_blocks`` or ``kv_bytes``: size of the pool (``num_blocks`` takes precedence).
-    If both are unset, a GPU's pool gets the worker's share of its memory minus the weights:
-    ``gpu_memory_utilization`` of it, divided among ``device_sharers`` workers.
-    ``max_length``: longest context served, 0 for the model's own limit; a smaller pool lowers it.
-    ``name``: the model's name for clients, by default the folder's name. ``task``: "generate" or
-    "embed", by default the folder's own task.
-    ``layer_group``: layers between two reports of a streaming chunk, 0 for a quarter of the
-    model. ``full_digest``: fingerprint all weight bytes instead of samples. ``vision``: False
-    leaves out a model's vision tower, as in a decode worker, which gets encoded images as KV.
-    ``picture_bytes``: memory for the arrays of a picture besides weights and state, which limits
-    the size of pictures; 0: no limit. ``family``: ``module:Class`` of a user's own model family,
-    ``extensions``: folder in which its module is looked for last.
-    """
-
-    model: str
-    backend: str = "auto"
-    ordinal: int = 0
-    instance: str = ""
-    threads: int = 1
-    thread_sharers: int = 1
-    threads_taken: int = 0
-    share_weights: str = "off"
-    block_size: int = 16
-    kv_type: str = AUTO
-    kv_types: tuple[str, ...] = ()
-    num_blocks: int = 0
-    kv_bytes: int = DEFAULT_KV_BYTES
-    max_length: int = 0
-    name: str = ""
-    task: str = ""
-    layer_group: int = 0
-    full_digest: bool = False
-    gpu_memory_utilization: float = 0.9
-    device_sharers: int = 1
-    vision: bool = True
-    picture_bytes: int = 0
-    family: str = ""
-    extensions: str = ""
-
-
-def with_folder(config: RunnerConfig) -> RunnerConfig:
-    """Return the settings with a model folder instead of a GGUF file. Raises CheckpointError.
-
-    From now on this process reads folders with the family of the settings.
-    """
-    use_family(config.family, config.extensions)
-    return msgspec.structs.replace(config, model=local_folder(config.model))
-
-
-class StepPipeline(Protocol):
-    """Computes the steps of a worker's scheduler."""
-
-    @property
-    def kv(self) -> KVManager:
-        """The blocks."""
-        ...
-
-    @property
-    def layers_done(self) -> int:
-        """Layers computed since the start; other threads may read it."""
-        ...
-
-    def execute(
-        self,
-        plan: StepPlan,
-        on_layers: OnLayers | None = None,
-        unwanted: Unwanted | None = None,
-        applied: Applied | None = None,
-    ) -> StepResult:
-        """Run a plan; see :meth:`.TextGenerationPipeline.execute`."""
-        ...
-
-    def trials(self) -> list[Chunk]:
-        """Return chunks that compute little, for the first steps of a worker."""
-        ...
-
-    def clear(self, block: int) -> None:
-        """Zero a block of the pool; no request may hold it."""
-        ...
-
-
-def queuing(pipeline: StepPipeline) -> TextGenerationPipeline | None:
-    """Return the pipeline if it begins a step before the one before is over, else None."""
-    if isinstance(pipeline, TextGenerationPipeline) and pipeline.can_queue:
-        return pipeline
-    return None
-
-
-class StepRunner(Protocol):
-    """A loaded model that runs steps over blocks: text, or a half of a picture model."""
-
-    @property
-    def card(self) -> ModelCard:
-        """The served model."""
-        ...
-
-    @property
-    def pipeline(self) -> StepPipeline:
-        """Computes the steps."""
-        ...
-
-    @property
-    def backend(self) -> Backend:
-        """The kernels."""
-        ...
-
-    @property
-    def pool(self) -> F32:
-        """The blocks ``[L, NB, 2, Hk, BS, D]``, shared with the pipeline."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks in the pool."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -220,46 +88,6 @@ class EmbeddingRunner:
     card: ModelCard
     pipeline: EmbeddingsPipeline
     backend: Backend
-
-
-PICTURE_INDEX = "model_index.json"
-"""The file that a folder of a picture model has, in the diffusers layout."""
-
-
-def folder_task(folder: str | Path, asked: str = "") -> str:
-    """Return the task of a model folder: ``asked``, else the folder's own.
-
-    Raises CheckpointError for the folder's files, ConfigError if the model does not support the
-    task.
-    """
-    folder, own = local_folder(folder), own_family()
-    if not (Path(folder) / PICTURE_INDEX).is_file():
-        return model_task(load_model_config(Path(folder)), Path(folder), asked)
-    if own is not None:
-        raise ConfigError(f"{folder} is a picture model, which {own.name} cannot serve")
-    if asked not in ("", DRAW):
-        raise ConfigError(f"{folder} is a picture model; its task is {DRAW}, not {asked!r}")
-    return DRAW
-
-
-def model_task(config: ModelConfig, folder: Path, asked: str = "") -> str:
-    """Return the task of a model: ``asked``, else the task of its folder and architecture.
-
-    Raises ConfigError if the task is unknown or the model does not support it.
-    """
-    entry = architecture_of(config, folder)
-    if asked not in ("", *TASKS):
-        raise ConfigError(f"task must be one of {', '.join(TASKS)}, not '{asked}'")
-    task = asked or entry.task
-    if not asked and entry.embedder and load_embedding_settings(folder):
-        task = EMBED
-    makers = {GENERATE: entry.generator, EMBED: entry.embedder}
-    if makers.get(task) is None:
-        raise ConfigError(f"{folder}: a {config.architecture} cannot {task}")
-    own = own_family()
-    if own is not None and task != GENERATE:
-        raise ConfigError(f"{own.name}: a model family of your own generates text, task is {task}")
-    return task
 
 
 def _task(checkpoint: Checkpoint, config: RunnerConfig) -> str:
@@ -583,7 +411,7 @@ def _fingerprint(checkpoint: Checkpoint, speech: AudioCard | None, *, full: bool
 
 def _kinds(checkpoint: Checkpoint, speech: AudioCard | None) -> list[str]:
     """Return the kinds of contexts that the folder's model takes."""
-    kinds = architecture_of(checkpoint.config, checkpoint.folder).kinds
+    kinds = contexts_of(checkpoint.config.architecture).kinds
     return [*kinds, TTSContext.__name__] if speech is not None else list(kinds)
 
 
@@ -592,7 +420,7 @@ def _speech(checkpoint: Checkpoint) -> AudioCard | None:
 
     Raises CheckpointError if its speech.json, or the codec that it names, does not fit the model.
     """
-    if not architecture_of(checkpoint.config, checkpoint.folder).speaks:
+    if not contexts_of(checkpoint.config.architecture).speaks:
         return None
     found = read_layout(checkpoint.folder)
     if found is None:

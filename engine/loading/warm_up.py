@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from baton.proto.errors import InternalError
 
+from ..pipeline.runner import StepPipeline
 from ..scheduling.plan import Chunk, StepPlan
 from ..scheduling.step_time import StepTime
-from .loader import StepPipeline
 
 
 def warm_up(pipeline: StepPipeline, times: StepTime) -> None:

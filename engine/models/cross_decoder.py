@@ -30,8 +30,8 @@ from ..pipeline.model import ModelInputs, ModelOutputs, narrowed, uploaded
 from ..scheduling.plan import ChunkImage
 from .cross_views import CrossShape, CrossView, cross_view, image_slots, text_rows
 from .decoder import Decoder
+from .feature_cache import FeatureCache
 from .tiled_tower import TiledTower
-from .vision_decoder import FEATURE_BYTES, FeatureCache
 from .vision_tower import Encoded
 from .weights import Progress, WeightLoader
 
@@ -69,8 +69,8 @@ class CrossLayer:
 class CrossDecoder(Decoder):
     """A loaded model for text with images that cross-attention reads. Not thread-safe.
 
-    ``vision``: False leaves out the tower, for a decode worker. ``feature_bytes``: limit of the
-    cache of encoded images. Raises ConfigError for a backend on a device.
+    ``vision``: False leaves out the tower, for a decode worker. Raises ConfigError for a backend on
+    a device.
     """
 
     config: CrossConfig
@@ -85,7 +85,6 @@ class CrossDecoder(Decoder):
         block_size: int = 16,
         head: bool = True,
         vision: bool = True,
-        feature_bytes: int = FEATURE_BYTES,
     ) -> None:
         config = checkpoint.config
         if not isinstance(config, CrossConfig):
@@ -95,7 +94,7 @@ class CrossDecoder(Decoder):
         self._vision = vision
         self._tower: TiledTower | None = None
         self._cross: dict[int, list[CrossLayer]] = {}  # by the layer before them
-        self.encoded = FeatureCache(feature_bytes)
+        self.encoded = FeatureCache()
         tokens = config.vision
         self._shape = CrossShape(
             config.tokens_per_position, tokens.tile_tokens, tokens.image_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from ..loading.model_config import VisionLanguageConfig
 from ..pipeline.model import FeatureRows, ModelInputs, ModelOutputs
 from ..scheduling.plan import ChunkImage
 from .decoder import Decoder
+from .feature_cache import FeatureCache
 from .rope import cos_sin_table
 from .vision_tower import Encoded, VisionTower
 from .weights import Progress, WeightLoader
@@ -27,15 +27,11 @@ from .weights import Progress, WeightLoader
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
-FEATURE_BYTES = 256 << 20
-"""Default limit of the cache of encoded images."""
-
 
 class VisionDecoder(Decoder):
     """A loaded model for text with images. Not thread-safe.
 
-    ``vision``: False leaves the tower out, for a decode worker. ``feature_bytes``: limit of the
-    cache of encoded images; images of the running step do not count.
+    ``vision``: False leaves the tower out, for a decode worker.
     """
 
     config: VisionLanguageConfig
@@ -50,14 +46,13 @@ class VisionDecoder(Decoder):
         block_size: int = 16,
         head: bool = True,
         vision: bool = True,
-        feature_bytes: int = FEATURE_BYTES,
     ) -> None:
         config = checkpoint.config
         if not isinstance(config, VisionLanguageConfig):
             raise CheckpointError(f"{checkpoint.folder}: config.json has no vision_config")
         self._vision = vision
         self._tower: VisionTower | None = None
-        self.encoded = FeatureCache(feature_bytes)
+        self.encoded = FeatureCache()
         super().__init__(
             checkpoint, backend, max_length, on_progress, block_size=block_size, head=head
         )
@@ -179,42 +174,6 @@ class VisionDecoder(Decoder):
         part = slice(image.first, image.first + image.count)
         deep = tuple(features[part] for features in encoded.deep)
         return FeatureRows(self.backend.upload(rows), encoded.features[part], deep)
-
-
-class FeatureCache:
-    """Features of images by key and grid, the least recently used dropped first.
-
-    ``limit``: bytes; a larger image is not kept. Counts ``hits`` and ``misses``.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.nbytes = self.hits = self.misses = 0
-        self._entries: OrderedDict[tuple[bytes, tuple[int, int]], Encoded] = OrderedDict()
-
-    def get(self, key: bytes, grid: tuple[int, int]) -> Encoded | None:
-        """Return the features of an image, or None."""
-        features = self._entries.get((key, grid))
-        if features is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._entries.move_to_end((key, grid))
-        return features
-
-    def put(self, key: bytes, grid: tuple[int, int], features: Encoded) -> None:
-        """Keep the features of an image, within the limit."""
-        if features.nbytes > self.limit or (key, grid) in self._entries:
-            return
-        self._entries[key, grid] = features
-        self.nbytes += features.nbytes
-        while self.nbytes > self.limit:
-            self.nbytes -= self._entries.popitem(last=False)[1].nbytes
-
-    def clear(self) -> None:
-        """Drop all features."""
-        self._entries.clear()
-        self.nbytes = 0
 
 
 def mixed_angles(table: F32, axes: npt.NDArray[np.int64], positions: I32) -> F32:

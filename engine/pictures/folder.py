@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.proto.errors import CheckpointError
+from baton.proto.layout import KVLayout
 from baton.proto.picture_requests import FLUX, Z_IMAGE
 
 from ..loading.json_files import read_json
@@ -24,6 +25,8 @@ _FAMILIES: dict[str, Callable[[Path, VaeConfig], Family]] = {
     FLUX: FluxFamily.open,
     Z_IMAGE: ZImageFamily.open,
 }
+DRAWING_PARTS = ("transformer", "vae")
+"""The parts of a decode worker; the text encoders are those of a prefill worker."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,8 +41,26 @@ class PictureFolder:
     def part(self, name: str) -> ModelPart:
         """Open the tensors of a text encoder, of ``transformer`` or of ``vae``."""
         folder = self.folder / name
-        stem = "diffusion_pytorch_model" if name in ("transformer", "vae") else "model"
+        stem = "diffusion_pytorch_model" if name in DRAWING_PARTS else "model"
         return ModelPart(folder, name, TensorStore.open(folder, stem))
+
+    def parts_bytes(self, names: tuple[str, ...]) -> int:
+        """Return the bytes of the weights of some parts."""
+        return sum(self.part(name).tensors.nbytes for name in names)
+
+    def state_layout(self, block_size: int) -> KVLayout:
+        """Return the layout of the pool: a position holds one vector of the last text encoder.
+
+        Keys and values of a position are the two halves of the vector. Raises CheckpointError if
+        the vectors do not fit.
+        """
+        width, pooled = self.family.text_width, self.family.pooled_width
+        if width % 2 or pooled > width:
+            raise CheckpointError(
+                f"{self.folder / 'transformer' / 'config.json'}: vectors of {width} numbers must "
+                f"be even and at least as wide as the pooled vector of {pooled}"
+            )
+        return KVLayout(num_layers=1, num_kv_heads=1, head_dim=width // 2, block_size=block_size)
 
     @property
     def pixels_per_token(self) -> int:

@@ -16,9 +16,13 @@ import numpy.typing as npt
 
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.errors import CheckpointError, ConfigError
-from baton.proto.layout import FEATURES, KVLayout, ModelCard, model_name
-from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS, MAX_PICTURE_STEPS
-from baton.proto.picture_requests import PICTURE_MULTIPLE, STATE_KEY_TOKENS, STATE_VOCABULARY
+from baton.proto.layout import FEATURES, ModelCard, model_name
+from baton.proto.picture_requests import (
+    PICTURE_MULTIPLE,
+    STATE_KEY_TOKENS,
+    STATE_VOCABULARY,
+    longest_row,
+)
 
 from ..kernels.host_backend import HostBackend, PictureBackend
 from ..kernels.load import load_backend
@@ -26,10 +30,11 @@ from ..kernels.memory import Allocate, aligned_zeros, host_pool
 from ..loading.checkpoint import digest_tensors
 from ..loading.embedding_config import DRAW
 from ..loading.kv_types import AUTO
-from ..loading.loader import RunnerConfig, device_bytes, load_host_kernels
+from ..loading.loader import device_bytes, load_host_kernels
+from ..loading.runner_config import RunnerConfig
 from ..models.weights import Progress
 from ..pipeline.model import KVManager
-from .folder import PictureFolder, open_folder
+from .folder import DRAWING_PARTS, PictureFolder, open_folder
 from .memory import largest_picture, picture_bytes
 from .pipeline import Denoiser, PromptEncoder
 from .prompt_decoder import PROMPT_BLOCK_SIZE
@@ -37,7 +42,6 @@ from .serving import DrawingPipeline, EncodingPipeline
 
 F32 = npt.NDArray[np.float32]
 
-DRAWING_PARTS = ("transformer", "vae")
 _DEVICE_SPACE = 256 << 20
 """Memory of a GPU for patches and scores, of which limited parts are computed at once."""
 
@@ -104,41 +108,12 @@ def load_denoiser(
     return PictureRunner(card, pipeline, _mover(backend))
 
 
-def parts_bytes(folder: PictureFolder, parts: tuple[str, ...]) -> int:
-    """Return the bytes of the weights of some parts."""
-    return sum(folder.part(name).tensors.nbytes for name in parts)
-
-
-def state_layout(folder: PictureFolder, block_size: int) -> KVLayout:
-    """Return the layout of the pool: a position holds one vector of the last text encoder.
-
-    Keys and values of a position are the two halves of the vector. Raises CheckpointError if the
-    vectors do not fit.
-    """
-    width, pooled = folder.family.text_width, folder.family.pooled_width
-    if width % 2 or pooled > width:
-        raise CheckpointError(
-            f"{folder.folder / 'transformer' / 'config.json'}: vectors of {width} numbers must be "
-            f"even and at least as wide as the pooled vector of {pooled}"
-        )
-    return KVLayout(num_layers=1, num_kv_heads=1, head_dim=width // 2, block_size=block_size)
-
-
-def longest_row(block_size: int, texts: int = MAX_PICTURE_PROMPT_TOKENS) -> int:
-    """Return the most positions of a picture, with its steps.
-
-    ``texts``: tokens of a prompt and of a negative prompt.
-    """
-    part = -(-(texts + 1) // block_size) * block_size
-    return 2 * part + 1 + MAX_PICTURE_STEPS + 1
-
-
 def _picture_memory(config: RunnerConfig, folder: PictureFolder, backend: PictureBackend) -> int:
     """Return the bytes for the arrays of a picture; on a GPU by default the worker's share."""
     if config.picture_bytes or backend.on_host:
         return config.picture_bytes
     share = device_bytes(config, backend)
-    return max(1, share - parts_bytes(folder, DRAWING_PARTS) - _DEVICE_SPACE)
+    return max(1, share - folder.parts_bytes(DRAWING_PARTS) - _DEVICE_SPACE)
 
 
 def _largest(memory: int, folder: PictureFolder) -> int:
@@ -201,7 +176,7 @@ def _blocks(config: RunnerConfig, folder: PictureFolder, allocate: Allocate) -> 
         )
     if config.kv_type != AUTO:
         raise ConfigError("the state of pictures is float32: leave --kv-type out")
-    layout = state_layout(folder, config.block_size)
+    layout = folder.state_layout(config.block_size)
     blocks = config.num_blocks or config.kv_bytes // layout.block_bytes
     if blocks < 2:
         raise ConfigError(

@@ -32,7 +32,6 @@ from baton.proto.sampling import SamplingParams
 from ..kernels.backend import F32, I32
 from ..pipeline.model import KVManager
 from ..pipeline.steps import describe
-from ..pipeline.text_generation import Unwanted
 from ..scheduling.plan import (
     Applied,
     Chunk,
@@ -41,6 +40,7 @@ from ..scheduling.plan import (
     SampleSpec,
     StepPlan,
     StepResult,
+    Unwanted,
     abandoned_step,
 )
 from .family import EncodedPrompt

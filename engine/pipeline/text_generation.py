@@ -38,19 +38,19 @@ from ..scheduling.plan import (
     Scored,
     StepPlan,
     StepResult,
+    Unwanted,
     abandoned_step,
     realized,
 )
 from ..scheduling.step_loop import StepLoop
 from .model import KVManager, LayerDone, ModelInputs, PipelineModel, ScoreDone
+from .runner import StepPipeline
 from .steps import HostSteps, Queued, StepComputer, describe
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 LEFT_BYTES = 4 << 20
 """Bytes of a prompt that are worth no further report: they take as long as their message."""
-Unwanted = Callable[[], bool]
-"""Called on the compute thread; True if no request needs the running step any more."""
 
 
 class _Abandoned(Exception):
@@ -396,6 +396,13 @@ class TextGenerationPipeline:
         blocks = -(-len(chunk.tokens) // self._block_size)
         nbytes = blocks * self.kv.layout.block_bytes if chunk.sample is not None else 0
         return report_layers(layers, nbytes)
+
+
+def queuing(pipeline: StepPipeline) -> TextGenerationPipeline | None:
+    """Return the pipeline if it begins a step before the one before is over, else None."""
+    if isinstance(pipeline, TextGenerationPipeline) and pipeline.can_queue:
+        return pipeline
+    return None
 
 
 def report_layers(layers: int, nbytes: int) -> list[int]:

@@ -28,6 +28,8 @@ from baton.proto.sampling import SamplingParams
 Int32 = npt.NDArray[np.int32]
 OnLayers = Callable[[bytes, int], None]
 """Called with a request and the end of its layers whose KV is final."""
+Unwanted = Callable[[], bool]
+"""Called on the compute thread; True if no request needs the running step any more."""
 Bools = npt.NDArray[np.bool_]
 Applied = Callable[[], object]
 """Returns once the scheduler has applied the step before, so that grammars know its tokens."""

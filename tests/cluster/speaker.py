@@ -16,7 +16,8 @@ from baton.deploy.config import demo_model_folder
 from baton.engine.audio.chunks import load_audio
 from baton.engine.audio.pcm import pcm16
 from baton.engine.kernels.load import load_backend
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.pipeline import SpeechPipeline
 from baton.proto.sampling import SamplingParams
 

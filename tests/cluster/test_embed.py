@@ -17,7 +17,8 @@ import pytest
 
 from baton.cli.command import main
 from baton.client import AsyncClient
-from baton.engine.loading.loader import RunnerConfig, load_embedder
+from baton.engine.loading.loader import load_embedder
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.contexts.text import TextContext
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.errors import DeadlineExceeded, InputError, TaskMismatch

@@ -10,7 +10,8 @@ import pytest
 
 from baton.engine.llm import LLMEngine
 from baton.engine.loading import gguf_folder
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.contexts.text import TextContext
 from baton.proto.sampling import SamplingParams
 

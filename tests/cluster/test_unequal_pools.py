@@ -9,7 +9,8 @@ import pytest
 
 from baton.deploy.config import demo_model_folder
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 
 from .driver import Answer, Job, ask, ask_all, collect, greedy, lost_requests
 from .test_gguf import expected

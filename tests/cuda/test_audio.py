@@ -20,7 +20,8 @@ from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.reference import NumpyBackend
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.errors import ConfigError
 
 from ..gpu.speaker import make_speaker

@@ -22,7 +22,8 @@ from baton.engine.kernels.cuda.linear import (
 )
 from baton.engine.kernels.cuda.reference import to_bf16
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.sampling import SamplingParams
 
 from ..engine.fp8_folders import FORMS, Form, write_fp8

@@ -16,7 +16,8 @@ from baton.benchmarks.checkpoints import write_checkpoint
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.loading.warm_up import warm_up
 from baton.engine.pipeline import device_steps
 from baton.engine.pipeline.device_steps import DeviceSteps

@@ -18,7 +18,7 @@ from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 from baton.engine.kernels.host_backend import PictureBackend, pack_conv
 from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.reference import NumpyBackend
-from baton.engine.loading.loader import RunnerConfig
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.pictures.folder import open_folder
 from baton.engine.pictures.loading import PictureRunner, load_denoiser, load_encoder
 from baton.engine.pictures.pipeline import Denoiser, Drawing, PromptEncoder

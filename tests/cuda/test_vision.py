@@ -15,7 +15,8 @@ from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.cuda.reference import from_bf16
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.models import vision_tower
 from baton.engine.models.vision_decoder import VisionDecoder
 from baton.engine.pipeline import decode_graph, device_steps

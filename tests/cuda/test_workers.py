@@ -14,7 +14,8 @@ import zmq
 from baton.decode_worker.config import DecodeWorkerConfig
 from baton.decode_worker.shell import DecodeShell
 from baton.engine.kernels.cuda.backend import CudaBackend
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.scheduling.plan import Chunk, SampleSpec
 from baton.prefill_worker.config import PrefillWorkerConfig
 from baton.prefill_worker.shell import PrefillShell

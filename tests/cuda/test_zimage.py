@@ -11,7 +11,7 @@ import pytest
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.cuda.pictures import CudaPictures
 from baton.engine.kernels.load import load_backend
-from baton.engine.loading.loader import RunnerConfig
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.pictures.loading import load_encoder
 from baton.proto.errors import ConfigError
 

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.decode_worker.__main__ import with_local_prompts
 from baton.decode_worker.events import FromPeer
+from baton.decode_worker.job import with_local_prompts
 from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, GrammarDone
 from baton.engine.scheduling.plan import Sampled, StepResult
 from baton.proto.errors import BatonError, HandoffFailed, InternalError, SchemaTooComplex

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.sampling import SamplingParams
 from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.tokenizer import Tokenizer

@@ -11,7 +11,8 @@ import pytest
 from baton.deploy.config import demo_speech_folder
 from baton.engine.audio.chunks import load_audio
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.sampling import SamplingParams
 from baton.text.tokenizer import Tokenizer
 from baton.tools.demo_speech.clips import WORDS

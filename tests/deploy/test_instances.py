@@ -7,7 +7,7 @@ import pytest
 from baton.deploy.plan.instances import instances_of, listed_instances, workers_gpus
 from baton.deploy.plan.plan import GpuBook
 from baton.engine.kernels.backend import Gpu
-from baton.engine.loading.loader import RunnerConfig
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.errors import ConfigError
 
 ONE, TWO, THREE = (f"MIG-{digit * 8}-1f2e-5b6a-9c0d-{digit * 12}" for digit in "abc")

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from baton.engine.loading.checkpoint import load_checkpoint
-from baton.engine.loading.loader import RunnerConfig, load_embedder, load_runner
+from baton.engine.loading.loader import load_embedder, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.loading.safetensors import SafetensorsFile
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.contexts.text import TextContext

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.pipeline.model import lay_out
 from baton.engine.scheduling.plan import Chunk
 from baton.engine.scheduling.sequence import Sequence

@@ -14,7 +14,8 @@ from baton.engine.kernels.bfloat16 import bfloat16_bits
 from baton.engine.llm import LLMEngine
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.fp8 import check_codes, read_fp8, row_scales
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.loading.safetensors import TensorStore, widened
 from baton.proto.errors import CheckpointError
 from baton.proto.sampling import SamplingParams

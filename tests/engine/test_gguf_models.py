@@ -11,7 +11,8 @@ from baton.engine.llm import LLMEngine
 from baton.engine.loading import gguf_folder
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.gguf_folder import local_folder
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.contexts.text import TextContext
 from baton.proto.errors import CheckpointError
 from baton.proto.ids import RequestID

@@ -7,7 +7,8 @@ import pytest
 
 from baton.engine.kernels.load import compiled_kernels_problem
 from baton.engine.loading import gguf_folder
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 
 from .gguf_cases import gguf, random_tensor, write
 from .gguf_models import demo_tokenizer, quantized, sizes, write_file, write_reference

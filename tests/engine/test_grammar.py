@@ -20,7 +20,8 @@ from baton.engine.grammar.constraint import (
     write_words,
 )
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.sampling.sampler import sample
 from baton.engine.scheduling.plan import SampleSpec
 from baton.engine.scheduling.scheduler import SchedulerConfig

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import Runner, RunnerConfig, load_runner
+from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.pipeline import steps
 from baton.engine.scheduling.scheduler import SchedulerConfig
 from baton.proto.contexts.text import TextContext

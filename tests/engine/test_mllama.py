@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from baton.engine.llm import LLMEngine
+from baton.engine.models.contexts import read_context
 from baton.engine.models.cross_decoder import CrossDecoder
-from baton.engine.models.registry import read_context
 from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult
 from baton.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduling.sequence import Sequence

@@ -6,8 +6,9 @@ import shutil
 import pytest
 
 from baton.engine.kernels.load import load_backend
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
 from baton.engine.loading.model_config import load_model_config, parse_cross_config
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.loading.tiled_config import MLLAMA
 from baton.engine.models.tiled_tower import feature_order, row_groups
 from baton.proto.errors import CheckpointError, ConfigError

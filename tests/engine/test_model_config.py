@@ -9,6 +9,7 @@ from baton.engine.loading.model_config import (
     load_generation_config,
     load_model_config,
 )
+from baton.engine.models.contexts import CONTEXTS
 from baton.engine.models.registry import ARCHITECTURES
 from baton.proto.errors import CheckpointError
 
@@ -121,6 +122,7 @@ def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path):
     assert "MambaForCausalLM" in message
     assert all(name in message for name in SUPPORTED_ARCHITECTURES)
     assert set(SUPPORTED_ARCHITECTURES) == set(ARCHITECTURES)
+    assert set(CONTEXTS) <= set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

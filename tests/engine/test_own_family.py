@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.loading.loader import RunnerConfig, folder_task, load_embedder, load_runner
+from baton.engine.loading.loader import load_embedder, load_runner
 from baton.engine.loading.own_family import own_family, use_family
+from baton.engine.loading.runner_config import RunnerConfig
+from baton.engine.loading.tasks import folder_task
 from baton.engine.models.decoder import Decoder
 from baton.extend import ExtensionError
 from baton.proto.errors import CheckpointError, ConfigError

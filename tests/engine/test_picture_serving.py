@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from baton.engine.kernels import host_backend, parts
-from baton.engine.loading.loader import RunnerConfig, folder_task
+from baton.engine.loading.runner_config import RunnerConfig
+from baton.engine.loading.tasks import folder_task
 from baton.engine.loading.warm_up import warm_up
 from baton.engine.pictures import serving
 from baton.engine.pictures.draw import PictureEngine

@@ -8,7 +8,8 @@ import pytest
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.kv_types import set_kv_type
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.errors import CheckpointError, ConfigError
 
 from .test_models import rewrite

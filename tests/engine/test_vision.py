@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from baton.engine.llm import LLMEngine
-from baton.engine.models.registry import read_context
-from baton.engine.models.vision_decoder import FeatureCache
+from baton.engine.models.contexts import read_context
+from baton.engine.models.feature_cache import FeatureCache
 from baton.engine.pipeline.model import lay_out
 from baton.engine.scheduling.admission import _victim
 from baton.engine.scheduling.plan import Sampled, StepPlan, StepResult

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.deploy.config import demo_model_folder
-from baton.engine.loading.loader import RunnerConfig
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.forecast.learn import Step, fitted, learn_service, steps
 from baton.forecast.service import MAX_FILE, ServiceModel, read_service
 from baton.proto.errors import ConfigError, InputError

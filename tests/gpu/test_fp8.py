@@ -13,7 +13,8 @@ from baton.benchmarks.served import Served
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.sampling import SamplingParams
 
 from ..engine.fp8_folders import FORMS, write_fp8

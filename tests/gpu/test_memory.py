@@ -11,7 +11,8 @@ import pytest
 
 from baton.benchmarks.checkpoints import Shape, write_checkpoint
 from baton.engine.kernels.cuda.backend import CudaBackend
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.errors import ConfigError
 
 from ..cuda.host_device import HostDevice

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from baton.engine.loading.gguf_folder import local_folder
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.runtime.process.memory import family_of, share_of
 from baton.text.tokenizer import Tokenizer
 

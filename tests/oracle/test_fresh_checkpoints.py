@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from baton.engine.kernels.load import load_backend
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.models.rope import cos_sin_table, parse_rope
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.sampling import SamplingParams

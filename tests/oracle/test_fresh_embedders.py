@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from baton.engine.kernels.load import load_backend
-from baton.engine.loading.loader import RunnerConfig, load_embedder
+from baton.engine.loading.loader import load_embedder
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.contexts.text import TextContext
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.ids import RequestID

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.engine.loading.loader import RunnerConfig
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.prefill_worker.config import PrefillWorkerConfig, kv_frame_bytes
 
 MIB = 1 << 20

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from baton.simulator.__main__ import SLOW_S, main
-from baton.simulator.cluster import Shape
 from baton.simulator.run import run
 from baton.simulator.scenarios import SCENARIOS, Scenario, with_extensions
+from baton.simulator.shape import Shape
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "extend"

@@ -15,7 +15,8 @@ from pathlib import Path
 from baton.client.images import place_images
 from baton.deploy.config import demo_vision_model_folder
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.images.processor import ImageProcessor
 from baton.proto.contexts.images import ImageMetadata
 from baton.proto.contexts.tokens import TokenBuffer

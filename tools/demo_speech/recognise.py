@@ -23,7 +23,8 @@ import numpy as np
 from baton.engine.audio.chunks import AudioDecoder, load_audio
 from baton.engine.audio.pcm import pcm16
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.sampling import SamplingParams
 from baton.text.speech_format import SpeechFormat
 from baton.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from baton.deploy.plan.revisions import Revisions
 from baton.deploy.ray.placing import order_of, place, read_order
 from baton.deploy.ray.plan import ray_plan, ray_settings
 from baton.deploy.supervise.process import ProcessSpec
-from baton.engine.loading.loader import RunnerConfig
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.gateway.config import GatewayConfig
 from baton.proto.errors import ConfigError
 from baton.router.config import RouterConfig

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from baton.engine.loading.embedding_config import EmbeddingSettings, load_embedding_settings
-from baton.engine.loading.loader import RunnerConfig, load_embedder, load_runner
-from baton.engine.models.registry import ARCHITECTURES, Architecture, read_context
+from baton.engine.loading.loader import load_embedder, load_runner
+from baton.engine.loading.runner_config import RunnerConfig
+from baton.engine.models.contexts import CONTEXTS, Contexts, read_context
 from baton.proto.contexts.text import TextContext
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.contexts.vision import TextAndVisionContext
@@ -259,10 +260,10 @@ def test_berts_that_would_give_wrong_vectors_are_refused(tmp_path, changes, mess
         load(folder)
 
 
-# ------------------------------------------------------------------------------ the registry
+# ------------------------------------------------------------------------------ contexts
 
 
-def test_the_registry_says_which_context_and_which_checks(monkeypatch):
+def test_an_architecture_has_a_context_and_checks(monkeypatch):
     class Own(TextContext):
         pass
 
@@ -271,10 +272,10 @@ def test_the_registry_says_which_context_and_which_checks(monkeypatch):
 
     wire = WireContext(tokens=WireTokens(np.array([1, 2], np.int32)), max_length=9)
     name = RequestID("r")
-    monkeypatch.setitem(ARCHITECTURES, "Own", Architecture(context=Own))
+    monkeypatch.setitem(CONTEXTS, "Own", Contexts(context=Own))
     assert type(read_context("Own", wire, name)) is Own
     assert type(read_context("LlamaForCausalLM", wire, name)) is TextContext
-    monkeypatch.setitem(ARCHITECTURES, "Own", Architecture(validators=(refuse,)))
+    monkeypatch.setitem(CONTEXTS, "Own", Contexts(validators=(refuse,)))
     with pytest.raises(InputError, match="no thanks"):
         read_context("Own", wire, name)
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.pipeline import (
     KVCacheMixin,
     ModelOutputs,

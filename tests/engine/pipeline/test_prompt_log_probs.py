@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.models import decoder
 from baton.engine.scheduling.events import Failed, TokenEvent
 from baton.engine.scheduling.scheduler import SchedulerConfig

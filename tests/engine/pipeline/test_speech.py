@@ -13,7 +13,8 @@ from baton.deploy.config import demo_speech_folder
 from baton.engine.audio.chunks import AudioDecoder, chunk_end
 from baton.engine.audio.snac import SnacDecoder
 from baton.engine.kernels.load import load_backend
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.pipeline import SpeechPipeline
 from baton.proto.contexts.speech import TTSContext
 from baton.proto.contexts.status import GenerationStatus

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from baton.benchmarks.checkpoints import Shape, write_checkpoint
-from baton.engine.loading.loader import RunnerConfig, load_runner
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.pipeline import text_generation
 from baton.engine.pipeline.device_sampler import collect
 from baton.engine.pipeline.model import lay_out
