@@ -19,8 +19,8 @@ from baton.runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
 from baton.runtime.keys.keyring import load_keys
 from baton.runtime.keys.zap import Doorkeeper, door
 from baton.runtime.net.channel import ChannelOptions
-from baton.runtime.net.loop import Loop
-from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.net.wiring import Wiring
 from baton.runtime.process.log import get_logger
 from baton.runtime.process.main import (
     LoadProgress,
@@ -70,8 +70,8 @@ def shells(config: DecodeWorkerConfig, loaded: Loaded) -> MakeShell:
     if runner.card.audio is not None:
         audio = load_audio(config.runner.model, codec_kernels(runner.backend))[1]
 
-    def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> DecodeShell:
-        return _shell(config, runner, audio, loop, context, doors)
+    def make(wiring: Wiring, doors: Doorkeeper | None) -> DecodeShell:
+        return _shell(config, runner, audio, wiring, doors)
 
     return make
 
@@ -90,11 +90,11 @@ def _shell(
     config: DecodeWorkerConfig,
     runner: StepRunner,
     audio: AudioDecoder | None,
-    loop: Loop,
-    context: Context,
+    wiring: Wiring,
     doors: Doorkeeper | None,
 ) -> DecodeShell:
     """Create the sockets and the core of a new incarnation."""
+    context = wiring.context
     control = RouterChannel(
         context, config.endpoint, keys=door(doors, "control", PREFILL, ROUTER, OPERATOR)
     )
@@ -130,8 +130,7 @@ def _shell(
         kv_events=() if publisher is None else tuple(publisher.addresses),
     )
     member = Membership(identity, tuple(config.routers))
-    keys = None if doors is None else doors.ring
-    shell = DecodeShell(config, runner, member, control, data, loop, context, keys, audio)
+    shell = DecodeShell(config, runner, member, control, data, wiring, audio)
     shell.publish(publisher, shell.core.cache)
     _log.info(
         "worker.ready", endpoint=control.endpoint, data_endpoint=data.endpoint,

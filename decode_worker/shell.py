@@ -20,9 +20,8 @@ from baton.kv_transfer.device_frames import DeviceFrameWriter
 from baton.kv_transfer.receiver import Receiver
 from baton.kv_transfer.receiver_grants import ReceiverConfig
 from baton.proto.limits import MAX_KV_FRAME_BYTES
-from baton.runtime.keys.keyring import KeyRing
-from baton.runtime.net.loop import Loop
-from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.net.wiring import Wiring
 from baton.runtime.process.compute import ComputeThread
 from baton.worker.host import TextHost
 from baton.worker.membership import Membership
@@ -48,18 +47,16 @@ class DecodeShell(TextHost):
         member: Membership,
         control: RouterChannel,
         data: RouterChannel,
-        loop: Loop,
-        context: Context,
-        keys: KeyRing | None = None,
+        wiring: Wiring,
         audio: AudioDecoder | None = None,
     ) -> None:
         """``audio``: codec of a speech model."""
         codec = None if audio is None else Codec(audio.layout, audio.codec.context_frames)
         self.core = _make_core(config, runner, member, data.endpoint, codec)
         super().__init__(
-            self.core, config, runner, config.runner.model, FRAME_BYTES,
-            control, loop, context, keys,
-        )  # fmt: skip
+            self.core, config, runner, config.runner.model, FRAME_BYTES, control, wiring
+        )
+        loop = wiring.loop
         self._codec: ComputeThread[events.DecodeChunk, bytes] | None = None
         if audio is not None:
             self._codec = ComputeThread(

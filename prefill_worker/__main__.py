@@ -21,8 +21,8 @@ from baton.proto.wire.messages import DeviceTicket
 from baton.runtime.keys.allowed import OPERATOR, PREFILL, ROUTER
 from baton.runtime.keys.keyring import load_keys
 from baton.runtime.keys.zap import Doorkeeper, door
-from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.net.wiring import Wiring
 from baton.runtime.process.log import get_logger
 from baton.runtime.process.main import (
     LoadProgress,
@@ -81,15 +81,14 @@ def shells(config: PrefillWorkerConfig, loaded: Loaded) -> MakeShell:
     runner = loaded.runner
     ticket = loaded.ticket if runner.backend.on_host else _device_ticket(config, runner)
 
-    def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> PrefillShell:
-        keys = None if doors is None else doors.ring
-        control = _control(config, context, doors)
+    def make(wiring: Wiring, doors: Doorkeeper | None) -> PrefillShell:
+        control = _control(config, wiring.context, doors)
         publisher = kv_publisher(
             config.kv_events, config.kv_events_topic, config.worker_id, runner.card,
             on_host=runner.backend.on_host,
         )  # fmt: skip
         member = _member(config, runner, control, doors, publisher)
-        shell = PrefillShell(config, runner, member, control, loop, context, ticket, keys)
+        shell = PrefillShell(config, runner, member, control, wiring, ticket)
         shell.publish(publisher, shell.core.cache)
         _ready(member, runner.num_blocks)
         return shell
@@ -123,11 +122,10 @@ def _shared_or_own(owner: PoolOwner, nbytes: int) -> npt.NDArray[np.uint8]:
 def _load_embedder(config: PrefillWorkerConfig) -> MakeShell:
     runner = load_embedder(config.runner, LoadProgress(), weights_memory())
 
-    def make(loop: Loop, context: Context, doors: Doorkeeper | None) -> EmbedShell:
-        keys = None if doors is None else doors.ring
-        control = _control(config, context, doors)
+    def make(wiring: Wiring, doors: Doorkeeper | None) -> EmbedShell:
+        control = _control(config, wiring.context, doors)
         member = _member(config, runner, control, doors)
-        shell = EmbedShell(config, runner, member, control, loop, context, keys)
+        shell = EmbedShell(config, runner, member, control, wiring)
         _ready(member, 0)
         return shell
 

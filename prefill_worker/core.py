@@ -83,6 +83,7 @@ class PrefillLimits:
     stream_tokens: int = 512
     growth: int = 64
     slo_ttft: float = 0.0
+    handoff_timeout_s: float = HANDOFF_TIMEOUT_S
 
 
 class PrefillCore(PromptCore[Job]):
@@ -96,12 +97,10 @@ class PrefillCore(PromptCore[Job]):
         limits: PrefillLimits,
         times: StepTime | None = None,
         ticket: PoolTicket | DeviceTicket | None = None,
-        timeout: float = HANDOFF_TIMEOUT_S,
         order: CustomOrder | None = None,
     ) -> None:
         """``ticket``: lets decode workers of this host map the pool; None if sharing is off.
 
-        ``timeout``: seconds without an answer after which a decode worker is unreachable.
         ``order``: orders waiting prompts in place of ``limits``; it needs a TTFT target.
         """
         urgency = Urgency(limits.slo_ttft, scheduler.cache) if limits.slo_ttft else None
@@ -113,7 +112,7 @@ class PrefillCore(PromptCore[Job]):
         self._scheduler = scheduler
         self._sender = sender
         self._limits = limits
-        self._links = DecodeLinks(member.identity, ticket, timeout)
+        self._links = DecodeLinks(member.identity, ticket, limits.handoff_timeout_s)
         self._handoffs = Handoffs(
             member, sender, self._links, self._queue, scheduler.cache, limits.growth
         )

@@ -25,11 +25,11 @@ from baton.proto.wire.envelope import EnvelopeDecoder, encode_kv_header
 from baton.proto.wire.messages import DecodeToPrefill, KVFrame, Message, Rejected
 from baton.runtime.keys.allowed import DECODE
 from baton.runtime.keys.curve import CurveKeys
-from baton.runtime.keys.keyring import KeyRing, keys_to
+from baton.runtime.keys.keyring import keys_to
 from baton.runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
-from baton.runtime.net.loop import Loop
 from baton.runtime.net.outbox import Outbox
-from baton.runtime.net.sockets import Context, DealerChannel
+from baton.runtime.net.sockets import DealerChannel
+from baton.runtime.net.wiring import Wiring
 from baton.runtime.process.log import get_logger
 from baton.runtime.process.log_limit import LimitedLog
 from baton.worker.router_links import routing_identity
@@ -165,19 +165,16 @@ class DecodeSockets:
 
     def __init__(
         self,
-        loop: Loop,
-        context: Context,
+        wiring: Wiring,
         worker: str,
         feed: Callable[[PeerEvent], object],
-        keys: KeyRing | None = None,
         dropped: Counter[str] | None = None,
     ) -> None:
-        self.loop = loop
-        self.log = LimitedLog(loop)
-        self._context = context
+        self.loop = wiring.loop
+        self.log = LimitedLog(wiring.loop)
+        self._wiring = wiring
         self._worker = worker
         self.feed = feed
-        self._keys = keys
         self.dropped = Counter[str]() if dropped is None else dropped
         self._outbox: Outbox[str] = Outbox(
             self._send_control, digest=envelope_digest, on_refused=self._refused
@@ -202,11 +199,15 @@ class DecodeSockets:
         """
 
         def keys() -> CurveKeys | None:
-            found = keys_to(self._keys, address, DECODE)
+            found = keys_to(self._wiring.keys, address, DECODE)
             return found if found is None or not key else found.expecting(key)
 
         return DealerChannel(
-            self._context, address, routing_identity(self._worker), keys=keys, options=options
+            self._wiring.context,
+            address,
+            routing_identity(self._worker),
+            keys=keys,
+            options=options,
         )
 
     def connect(self, endpoint: str) -> None:

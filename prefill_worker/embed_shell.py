@@ -16,9 +16,8 @@ from baton.proto.contexts.generators import EmbeddingsGenerator
 from baton.proto.contexts.text import TextContext
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.ids import RequestID
-from baton.runtime.keys.keyring import KeyRing
-from baton.runtime.net.loop import Loop
-from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.net.wiring import Wiring
 from baton.runtime.process.log import get_logger
 from baton.worker.host import WorkerHost
 from baton.worker.membership import Membership
@@ -39,9 +38,7 @@ class EmbedShell(WorkerHost):
         runner: EmbeddingRunner,
         member: Membership,
         control: RouterChannel,
-        loop: Loop,
-        context: Context,
-        keys: KeyRing | None = None,
+        wiring: Wiring,
     ) -> None:
         self._pipeline = runner.pipeline
         times = StepTime()
@@ -52,10 +49,10 @@ class EmbedShell(WorkerHost):
             max_queue=config.max_queue,
         )
         super().__init__(
-            EmbedCore(member, limits, times), config, lambda: self._pipeline.layers_done,
-            control, loop, context, keys,
+            EmbedCore(member, limits, times), config, lambda: self._pipeline.layers_done, control,
+            wiring,
         )  # fmt: skip
-        self._endpoint = Endpoint(member, control, loop)
+        self._endpoint = Endpoint(member, control, wiring.loop)
 
     def start(self) -> None:
         """Start listening and ticking."""

@@ -19,9 +19,8 @@ from baton.kv_transfer.frames import Bytes, FramePacker
 from baton.kv_transfer.sender import Sender
 from baton.kv_transfer.sender_handoff import SenderConfig
 from baton.proto.wire.messages import DeviceTicket, KVFrame, PoolTicket
-from baton.runtime.keys.keyring import KeyRing
-from baton.runtime.net.loop import Loop
-from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.net.wiring import Wiring
 from baton.runtime.process.log import get_logger
 from baton.worker.host import TextHost
 from baton.worker.membership import Membership
@@ -45,11 +44,10 @@ class PrefillShell(TextHost):
         runner: StepRunner,
         member: Membership,
         control: RouterChannel,
-        loop: Loop,
-        context: Context,
+        wiring: Wiring,
         ticket: PoolTicket | DeviceTicket | None = None,
-        keys: KeyRing | None = None,
     ) -> None:
+        loop = wiring.loop
         order = None
         if config.order:
             order = CustomOrder(config.order, config.extensions, self._fault, loop.now)
@@ -59,19 +57,11 @@ class PrefillShell(TextHost):
             member.extensions.append(self._transport.guard)
         self.core = _make_core(config, runner, member, ticket, order)
         super().__init__(
-            self.core, config, runner, config.runner.model, config.frame_bytes,
-            control, loop, context, keys,
-        )  # fmt: skip
+            self.core, config, runner, config.runner.model, config.frame_bytes, control, wiring
+        )
         self._endpoint = Endpoint(member, control, loop)
         self._packer = FramePacker(runner.backend, runner.pool)
-        self._sockets = DecodeSockets(
-            loop,
-            context,
-            config.worker_id,
-            self.feed,
-            keys,
-            dropped=member.dropped,
-        )
+        self._sockets = DecodeSockets(wiring, config.worker_id, self.feed, member.dropped)
         self._device: DeviceFramePacker | None = None
         if self._stream is not None and self._moves is not None:
             self._device = DeviceFramePacker(self._stream, self._moves.moves, self._sockets.buffers)
@@ -162,11 +152,10 @@ def _make_core(
         ),
         runner.pipeline.kv.new_cache(),
     )
-    timeout = config.handoff_timeout_s
     sender = Sender(
         member.identity.incarnation,
         runner.card.layout,
-        SenderConfig(frame_bytes=kv_frame_bytes(config), timeout=timeout),
+        SenderConfig(frame_bytes=kv_frame_bytes(config), timeout=config.handoff_timeout_s),
     )
     limits = PrefillLimits(
         max_active=config.max_active,
@@ -174,7 +163,8 @@ def _make_core(
         max_reserve_tries=config.max_reserve_tries,
         stream_tokens=config.stream_tokens,
         slo_ttft=config.slo_ttft,
+        handoff_timeout_s=config.handoff_timeout_s,
     )
     times = StepTime()
     warm_up(runner.pipeline, times)
-    return PrefillCore(member, scheduler, sender, limits, times, ticket, timeout, order)
+    return PrefillCore(member, scheduler, sender, limits, times, ticket, order)

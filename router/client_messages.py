@@ -85,7 +85,7 @@ class ClientMessages:
         self._metrics = state.metrics
         self._queries = queries
         self._stories = state.stories
-        self._caller_of = state.caller_of
+        self._caller_of = state.authentication.client
         self._errors = state.errors
         self._key = state.config.key
         self._closing = False

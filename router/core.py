@@ -40,7 +40,7 @@ from .events import (
 from .history import History
 from .lifecycle import Lifecycle
 from .queries import Queries
-from .records import ANYBODY, NO_KEY, Caller, WorkerCaller
+from .records import NO_KEYS, Authentication
 from .recovery import WorkerLosses
 from .repair import Repair, check_state
 from .state import RouterState
@@ -58,9 +58,8 @@ class RouterCore:
     """State machine of one router.
 
     ``incarnation``: random number of this process. ``files``: text files of the model folder by
-    name. ``now``: monotonic seconds, as in all calls. ``caller_of``: maps a client's routing id
-    to its key and rights; ``worker_of``: maps a worker's routing id and name to what its
-    connection proves. ``fresh_stories``: the shell takes the stories of ended requests.
+    name. ``now``: monotonic seconds, as in all calls. ``authentication``: what
+    connections prove. ``fresh_stories``: the shell takes the stories of ended requests.
     ``extensions``: those of ``config``, if the shell has loaded them.
 
     ``broken``: why the process must be replaced, after an error that could not be repaired.
@@ -73,17 +72,20 @@ class RouterCore:
         incarnation: int,
         files: dict[str, bytes] | None = None,
         now: float = 0.0,
-        caller_of: Callable[[bytes], Caller] = lambda _identity: ANYBODY,
-        worker_of: Callable[[bytes, str], WorkerCaller] = lambda _identity, _name: NO_KEY,
+        authentication: Authentication = NO_KEYS,
         fresh_stories: bool = False,
         extensions: Extensions | None = None,
     ) -> None:
         self.broken = ""
         self.extensions = extensions or Extensions(config)
         state = self._state = RouterState(
-            config, incarnation, now, self.extensions.placing,
-            caller_of=caller_of, worker_of=worker_of, fresh_stories=fresh_stories,
-        )  # fmt: skip
+            config,
+            incarnation,
+            now,
+            self.extensions.placing,
+            authentication,
+            fresh_stories=fresh_stories,
+        )
         self._out, self.errors = state.out, state.errors
         self.table, self.registry, self.admission = state.table, state.registry, state.admission
         self.clients, self.metrics, self.stories = state.clients, state.metrics, state.stories

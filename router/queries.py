@@ -52,7 +52,7 @@ class Queries:
         self._metrics = state.metrics
         self._report = report
         self._files = files
-        self._caller_of = state.caller_of
+        self._caller_of = state.authentication.client
         self._drains: dict[str, list[bytes]] = {}  # clients that wait for Drained, by worker id
 
     def handle(self, identity: bytes, message: Message, now: float) -> None:

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
@@ -196,6 +196,22 @@ class WorkerCaller:
 
 NO_KEY = WorkerCaller()
 """A worker at a socket without keys."""
+
+
+@dataclass(slots=True, frozen=True)
+class Authentication:
+    """What connections prove.
+
+    ``client``: maps a client's routing id to its key and rights. ``worker``: maps a worker's
+    routing id and name to what its connection proves.
+    """
+
+    client: Callable[[bytes], Caller] = lambda _identity: ANYBODY
+    worker: Callable[[bytes, str], WorkerCaller] = lambda _identity, _name: NO_KEY
+
+
+NO_KEYS = Authentication()
+"""Sockets without keys."""
 
 
 @dataclass(slots=True, eq=False)

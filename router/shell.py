@@ -67,7 +67,7 @@ from .events import (
     WorkersGone,
 )
 from .own_errors import INTERNAL
-from .records import ANYBODY, NO_KEY, Caller, WorkerCaller
+from .records import ANYBODY, NO_KEY, Authentication, Caller, WorkerCaller
 from .stories import Story
 from .story_report import request_line, story_record
 from .story_slices import spans_of
@@ -125,8 +125,7 @@ class RouterShell:
             incarnation=incarnation,
             files=files,
             now=loop.now(),
-            caller_of=self._caller_of,
-            worker_of=self._worker_of,
+            authentication=Authentication(self._caller_of, self._worker_of),
             fresh_stories=bool(config.otlp_endpoint or config.metrics)
             or config.log_level in ("debug", "info"),
             extensions=self._extensions,

@@ -20,7 +20,7 @@ from .health import WorkerHealth
 from .metrics import Metrics
 from .own_errors import OwnErrors
 from .placement import Decider, Placement, Policy
-from .records import ANYBODY, NO_KEY, Caller, Request, Worker, WorkerCaller
+from .records import Authentication, Request, Worker
 from .registry import Registry
 from .request_table import RequestTable
 from .stories import Stories
@@ -31,9 +31,7 @@ class RouterState:
 
     ``placing``: makes the policy and the decider, which report their failures to its argument.
     ``out``: the actions of the event that is handled. ``incarnation``: random number of this
-    process. ``started_at``: monotonic seconds. ``caller_of``: maps a client's routing id to its
-    key and rights; ``worker_of``: maps a worker's routing id and name to what its connection
-    proves.
+    process. ``started_at``: monotonic seconds. ``authentication``: what connections prove.
     """
 
     def __init__(
@@ -42,16 +40,14 @@ class RouterState:
         incarnation: int,
         now: float,
         placing: Callable[[Report], tuple[Policy, Decider]],
+        authentication: Authentication,
         *,
-        caller_of: Callable[[bytes], Caller] = lambda _identity: ANYBODY,
-        worker_of: Callable[[bytes, str], WorkerCaller] = lambda _identity, _name: NO_KEY,
         fresh_stories: bool = False,
     ) -> None:
         self.config = config
         self.incarnation = incarnation
         self.started_at = now
-        self.caller_of = caller_of
-        self.worker_of = worker_of
+        self.authentication = authentication
         self.out: list[Action] = []
         self.table = RequestTable()
         self.health = WorkerHealth(config, now)

@@ -93,7 +93,7 @@ class WorkerMessages:
         self._handoffs = state.handoffs
         self._stories = state.stories
         self._errors = state.errors
-        self._caller_of = state.worker_of
+        self._caller_of = state.authentication.worker
         self._reported: RecentMap[bytes, int] = RecentMap(REMEMBER_REPORTS)
         self._acknowledged: dict[bytes, list[tuple[bytes, int]]] = {}  # of this envelope
         self._handlers: dict[type[Message], Callable[..., None]] = {

@@ -14,6 +14,7 @@ from baton.extend.guard import Guard
 from baton.proto.wire.messages import Assign, Message
 from baton.router.config import PolicyConfig, RouterConfig
 from baton.router.core import RouterCore
+from baton.router.records import NO_KEYS, Authentication
 
 from .clients import ClientNode
 from .decode_nodes import DecodeNode
@@ -124,16 +125,8 @@ class Cluster:
             extensions=self.shape.extensions,
         )
         node.cluster_key = config.key
-        if not self.shape.rogues:
-            core = RouterCore(config, incarnation=node.incarnation, now=node.now)
-        else:
-            core = RouterCore(
-                config,
-                incarnation=node.incarnation,
-                now=node.now,
-                caller_of=client_caller,
-                worker_of=worker_caller,
-            )
+        keys = Authentication(client_caller, worker_caller) if self.shape.rogues else NO_KEYS
+        core = RouterCore(config, incarnation=node.incarnation, now=node.now, authentication=keys)
         self.guards += core.extensions.guards
         return core
 

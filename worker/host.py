@@ -27,9 +27,9 @@ from baton.extend.watch import CallWatch
 from baton.kv_transfer.device_frames import MoveQueue
 from baton.proto.block_moves import BlockMove
 from baton.proto.errors import InternalError
-from baton.runtime.keys.keyring import KeyRing
 from baton.runtime.net.loop import Loop
-from baton.runtime.net.sockets import Context, RouterChannel
+from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.net.wiring import Wiring
 from baton.runtime.process.clock import Clock
 from baton.runtime.process.compute import ComputeThread, TimeLimited
 from baton.runtime.process.log import get_logger
@@ -96,12 +96,10 @@ class WorkerHost(ABC):
         config: HostConfig,
         layers_done: Callable[[], int],
         control: RouterChannel,
-        loop: Loop,
-        context: Context,
-        keys: KeyRing | None,
+        wiring: Wiring,
     ) -> None:
         self._core = core
-        self._loop = loop
+        loop = self._loop = wiring.loop
         self._control = control
         self._dropped = core.dropped
         self._layers_done = layers_done
@@ -110,7 +108,7 @@ class WorkerHost(ABC):
             loop, self._execute, self._computed, finish=self._finisher()
         )
         self._links = RouterLinks(
-            loop, context, config.routers, config.worker_id, self.feed, keys, core.dropped,
+            wiring, config.routers, config.worker_id, self.feed, core.dropped,
             config.worker_timeout_s,
         )  # fmt: skip
         self._clock = Clock(loop, self._tick, lambda: core.errors.unowned, self._break)
@@ -261,10 +259,9 @@ class TextHost(WorkerHost):
         folder: str,
         frame_bytes: int,
         control: RouterChannel,
-        loop: Loop,
-        context: Context,
-        keys: KeyRing | None,
+        wiring: Wiring,
     ) -> None:
+        loop = wiring.loop
         self._pipeline, self._backend = runner.pipeline, runner.backend
         self._queuing = queuing(runner.pipeline)
         self._unwanted: set[int] = set()  # aborted steps; the compute thread only reads this set
@@ -289,9 +286,7 @@ class TextHost(WorkerHost):
         self._publisher: KvPublisher | None = None
         self._stream = runner.backend.block_stream(runner.pool, frame_bytes)
         self._moves = MoveThread(loop) if self._stream is not None else None
-        super().__init__(
-            core, config, lambda: self._pipeline.layers_done, control, loop, context, keys
-        )
+        super().__init__(core, config, lambda: self._pipeline.layers_done, control, wiring)
 
     def publish(self, publisher: KvPublisher | None, cache: PagedCache) -> None:
         """Publish the events of the cache; call it before :meth:`start`."""

@@ -14,12 +14,12 @@ from baton.proto.errors import AccessDenied, LimitExceeded, ProtocolError, Versi
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import Message, Rejected, RouterToWorker, Terminal
 from baton.runtime.keys.allowed import ROUTER
-from baton.runtime.keys.keyring import Keys, keys_for
+from baton.runtime.keys.keyring import keys_for
 from baton.runtime.liveness import DEFAULT_WORKER_TIMEOUT_S, connection_timeout
 from baton.runtime.net.channel import Buffers, ChannelOptions, Frames, SendResult
-from baton.runtime.net.loop import Loop
 from baton.runtime.net.outbox import Outbox
-from baton.runtime.net.sockets import Context, DealerChannel
+from baton.runtime.net.sockets import DealerChannel
+from baton.runtime.net.wiring import Wiring
 from baton.runtime.process.log import get_logger
 
 from .events import FromRouter, RouterDown, RouterUp
@@ -49,12 +49,10 @@ class RouterLinks:
 
     def __init__(
         self,
-        loop: Loop,
-        context: Context,
+        wiring: Wiring,
         routers: dict[str, str],
         worker: str,
         deliver: Callable[[LinkEvent], object],
-        keys: Keys | None = None,
         dropped: Counter[str] | None = None,
         worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S,
     ) -> None:
@@ -63,11 +61,9 @@ class RouterLinks:
         self._decoder: EnvelopeDecoder[RouterToWorker] = EnvelopeDecoder(RouterToWorker)
         self._outbox: Outbox[str] = Outbox(self._send, on_refused=self._too_large)
         self._channels: dict[str, DealerChannel] = {}
-        self._loop = loop
-        self._context = context
+        self._wiring = wiring
         self._routers = routers
         self._worker = worker
-        self._keys = keys
         self._denied: set[str] = set()  # routers that refused our key; logged once each
         self._dropped = Counter[str]() if dropped is None else dropped
         for name in routers:
@@ -76,11 +72,13 @@ class RouterLinks:
     def _connect(self, name: str) -> None:
         identity = routing_identity(self._worker)
         address = self._routers[name]
-        keys = keys_for(self._keys, address, ROUTER, name)
-        channel = DealerChannel(self._context, address, identity, keys=keys, options=self._options)
+        keys = keys_for(self._wiring.keys, address, ROUTER, name)
+        channel = DealerChannel(
+            self._wiring.context, address, identity, keys=keys, options=self._options
+        )
         self._channels[name] = channel
         channel.attach(
-            self._loop,
+            self._wiring.loop,
             lambda frames: self._hear(name, frames),
             lambda: self._deliver(RouterUp(name)),
             lambda: self._lost(name),

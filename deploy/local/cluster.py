@@ -32,7 +32,7 @@ from ..plan.addresses import HttpPort, admin_address, check_metrics_ports, claim
 from ..plan.prepare import check_keys, check_model, make_plan, memory_refusal, served_context
 from ..plan.revisions import Revisions
 from ..report import ClusterReport
-from ..supervise.children import TICK, Children
+from ..supervise.children import TICK, Children, Output
 from ..supervise.core import Log, Phase, SupervisorCore
 from ..supervise.hangs import HangLimits
 from . import banner
@@ -194,10 +194,9 @@ class LocalCluster:
 
     def _make_backend(self, emit: Callable[[MemberEvent], None]) -> LocalBackend:
         limits = HangLimits(worker_timeout=self._settings.worker_timeout)
-        core, level = SupervisorCore(hang_limits=limits), self._settings.log_level
-        children = Children(
-            self._loop, core, lambda: self._folder, self._out, emit, level, as_json=self._json
-        )
+        core = SupervisorCore(hang_limits=limits)
+        output = Output(self._out, self._settings.log_level, self._json)
+        children = Children(self._loop, core, lambda: self._folder, output, emit)
         self._backend = LocalBackend(children, self._refusal)
         return self._backend
 

@@ -24,7 +24,7 @@ from baton.runtime.net.loop import Loop
 from ..controller.backend import MemberDown, MemberEnded, MemberEvent, MemberStarted
 from ..local.run_folder import RunFolder, sweep
 from ..messages import SUPERVISOR, json_line, sentence
-from ..supervise.children import Children
+from ..supervise.children import Children, Output
 from ..supervise.core import Log, SupervisorCore, describe_exit
 from ..supervise.process import ProcessSpec
 from ..supervise.restart import RestartLimits
@@ -96,10 +96,10 @@ class Supervisor:
         self._folder: RunFolder | None = None
         core = SupervisorCore(limits or RestartLimits(), reports=False)
         as_json = _write if process.json_log else None
+        output = Output(self._say, "debug", as_json)
         self._children = Children(
-            self._loop, core, self._run_folder, self._say, self._on_child, "debug", retry=True,
-            as_json=as_json,
-        )  # fmt: skip
+            self._loop, core, self._run_folder, output, self._on_child, retry=True
+        )
         self._ended = threading.Event()
         self._loop.post(lambda: self._children.start(process))
         self._thread = threading.Thread(target=self._run, name="supervisor")

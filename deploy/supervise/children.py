@@ -59,14 +59,25 @@ TICK = 0.1
 _log = get_logger()
 
 
+@dataclass(slots=True, frozen=True)
+class Output:
+    """Where lines go.
+
+    ``out``: receives lines for the operator, and the children's log lines of severity ``level`` and
+    above. ``as_json``: receives the children's lines as JSON, instead of ``out``.
+    """
+
+    out: Callable[[str], object]
+    level: str
+    as_json: Callable[[str], object] | None = None
+
+
 class Children:
     """The children of one supervisor.
 
-    ``folder``: returns the folder of the config files. ``out``: receives lines for the operator,
-    and the children's log lines of severity ``log_level`` and above. ``emit``: receives
-    MemberStarted, MemberServes, MemberDown and MemberEnded in a later turn of the loop. ``retry``:
-    start again after the system refused a first start, for example because the disk is full.
-    ``as_json``: receives the children's log lines as JSON, instead of ``out``.
+    ``folder``: returns the folder of the config files. ``emit``: receives MemberStarted,
+    MemberServes, MemberDown and MemberEnded in a later turn of the loop. ``retry``: start again
+    after the system refused a first start, for example because the disk is full.
     """
 
     def __init__(
@@ -74,23 +85,19 @@ class Children:
         loop: Loop,
         core: SupervisorCore,
         folder: Callable[[], RunFolder],
-        out: Callable[[str], object],
+        output: Output,
         emit: Callable[[MemberEvent], object],
-        log_level: str,
         *,
         retry: bool = False,
-        as_json: Callable[[str], object] | None = None,
     ) -> None:
         self._loop = loop
         self._core = core
         self._folder = folder
         self._place = Path(tempfile.gettempdir())
-        self._out = out
+        self._out = output.out
         self._emit = emit
         self._retry = retry
-        self._log = ChildLog(
-            out, log_level, lambda name, turns: self._decide(Alive(name, turns)), as_json
-        )
+        self._log = ChildLog(output, lambda name, turns: self._decide(Alive(name, turns)))
         self._oom = OomWatch()
         self._certifier = Certifier(loop)
         self._weights = WeightsMemories()
@@ -264,22 +271,19 @@ _OF_LINE = ("event", "process", "raw")
 class ChildLog:
     """Handles the log events of child processes: lines, progress of loading, reasons of exits.
 
-    ``out`` receives lines of severity ``level`` and above. ``on_life`` receives the process name
-    and the completed turns of each heartbeat to the supervisor. ``as_json``: receives the
-    children's lines as JSON.
+    ``on_life`` receives the process name and the completed turns of each heartbeat to the
+    supervisor.
     """
 
     def __init__(
         self,
-        out: Callable[[str], object],
-        level: str,
+        output: Output,
         on_life: Callable[[str, int], object] = lambda _name, _turns: None,
-        as_json: Callable[[str], object] | None = None,
     ) -> None:
-        self._out, self._as_json = out, as_json
+        self._out, self._as_json = output.out, output.as_json
         self._on_life = on_life
-        self._shown_from = _SEVERITY[level]
-        self._progress = LoadProgress(out)
+        self._shown_from = _SEVERITY[output.level]
+        self._progress = LoadProgress(output.out)
         self._last_error: dict[str, str] = {}
         self._last_words: dict[str, str] = {}
         self._refused: set[str] = set()

@@ -31,7 +31,7 @@ from ..keys.keyring import KeyRing
 from ..keys.zap import Doorkeeper
 from ..net.descriptors import raise_open_files
 from ..net.loop import Loop
-from ..net.sockets import Context
+from ..net.wiring import Wiring
 from . import os_settings
 from .log import configure, get_logger, never_block
 from .os_settings import on_stop_signal
@@ -176,7 +176,7 @@ class Shell(Protocol):
         ...
 
 
-MakeShell = Callable[[Loop, Context, Doorkeeper | None], Shell]
+MakeShell = Callable[[Wiring, Doorkeeper | None], Shell]
 
 
 def run_incarnations(keys: KeyRing | None, make: MakeShell) -> int:
@@ -209,7 +209,7 @@ def _run_one(keys: KeyRing | None, make: MakeShell) -> tuple[int, bool, bool]:
     """
     loop, context = Loop(), zmq.Context[zmq.Socket[bytes]]()
     doors = None if keys is None else Doorkeeper(context, keys)
-    shell = make(loop, context, doors)
+    shell = make(Wiring(loop, context, keys), doors)
     on_stop_signal(loop, partial(_stop, loop, shell))
     loop.on_signal(TURN_SIGNAL, shell.turn)
     if doors is not None:

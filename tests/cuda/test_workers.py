@@ -28,6 +28,7 @@ from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 from baton.runtime.net.channel import ChannelOptions
 from baton.runtime.net.loop import Loop
 from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.net.wiring import Wiring
 from baton.worker.events import FromRouter
 from baton.worker.membership import Membership, WorkerIdentity
 
@@ -59,6 +60,7 @@ class Workers:
     ) -> None:
         self.loop = Loop()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        wiring = Wiring(self.loop, self.context)
         self.said: list[Message] = []
         runners = [load_runner(config_of(folder), backend=CudaBackend(d)) for d in devices]
         address = {role: f"ipc://{place}/{role}" for role in ("prefill", "decode", "data")}
@@ -67,8 +69,7 @@ class Workers:
         data = RouterChannel(self.context, address["data"], options=DATA_OPTIONS)
         self.decode = DecodeShell(
             DecodeWorkerConfig(worker_id="d", endpoint=address["decode"], **fields),
-            runners[1], self.member("decode", control, runners[1]), control, data, self.loop,
-            self.context,
+            runners[1], self.member("decode", control, runners[1]), control, data, wiring
         )  # fmt: skip
         control = RouterChannel(self.context, address["prefill"])
         ticket = runners[0].backend.pool_ticket(runners[0].pool) if in_place else None
@@ -78,8 +79,8 @@ class Workers:
                 worker_id="p", endpoint=address["prefill"], stream_tokens=8, token_budget=16,
                 frame_bytes=4096, **fields,
             ),
-            runners[0], self.member("prefill", control, runners[0]), control, self.loop,
-            self.context, ticket,
+            runners[0], self.member("prefill", control, runners[0]), control, wiring,
+            ticket,
         )  # fmt: skip
         welcome = Welcome(router="router", incarnation=1, key=KEY)
         self.decode.feed(FromRouter("router", welcome))

@@ -4,12 +4,12 @@ import re
 import pytest
 
 from baton.deploy.messages import json_line
-from baton.deploy.supervise.children import ChildLog
+from baton.deploy.supervise.children import ChildLog, Output
 
 
 def ended(*events, code=1, level="warning"):
     lines = []
-    log = ChildLog(lines.append, level)
+    log = ChildLog(Output(lines.append, level))
     for event in events:
         log.handle("decode-0", event)
     return (*log.ended("decode-0", code), lines)
@@ -36,7 +36,7 @@ def test_an_interpreter_s_last_words_count_unless_a_signal_ended_it():
 
 def test_lines_below_the_level_are_not_shown_and_nothing_is_kept_for_the_next():
     lines = []
-    log = ChildLog(lines.append, "error")
+    log = ChildLog(Output(lines.append, "error"))
     log.handle("a", {"event": "x", "level": "warning"})
     log.handle("a", {"event": "y", "level": "error"})
     assert lines == ["a: error: y"]
@@ -46,7 +46,7 @@ def test_lines_below_the_level_are_not_shown_and_nothing_is_kept_for_the_next():
 
 def test_as_json_a_line_keeps_its_fields_and_its_time():
     text, lines = [], []
-    log = ChildLog(text.append, "info", as_json=lines.append)
+    log = ChildLog(Output(text.append, "info", lines.append))
     at = "2026-11-23T07:00:00.000000Z"
     event = {"event": "x.y", "level": "info", "timestamp": at, "role": "decode", "blocks": 3}
     log.handle("decode-0", {**event, "process": "decode-0"})

@@ -9,7 +9,7 @@ import pytest
 from baton.deploy.config import ServeSettings, check
 from baton.deploy.controller.backend import MemberEnded
 from baton.deploy.local.run_folder import RunFolder
-from baton.deploy.supervise.children import Children
+from baton.deploy.supervise.children import Children, Output
 from baton.deploy.supervise.core import Log, SupervisorCore
 from baton.deploy.supervise.process import ProcessSpec
 from baton.proto.errors import ConfigError
@@ -36,9 +36,8 @@ def run(loop, seconds=0.5):
 
 
 def make_children(loop, folder, events):
-    return Children(
-        loop, SupervisorCore(), lambda: folder, lambda _line: None, events.append, "info"
-    )
+    output = Output(lambda _line: None, "info")
+    return Children(loop, SupervisorCore(), lambda: folder, output, events.append)
 
 
 @pytest.mark.integration

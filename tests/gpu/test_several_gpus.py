@@ -143,7 +143,8 @@ def test_instances_of_a_split_gpu_do_not_map_memory(with_cupy: dict[str, str]) -
 
 
 SEES = """
-from baton.engine.loading.loader import RunnerConfig, _load_backend
+from baton.engine.loading.loader import _load_backend
+from baton.engine.loading.runner_config import RunnerConfig
 print(_load_backend(RunnerConfig(model="", backend="cuda", instance="%s")).gpu.device)
 """
 

@@ -12,6 +12,7 @@ from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import GrammarSpec, Ping, PrefillToDecode, Reserve
 from baton.runtime.net.channel import ChannelOptions
 from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.net.wiring import Wiring
 
 pytestmark = pytest.mark.integration
 
@@ -21,12 +22,7 @@ class Ears:
 
     def __init__(self, loop, context) -> None:
         self.told: list[object] = []
-        self.links = DecodeSockets(
-            loop,
-            context,
-            "prefill-0",
-            self.feed,
-        )
+        self.links = DecodeSockets(Wiring(loop, context), "prefill-0", self.feed)
 
     def feed(self, event: PeerEvent) -> None:
         if isinstance(event, PeerUp):

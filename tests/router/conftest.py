@@ -48,7 +48,7 @@ from baton.router.events import (
     ToWorker,
     WorkersGone,
 )
-from baton.router.records import ANYBODY, Caller, State
+from baton.router.records import ANYBODY, Authentication, Caller, State
 
 M = TypeVar("M", bound=Message)
 
@@ -357,7 +357,12 @@ def make_bench() -> Callable[..., Bench]:
         **settings: Any,
     ) -> Bench:
         config = make_config(**settings)
-        return Bench(config, files=files, caller_of=caller_of, fresh_stories=fresh_stories)
+        return Bench(
+            config,
+            files=files,
+            authentication=Authentication(client=caller_of),
+            fresh_stories=fresh_stories,
+        )
 
     return make
 

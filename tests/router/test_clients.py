@@ -29,7 +29,7 @@ from baton.proto.wire.messages import (
 from baton.proto.wire.wire_context import WireSampling, WireTokens
 from baton.router.core import RouterCore
 from baton.router.events import ClientFull, ClientWritable, FromClient, StopRequested
-from baton.router.records import TAKEOVER, Caller
+from baton.router.records import TAKEOVER, Authentication, Caller
 from baton.router.request_table import MAX_CANCELLED
 
 
@@ -234,10 +234,8 @@ def test_the_end_of_an_absent_clients_request_is_kept_for_that_client(make_bench
 def test_a_client_sees_its_own_requests_and_no_paths(make_bench):
     keys = {b"client": b"K1", b"second": b"K1", b"other": b"K2"}
     bench = make_bench(model_folder="/secret/place/tiny")
-    bench.core = RouterCore(
-        bench.config, incarnation=77, now=bench.now,
-        caller_of=lambda who: Caller(keys.get(who, b"K3"), operator=who == b"operator"),
-    )  # fmt: skip
+    callers = Authentication(lambda who: Caller(keys.get(who, b"K3"), operator=who == b"operator"))
+    bench.core = RouterCore(bench.config, incarnation=77, now=bench.now, authentication=callers)
     prefill, _ = bench.pair()
     mine, assign = bench.run()
     prefill.report(assign)

@@ -28,7 +28,7 @@ from baton.proto.wire.proofs import (
     worker_key,
 )  # fmt: skip
 from baton.router.authorization import hello_refusal
-from baton.router.records import NO_KEY, WorkerCaller
+from baton.router.records import NO_KEY, Authentication, WorkerCaller
 from baton.runtime.keys.allowed import AllowedKeys, KeyEntry
 
 from .conftest import KEY, Bench, make_config
@@ -43,7 +43,8 @@ class Keyed:
     def __init__(self) -> None:
         self.callers: dict[bytes, WorkerCaller] = {}
         self.bench = Bench(
-            make_config(), worker_of=lambda identity, _name: self.callers.get(identity, NO_KEY)
+            make_config(),
+            authentication=Authentication(worker=lambda who, _name: self.callers.get(who, NO_KEY)),
         )
 
     def join(self, role: str, key: bytes, name: str, *, vouched: bool = False, **fields):

@@ -9,6 +9,7 @@ import numpy as np
 from baton.proto.wire.envelope import EnvelopeDecoder
 from baton.proto.wire.messages import Ping, Terminal, WorkerToRouter
 from baton.runtime.net.sockets import RouterChannel
+from baton.runtime.net.wiring import Wiring
 from baton.worker.events import RouterDown, RouterUp
 from baton.worker.router_links import RouterLinks
 
@@ -31,7 +32,7 @@ def test_every_connection_has_an_identity_of_its_own(loop, drive, context, tmp_p
 
     events: list[type] = []
     router = listen()
-    links = RouterLinks(loop, context, {"r": address}, "worker:1", deliver)
+    links = RouterLinks(Wiring(loop, context), {"r": address}, "worker:1", deliver)
     drive.until(lambda: len(heard) == 1)
     router.close()
     drive.until(lambda: RouterDown in events)
@@ -54,7 +55,7 @@ def test_what_a_router_says_in_vain_is_counted(loop, drive, context, tmp_path):
         links.send("r", Ping())
         links.flush()
 
-    links = RouterLinks(loop, context, {"r": address}, "worker:1", deliver, dropped=dropped)
+    links = RouterLinks(Wiring(loop, context), {"r": address}, "worker:1", deliver, dropped=dropped)
     drive.until(lambda: dropped["router_decode_failed"] == 1)
     links.close()
     router.close()
@@ -79,7 +80,7 @@ def test_a_turn_larger_than_an_envelope_is_split_and_reaches_every_router(
             ups.append(event.router)
 
     addresses = {name: router.endpoint for name, router in routers.items()}
-    links = RouterLinks(loop, context, addresses, "worker:1", deliver)
+    links = RouterLinks(Wiring(loop, context), addresses, "worker:1", deliver)
     drive.until(lambda: len(ups) == 2)
     vector = np.ones(4096, np.float32)
     for number in range(1100):
@@ -103,7 +104,7 @@ def test_an_end_that_no_envelope_can_carry_becomes_an_error(loop, drive, context
     ups: list[object] = []
     dropped: Counter[str] = Counter()
     links = RouterLinks(
-        loop, context, {"r": router.endpoint}, "worker:1", ups.append, dropped=dropped
+        Wiring(loop, context), {"r": router.endpoint}, "worker:1", ups.append, dropped=dropped
     )
     drive.until(lambda: RouterUp("r") in ups)
     request = b"r" * 16
