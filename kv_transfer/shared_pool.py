@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import mmap
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +75,7 @@ def can_share() -> bool:
 
 
 def map_pool(ticket: PoolTicket, layout: KVLayout) -> F32:
-    """Map another process's pool: float32 ``[L, NB, 2, Hk, BS, D]``, read-only.
+    """Map another process's pool ``[L, NB, 2, Hk, BS, E]`` in the layout's type, read-only.
 
     The pool stays mapped while the array or a view of it lives. Raises OSError if the memory
     cannot be reached (another host or user, or the owner has ended), and ValueError if the memory
@@ -105,9 +104,8 @@ def _map(ticket: PoolTicket, layout: KVLayout) -> mmap.mmap:
 
 
 def _as_pool(memory: mmap.mmap, layout: KVLayout) -> F32:
-    blocks = (len(memory) - HEAD_BYTES) // (layout.num_layers * layout.block_bytes)
-    shape = (layout.num_layers, blocks, *layout.block_shape)
-    return np.frombuffer(memory, np.float32, math.prod(shape), HEAD_BYTES).reshape(shape)
+    content = np.frombuffer(memory, np.uint8, offset=HEAD_BYTES)
+    return cast(F32, layout.blocks_of(content, layout.num_layers))
 
 
 def unmap(memory: Mapping) -> None:
@@ -200,7 +198,7 @@ class MappedPools:
         return memory, _as_pool(memory, self._layout)
 
     def get(self, incarnation: int) -> F32 | None:
-        """Return the pool of an incarnation, float32 ``[L, NB, 2, Hk, BS, D]``, or None."""
+        """Return the pool of an incarnation, ``[L, NB, 2, Hk, BS, E]``, or None."""
         known = self._pools.get(incarnation)
         return None if known is None else known[2]
 

@@ -18,6 +18,7 @@ from baton.engine.kernels.load import load_backend
 from baton.engine.pipeline.model import make_pool
 from baton.kv_transfer.frames import FramePacker, FrameWriter
 from baton.kv_transfer.shared_pool import MappedPools, PoolOwner, can_share, map_pool, unmap
+from baton.proto.layout import KV_TYPES
 from baton.proto.wire.messages import GrantRef, KVFrame, PoolTicket
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -45,6 +46,18 @@ def filled() -> tuple[PoolOwner, np.ndarray]:
     pool = make_pool(LAYOUT, BLOCKS, owner.allocate)
     np.random.default_rng(5).standard_normal(out=pool, dtype=np.float32)
     return owner, pool
+
+
+@pytest.mark.parametrize("dtype", KV_TYPES)
+def test_a_pool_of_any_type_is_mapped(dtype: str) -> None:
+    layout = msgspec.structs.replace(LAYOUT, dtype=dtype)
+    owner = PoolOwner()
+    pool = make_pool(layout, BLOCKS, owner.allocate)
+    raw = pool.view(np.uint8).reshape(-1)
+    raw[:] = np.random.default_rng(6).integers(0, 256, raw.size)
+    mapped = map_pool(owner.ticket, layout)
+    assert (mapped.shape, mapped.dtype) == (pool.shape, pool.dtype)
+    assert mapped.tobytes() == pool.tobytes()
 
 
 def descriptors() -> int:
