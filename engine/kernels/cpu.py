@@ -40,7 +40,7 @@ from .host_backend import AfterPart, HostPictures
 from .memory import Arena
 from .shared_weights import SharedArena, opened
 
-REVISIONS = {"amx": 4, "avx512bf16": 1, "avx512": 1, "avx2": 1, "plain": 1}
+REVISIONS = {"amx": 4, "avx512bf16": 2, "avx512": 1, "avx2": 1, "plain": 1}
 """Increase an instruction set's number when a change of the C code changes a bit of its results."""
 
 _start_threads = _cpu.start_threads
@@ -108,9 +108,8 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
     ``plain``); None selects the best one of this machine. ``amx`` uses matrix tiles for bfloat16
     weights and for the parts of attention that may be rounded. There it rounds the other factor to
     bfloat16, sums in float32, and computes a gated MLP in one kernel. ``avx512bf16`` rounds the
-    other factor of products with bfloat16 weights too. Elsewhere both equal ``avx512``. Wrong
-    arguments raise ValueError before anything is written. ``floats``: a model's quantized weights
-    become float32.
+    same factors, and adds in another order. Elsewhere both equal ``avx512``. Wrong arguments raise
+    ValueError before anything is written. ``floats``: a model's quantized weights become float32.
 
     ``threads``: threads that share the work of a call. All backends of a process share the helper
     threads; a call that finds them in use by another one computes alone.

@@ -190,9 +190,10 @@ static void weigh(const Tiled *t, const Tile *tile, int64_t first, int64_t tall)
     FENCE();
 }
 
-static void visit(const Walk *w, const Place *at, const Tile *tile, const Tile *next) {
+static void visit(const Walk *w, const Place *at, Tile *tile, const Tile *next) {
     const Tiled *t = (const Tiled *)w;
     int64_t tall = tall_of(w);
+    open_tile(w->a, tile, w->rows);
     if (w->count <= FEW) {
         visit_few(w, at, t->positions, tile, next);
         return;

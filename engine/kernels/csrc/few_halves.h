@@ -7,17 +7,14 @@
  */
 #include "few.h"
 
+#include "halves.h"
+
 #define TERMS 32       /* dims or keys of one tile product */
 #define FLUSHED 0x8040 /* of MXCSR: flush subnormal numbers to zero when read or written */
 
 static inline vf half_low(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 static inline vf half_high(__m512i pairs) {
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
-}
-
-/* Round 32 floats to bfloat16, `low` ones first. */
-static inline __m512i halves_of(const float *low, const float *high) {
-    return (__m512i)_mm512_cvtne2ps_pbh(v_load(high), v_load(low));
 }
 
 static inline vf v_round(vf x) {

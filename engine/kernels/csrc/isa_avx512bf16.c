@@ -1,7 +1,8 @@
 /* Products with bfloat16 weights by VDPBF16PS (Zen 4, Cooper Lake and later); all other kernels are
  * the AVX-512 ones. The instruction multiplies twice as many numbers as one of float32.
  *
- * x is rounded to bfloat16 as for matrix tiles (isa_amx.c). Sums stay float32.
+ * x is rounded to bfloat16 as for matrix tiles (isa_amx.c). Sums stay float32. Attention of such
+ * models is in attention_pairs.h.
  *
  * Invariant: an output starts at the bias and takes the pairs of terms in order, of each pair the odd
  * term first, by a fused multiply-add; subnormal numbers are zero. So matrix.h computes it, if a
@@ -12,6 +13,7 @@
 #ifdef HAVE_PAIRS
 #include <cpuid.h>
 #include <immintrin.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -99,6 +101,12 @@ static int product_pairs(const Product *l) {
     return failed;
 }
 
+#include "kv_rows.h"
+
+#include "elementwise.h"
+
+#include "attention_pairs.h"
+
 static int has_pairs(void) {
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
@@ -112,6 +120,7 @@ int add_pairs(Kernels *kernels) {
     kernels->terms_halves = 2;
     kernels->pack = pack_pairs;
     kernels->product = product_pairs;
+    kernels->attention = attention_of_pairs;
     return 1;
 }
 

@@ -198,7 +198,8 @@ extern const Kernels kernels_avx512, kernels_avx2, kernels_plain;
  * system or the compiler does not support AMX. Asks the system for permission once per process. */
 int add_tiles(Kernels *);
 
-/* The AVX-512 kernels with bf16 products by instructions for pairs of bfloat16; 0 as add_tiles. */
+/* The AVX-512 kernels with bf16 products and attention by instructions for pairs of bfloat16; 0 as
+ * add_tiles. */
 int add_pairs(Kernels *);
 
 /* Attention with all factors rounded to bfloat16. Dims that do not fill whole tiles use

@@ -34,6 +34,12 @@ static inline int64_t rows_of(const Attention *a) {
     return a->kind == KV_FLOATS ? 0 : 2 * TILE_KEYS * a->dim;
 }
 
+/* Rows before and after the keys that some row sees are the first and the last of these. */
+static inline void clamp(Tile *tile) {
+    for (int j = 0; j < tile->from; j++) tile->key[j] = tile->key[tile->from];
+    for (int j = tile->to; j < TILE_KEYS; j++) tile->key[j] = tile->key[tile->to - 1];
+}
+
 /* Make the rows of a tile readable, in `rows` unless the cache has floats. */
 static void open_tile(const Attention *a, Tile *tile, float *rows) {
     const int64_t dim = a->dim;
@@ -45,8 +51,7 @@ static void open_tile(const Attention *a, Tile *tile, float *rows) {
         open_row(a->kind, tile->stored[j], row, dim);
         open_row(a->kind, tile->stored[j] + tile->to_stored, row + tile->to_value, dim);
     }
-    for (int j = 0; j < tile->from; j++) tile->key[j] = tile->key[tile->from];
-    for (int j = tile->to; j < TILE_KEYS; j++) tile->key[j] = tile->key[tile->to - 1];
+    clamp(tile);
 }
 
 /* First position that a row sees. */

@@ -45,8 +45,8 @@ static void finish(const Walk *w, const Place *at) {
     }
 }
 
-/* Processes one tile, while `next` is prefetched. */
-typedef void Visit(const Walk *, const Place *, const Tile *, const Tile *next);
+/* Opens and processes one tile, while `next` is prefetched. */
+typedef void Visit(const Walk *, const Place *, Tile *, const Tile *next);
 
 /* Units of a walk: the KV heads of the rows that are processed together. */
 static int64_t units_of(const Attention *a, int64_t together) {
@@ -89,7 +89,6 @@ static void walk(Walk *w, int64_t together, int64_t from, int64_t to,
             begin(w, &here);
             if (ready) ready(w, &here);
         }
-        open_tile(a, tile, w->rows);
         visit(w, &here, tile, left > 0 ? next : tile);
         if (last) finish(w, &here);
         Tile *done = tile;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ Array = npt.NDArray[np.generic]
 
 
 def rounds(numerics: str) -> bool:
-    """Whether products with bfloat16 weights round x to bfloat16."""
+    """Whether products with bfloat16 weights, and their models' attention, round to bfloat16."""
     return numerics.endswith(("amx", "bf16"))
 
 
@@ -30,11 +30,21 @@ def instruction_sets() -> list[str]:
 
 
 ISAS = instruction_sets()
+ROUNDING = ["amx", "avx512bf16"]
+"""Instruction sets with products of bfloat16."""
 KNOWN = ["amx", "avx512bf16", "avx512", "avx2", "plain"]
-COMPILED = [
-    isa if isa in ISAS else pytest.param(isa, marks=pytest.mark.skip(f"no {isa} kernels here"))
-    for isa in KNOWN
-]
+
+
+def or_skipped(names: Sequence[str], suffix: str = "") -> list[object]:
+    """Parameters of instruction sets; those that this machine lacks are skipped."""
+    marks = {isa: pytest.mark.skip(f"no {isa} kernels here") for isa in {*names} - {*ISAS}}
+    return [
+        pytest.param(f"{isa}{suffix}", marks=marks[isa]) if isa in marks else f"{isa}{suffix}"
+        for isa in names
+    ]
+
+
+COMPILED = or_skipped(KNOWN)
 
 
 @pytest.fixture(params=["numpy", *COMPILED])

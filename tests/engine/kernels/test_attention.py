@@ -13,7 +13,7 @@ import pytest
 
 from baton.engine.kernels.load import load_backend
 
-from .conftest import COMPILED, ISAS
+from .conftest import COMPILED, ROUNDING, or_skipped
 
 EPS = 2.0**-24
 # heads, KV heads, dim, block size
@@ -41,14 +41,18 @@ class Halves:
         self._backend.attention(*arguments, **named, halves=True)
 
 
-@pytest.fixture(params=[*COMPILED, "amx-halves"])
+@pytest.fixture(params=or_skipped(ROUNDING))
+def halves(request):
+    """Backends whose attention rounds its operands to bfloat16."""
+    return Halves(load_backend("cpu", isa=request.param))
+
+
+@pytest.fixture(params=[*COMPILED, *or_skipped(ROUNDING, "-halves")])
 def compiled(request):
-    """Backends that promise row independence, and matrix tiles."""
-    if request.param != "amx-halves":
-        return load_backend("cpu", isa=request.param)
-    if "amx" not in ISAS:
-        pytest.skip("no amx kernels here")
-    return Halves(load_backend("cpu", isa="amx"))
+    """Backends that promise row independence, also those that round."""
+    isa, _, rounded = request.param.partition("-")
+    backend = load_backend("cpu", isa=isa)
+    return Halves(backend) if rounded else backend
 
 
 @dataclass
@@ -235,46 +239,40 @@ def test_rows_asked_for_at_the_end_see_the_whole_sequence(backend, oracle, shape
     assert np.abs(out - exact).max() < EPS * 100
 
 
-@pytest.mark.skipif("amx" not in ISAS, reason="no amx kernels here")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] % 32 == 0])
-def test_tiles_are_as_near_as_bfloat16_allows(oracle, poisoned, shape, window):
+def test_halves_are_as_near_as_bfloat16_allows(halves, oracle, poisoned, shape, window):
     """Values of size 1, weights and scores are rounded by at most 2^-8 of their size."""
     p = paged(1, shape, 150)
     exact = attend(
         oracle, Paged(p.q.astype(float), p.kv.astype(float), p.table), slice(None), window
     )
-    backend = Halves(load_backend("cpu", isa="amx"))
-    out = attend(backend, p, slice(None), window, poisoned(150, shape[0] * shape[2]))
+    out = attend(halves, p, slice(None), window, poisoned(150, shape[0] * shape[2]))
     distance = np.abs(out - exact)
     assert EPS * 100 < distance.max() < 2.0**-6
     assert distance.mean() < 2.0**-9
 
 
-@pytest.mark.skipif("amx" not in ISAS, reason="no amx kernels here")
 @pytest.mark.parametrize("shape", [(8, 1, 32, 16), (9, 1, 64, 16), (16, 1, 32, 8), (3, 3, 96, 16)])
-def test_few_queries_have_the_bits_of_tiles(shape):
-    """Numbers of any size, subnormal ones too; up to 8 queries use no tiles."""
+def test_few_queries_have_the_bits_of_many(halves, shape):
+    """Numbers of any size, subnormal ones too; up to 8 queries use no tiles of AMX."""
     p, rng = paged(9, shape, 200), np.random.default_rng(10)
     p.q *= np.exp2(rng.integers(-130, 1, (*p.q.shape[:2], 1))).astype(np.float32)
     p.kv *= np.exp2(rng.integers(-130, 1, (len(p.kv), 2, 1, 1, 1))).astype(np.float32)
-    backend = Halves(load_backend("cpu", isa="amx"))
-    whole = attend(backend, p, slice(None))
+    whole = attend(halves, p, slice(None))
     for row in range(200):
-        assert np.array_equal(attend(backend, p, slice(row, row + 1))[0], whole[row]), row
+        assert np.array_equal(attend(halves, p, slice(row, row + 1))[0], whole[row]), row
 
 
-@pytest.mark.skipif("amx" not in ISAS, reason="no amx kernels here")
 @pytest.mark.parametrize("step", [64, 24, -64])
-def test_a_peak_that_grows_from_tile_to_tile(oracle, step):
+def test_a_peak_that_grows_from_tile_to_tile(halves, oracle, step):
     """Scores of one tile are equal, the next 8, 3 or -8 larger, exact in bfloat16."""
     p = paged(11, (4, 2, 64, 16), 200)
     at = np.arange(200)
     p.q[:], p.q[:, :, 0] = 0, 1
     p.kv[p.table[at // 16], 0, :, at % 16, 0] = (at // 64 * step)[:, None]
     exact = attend(oracle, Paged(p.q.astype(float), p.kv.astype(float), p.table), slice(None))
-    backend = Halves(load_backend("cpu", isa="amx"))
-    whole = attend(backend, p, slice(None))
+    whole = attend(halves, p, slice(None))
     assert np.abs(whole - exact).max() < 2.0**-7
     for row in (63, 64, 140, 199):
-        assert np.array_equal(attend(backend, p, slice(row, row + 1))[0], whole[row])
+        assert np.array_equal(attend(halves, p, slice(row, row + 1))[0], whole[row])

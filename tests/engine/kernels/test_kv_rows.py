@@ -16,7 +16,7 @@ from baton.engine.kernels.kv_rows import opened, spread, stored
 from baton.engine.kernels.load import load_backend
 from baton.proto.layout import ELEMENTS, KV_TYPES
 
-from .conftest import ISAS
+from .conftest import ROUNDING, or_skipped
 
 SIZES = [(6, 2, 64, 16), (12, 2, 128, 16), (3, 1, 20, 5), (4, 4, 80, 8), (8, 1, 16, 1)]
 PAIRS = [(kind, rounding) for i, kind in enumerate(KV_TYPES) for rounding in KV_TYPES[i:]]
@@ -321,50 +321,50 @@ def test_bits_depend_on_neither_threads_nor_other_rows(rng, kind):
         assert np.array_equal(found, together[row])
 
 
-# ------------------------------------------------------------------ attention on tiles
+# ------------------------------------------------------------------ attention in bfloat16
 
 
-@pytest.fixture
-def tiles():
-    if "amx" not in ISAS:
-        pytest.skip("no amx kernels here; see test_emulated_tiles.py")
-    return load_backend("cpu", isa="amx")
+@pytest.fixture(params=or_skipped(ROUNDING))
+def halves(request):
+    """Backends whose attention rounds its operands to bfloat16."""
+    return load_backend("cpu", isa=request.param)
 
 
-TILED = [size for size in SIZES if size[2] % 32 == 0]
+ROUNDED = [size for size in SIZES if size[2] % 32 == 0]
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)
 @pytest.mark.parametrize("window", [0, 9, 100])
-@pytest.mark.parametrize("shape", TILED, ids=str)
-def test_tiles_round_only_the_weights_of_bfloat16_rows(tiles, rng, shape, window, kind):
+@pytest.mark.parametrize("shape", ROUNDED, ids=str)
+def test_only_the_weights_of_bfloat16_rows_are_rounded(halves, rng, shape, window, kind):
     """The softmax's weights are rounded by at most 2^-9 of their size, powers are exact to 3e-6."""
     scene = Scene(rng, shape, kind)
     scene.pool = stored(opened(stored(opened(scene.pool), "bfloat16")), kind)
     wanted = scene.oracle(window, halves=True)
-    distance = np.abs(scene.attention(tiles, window, halves=True) - wanted)
+    distance = np.abs(scene.attention(halves, window, halves=True) - wanted)
     largest = np.abs(opened(scene.pool)[..., 1, :, :, :]).max()
     assert 2e-5 * np.abs(wanted).max() < distance.max() < 2.0**-8 * largest
     assert distance.mean() < 2.0**-10 * np.abs(wanted).mean()
 
 
-@pytest.mark.parametrize("shape", TILED, ids=str)
-def test_tiles_have_the_same_bits_in_every_type_that_holds_the_rows(tiles, rng, shape):
+@pytest.mark.parametrize("shape", ROUNDED, ids=str)
+def test_rounded_attention_has_the_same_bits_in_every_type(halves, rng, shape):
     scene = Scene(rng, shape, "int8")
-    narrow, values = scene.attention(tiles, halves=True), opened(scene.pool)
+    narrow, values = scene.attention(halves, halves=True), opened(scene.pool)
     for kind in ("bfloat16", "float32"):
         scene.pool = np.ascontiguousarray(stored(values, kind))
-        assert np.array_equal(scene.attention(tiles, halves=True), narrow)
+        assert np.array_equal(scene.attention(halves, halves=True), narrow)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_bits_of_tiles_depend_on_neither_threads_nor_other_rows(tiles, rng, kind):
+def test_bits_of_rounded_attention_depend_on_the_row_alone(halves, rng, kind):
     scene = Scene(rng, SIZES[1], kind)
-    together = scene.attention(tiles, halves=True)
+    together = scene.attention(halves, halves=True)
     for threads in (2, 3):
-        several = load_backend("cpu", isa="amx", threads=threads)
+        isa = halves.numerics.rpartition("-")[2]
+        several = load_backend("cpu", isa=isa, threads=threads)
         assert np.array_equal(scene.attention(several, halves=True), together)
-    for row, alone in scene.rows_alone(tiles, halves=True):
+    for row, alone in scene.rows_alone(halves, halves=True):
         assert np.array_equal(alone, together[row])
 
 
