@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 import baton.extend
+from baton.engine.models.registry import ARCHITECTURES
 from baton.extend import Ended, Placing, Prompt, Ways, WorkerFacts
 from baton.extend.resolve import POINTS
+from baton.simulator.__main__ import OWN_SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -44,6 +46,24 @@ def test_every_example_is_short_and_on_the_page():
 def test_the_page_shows_the_whole_example(name, first):
     code = (ROOT / "examples" / "extend" / f"{name}.py").read_text()
     assert f"```python\n{code[code.index(first) :]}```" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("row", "generates"), [("generate text", True), ("embeddings alone", False)]
+)
+def test_the_page_of_compatibility_lists_the_architectures(row, generates):
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    (cell,) = re.findall(rf"^\| {row} \| (.*) \|$", page, re.MULTILINE)
+    named = [
+        name for name, one in ARCHITECTURES.items() if (one.generator is not None) == generates
+    ]
+    assert re.findall(r"`(\w+)`", cell) == named
+    assert "(compatibility.md#architectures)" in PAGE
+
+
+def test_the_page_names_the_scenarios_that_run_by_default():
+    shown = ", ".join(f"`{name}`" for name in OWN_SCENARIOS[:-1])
+    assert f"{shown} and `{OWN_SCENARIOS[-1]}`" in PAGE
 
 
 def test_what_is_exported_exists():

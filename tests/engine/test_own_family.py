@@ -1,5 +1,7 @@
 """Model folders that a user's own class reads: equal bits, and errors that name the class."""
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from baton.proto.errors import CheckpointError, ConfigError
 from .folder_mutations import logits_of
 from .granite_folders import equal_llama, granite_folder
 
-EXAMPLES = str(Path(__file__).parents[2] / "examples" / "extend")
+ROOT = Path(__file__).parents[2]
+EXAMPLES = str(ROOT / "examples" / "extend")
 GRANITE = {"family": "granite_family:Granite", "extensions": EXAMPLES}
 
 
@@ -83,6 +86,19 @@ def test_a_class_that_fails_is_named(name, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load(folder, family=f"{module}:{name}", extensions=str(tmp_path))
     assert said in str(caught.value)
+
+
+def test_the_class_and_the_model_of_the_page(tmp_path):
+    page = (ROOT / "docs" / "extend.md").read_text()
+    (source,) = re.findall(r"```python\n(class MyLlama:.*?)```", page, re.DOTALL)
+    (commands,) = re.findall(r"^(cp -r BATON.*\nsed .*)$", page, re.MULTILINE)
+    (tmp_path / "my_family.py").write_text(source)
+    subprocess.run(commands.replace("BATON", str(ROOT)), shell=True, check=True, cwd=tmp_path)
+    model = tmp_path / "my_model"
+    with pytest.raises(CheckpointError, match="unsupported architecture MyLlamaForCausalLM"):
+        load(model)
+    own = load(model, family="my_family:MyLlama", extensions=str(tmp_path))
+    assert np.array_equal(logits_of(own), logits_of(load(ROOT / "deploy" / "demo_model")))
 
 
 def test_a_class_cannot_change_the_configuration_that_others_read(tmp_path):
