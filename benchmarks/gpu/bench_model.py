@@ -12,6 +12,7 @@ import numpy as np
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.loading.loader import Runner, load_runner
 from baton.engine.loading.runner_config import RunnerConfig
+from baton.engine.pipeline.decode_graph import DecodeGraph
 from baton.engine.pipeline.device_steps import DeviceSteps
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.sampling import SamplingParams
@@ -89,6 +90,10 @@ def decode(
     if graph is not None:
         words += f", graph alone {graph.text}"
         figures["graph_seconds"] = graph.median
+    early = _early_graph(stage, runner)
+    if early is not None:
+        words += f", with dependent launches {early.text}"
+        figures["early_graph_seconds"] = early.median
     held = floor / steps.median >= bar
     return measured(f"decode {rows} x {context}", words, f"{bar:.2f}", held, **figures)
 
@@ -101,11 +106,36 @@ def _block_bytes(runner: Runner) -> int:
 
 def _graph(stage: Stage, runner: Runner) -> Timing | None:
     """The captured step that ran last, by itself."""
+    graph = _last_graph(runner)
+    return None if graph is None else stage.time([graph.replay], 20)
+
+
+def _early_graph(stage: Stage, runner: Runner) -> Timing | None:
+    """The same launches captured again, but those of the model may begin early; None: they cannot.
+
+    The sampler's launches are as before.
+    """
+    graph, early, backend = _last_graph(runner), stage.early, runner.backend
+    if graph is None or early is None or not isinstance(backend, CudaBackend):
+        return None
+    usual, backend.device = backend.device, early
+    try:
+        parts = [early.capture(part._work) for part in graph._parts]
+
+        def replay() -> None:
+            for part in parts:
+                part.replay()
+
+        return stage.time([replay], 20)
+    finally:
+        backend.device = usual
+
+
+def _last_graph(runner: Runner) -> DecodeGraph | None:
     computer = runner.pipeline._computer
     if not isinstance(computer, DeviceSteps) or not computer._graphs:
         return None
-    graph = [*computer._graphs.values()][-1]
-    return None if graph is None else stage.time([graph.replay], 20)
+    return [*computer._graphs.values()][-1]
 
 
 def prefill_flops(shape: Shape, length: int) -> float:

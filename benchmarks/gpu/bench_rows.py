@@ -61,6 +61,18 @@ def rows(stage: Stage) -> Iterator[Line]:
     times = race(stage, [own(stage, [work], _NODES)])
     yield verdict(f"SwiGLU {count} x {wide}", times, Bars(1.5 * gate_up.nbytes / ceiling))
     yield _append(stage, count)
+    yield _node(stage)
+
+
+def _node(stage: Stage) -> Line:
+    """A node of a graph that does next to nothing, also if it may begin before the one before."""
+    runners = []
+    for device, name in ((stage.device, "ours"), (stage.early, "dependent launches")):
+        if device is not None:
+            gate_up, out = device.zeros((1, 16), np.uint16), device.zeros((1, 8), np.uint16)
+            work = partial(elementwise.silu_mul, device, gate_up, out)
+            runners.append(own(replace(stage, device=device), [work], 500, name))
+    return verdict("node of a graph", race(stage, runners), Bars())
 
 
 def _torch_norm(stage: Stage, x: Any, residual: Any, weight: Any, rounds: int) -> Runner:

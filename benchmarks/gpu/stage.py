@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from baton.engine.kernels.bfloat16 import bfloat16_bits
 from baton.engine.kernels.cuda.cupy_device import CupyDevice
 from baton.engine.kernels.cuda.device import Device
+from baton.engine.kernels.cuda.tuning import WGMMA
 
 Work = Callable[[], object]
 _RANDOM = (1 << 22) + 37
@@ -119,6 +121,14 @@ class Stage:
     def cupy(self) -> Any:
         """The CuPy module, None where the device is not CuPy's."""
         return self.device.cupy if isinstance(self.device, CupyDevice) else None
+
+    @property
+    def early(self) -> Device | None:
+        """The device with kernels that may begin before the one before has ended, if it can."""
+        can = self.tiny or int(self.cupy.cuda.Device().compute_capability) >= int(WGMMA)
+        if not can or self.device.tuning.dependent:
+            return None
+        return self.device.tuned(msgspec.structs.replace(self.device.tuning, dependent=True))
 
     def size(self, full: int, tiny: int) -> int:
         """One of two sizes."""

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.kernels.backend import Gpu
+from baton.engine.kernels.cuda.dependent import defines_of
 from baton.engine.kernels.cuda.device import TENSOR_MAP, Argument, Array, Kernel
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 from baton.engine.kernels.cuda.tuning import Tuning
@@ -227,7 +228,6 @@ class HostDevice:
         """Return a device of the same queue with other variants of the kernels."""
         other = copy.copy(self)
         other.tuning, other._libraries = tuning, {}
-        other._defines = (*self._defines, *tuning.defines)
         return other
 
     def with_defines(self, *defines: str) -> HostDevice:
@@ -423,7 +423,8 @@ class HostDevice:
     def _library(self, source: str) -> Library:
         library = self._libraries.get((source, self._variant))
         if library is None:
-            path = build(self._folder / source, self._cache, self._variant, self._defines)
+            defines = (*self._defines, *defines_of(self.tuning, source))
+            path = build(self._folder / source, self._cache, self._variant, defines)
             library = self._libraries[source, self._variant] = Library(path)
         return library
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from baton.engine.kernels.cuda import dependent
 from baton.engine.kernels.cuda.cupy_device import cuda_source
 
 from .gates import (
@@ -104,6 +105,47 @@ def test_variants_that_a_sweep_may_choose_leave_no_value_to_memory(build_cache, 
         assert not kernel.spill_bytes and not kernel.stack_bytes, name
         blocks = tuning.decode_bounds if "attention" in name else 1
         assert kernel.registers * 128 * blocks <= 65536, name
+
+
+@needs_toolkit
+@pytest.mark.parametrize(
+    ("target", "release"), [("sm_90", "newest"), ("sm_90", FIRST), ("sm_120", "newest")]
+)
+@pytest.mark.parametrize("source", sorted(dependent.SOURCES))
+def test_machine_code_of_kernels_that_may_begin_early(source, target, release, build_cache):
+    """Each waits for the kernel before, before it reads or writes, and reads no constants."""
+    if nvrtc_library(release) is None:
+        pytest.skip(f"NVRTC {release} is not installed: make test-cuda fetches it")
+    text = f"#define BATON_DEPENDENT 1\n{cuda_source(source)}"
+    kernels = compile_source(text, target, build_cache, release)
+    assert not broken_gates(source, kernels)
+    for name, kernel in kernels.items():
+        assert kernel.early == [], f"{name}: {kernel.early}"
+        assert "PREEXIT" in kernel.opcodes, name
+        constant = [each for each in kernel.opcodes if re.fullmatch(r"LDG.*\.CONSTANT.*", each)]
+        assert not constant, f"{name}: {constant}"
+
+
+EARLY = """
+extern "C" __global__ void waits(float* x) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    x[threadIdx.x] += 1.0f;
+}
+extern "C" __global__ void reads(float* x) {
+    const float y = x[threadIdx.x];
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    x[threadIdx.x] = y + 1.0f;
+}
+extern "C" __global__ void never(float* x) { x[threadIdx.x] = 1.0f; }
+"""
+
+
+@needs_toolkit
+def test_accesses_before_the_wait_are_seen(build_cache):
+    kernels = compile_source(EARLY, DEFAULT_TARGET, build_cache)
+    assert kernels["waits"].early == []
+    assert kernels["reads"].early == ["LDG.E"]
+    assert kernels["never"].early is None
 
 
 def gate_of(source, name):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import subprocess
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -25,6 +26,9 @@ _MEMORY = re.compile(
 )
 _SECTION = re.compile(r"^//-+ \.text\.(\w+) +-+$", re.MULTILINE)
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;\n]*)")
+_WAIT = "ACQBULK"
+"""griddepcontrol.wait."""
+_GLOBAL = re.compile(r"(LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|REDG|UTMALDG|LDL|STL)\b.*")
 _PREDICATE = re.compile(r", !?U?P\d+ *$")
 FIRST = "13.0.88"
 """The oldest NVRTC that must compile the sources; `make test-cuda` fetches it."""
@@ -39,13 +43,15 @@ class CompileFailed(Exception):
 class Compiled:
     """One kernel: its figures from ptxas, and how often each instruction occurs.
 
-    An asynchronous copy with a predicate as its last operand ends in ",P".
+    An asynchronous copy with a predicate as its last operand ends in ",P". ``early``: accesses to
+    global memory that are listed before the first wait for the kernel before; None without a wait.
     """
 
     registers: int
     stack_bytes: int
     spill_bytes: int
     opcodes: dict[str, int]
+    early: list[str] | None
 
 
 @cache
@@ -99,7 +105,7 @@ def compile_source(
     return {name: Compiled(**fields) for name, fields in json.loads(kept.read_text()).items()}
 
 
-def _read(log: str, sass: dict[str, dict[str, int]]) -> dict[str, Compiled]:
+def _read(log: str, sass: dict[str, list[str]]) -> dict[str, Compiled]:
     """Numbers of a kernel: the worst of itself and of the functions listed with it."""
     kernels = {}
     pieces = _ENTRY.split(log)
@@ -111,26 +117,29 @@ def _read(log: str, sass: dict[str, dict[str, int]]) -> dict[str, Compiled]:
             else:
                 stack = max(stack, int(match[1]))
                 spills += int(match[2]) + int(match[3])
-        kernels[name] = Compiled(registers, stack, spills, sass[name])
+        listed = sass[name]
+        early = None
+        if _WAIT in listed:
+            early = [each for each in listed[: listed.index(_WAIT)] if _GLOBAL.fullmatch(each)]
+        kernels[name] = Compiled(registers, stack, spills, dict(Counter(listed)), early)
     return kernels
 
 
-def _disassemble(cubin: bytes) -> dict[str, dict[str, int]]:
+def _disassemble(cubin: bytes) -> dict[str, list[str]]:
+    """Return the instructions of each kernel, in the order of the listing."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [str(disassembler()), "-c", file.name]
         run = subprocess.run(command, capture_output=True, check=True, text=True)
     pieces = _SECTION.split(run.stdout)
-    counted: dict[str, dict[str, int]] = {}
+    listed: dict[str, list[str]] = {}
     for name, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-        opcodes: dict[str, int] = {}
+        found = listed[name] = []
         for mnemonic, operands in _OPCODE.findall(piece):
             predicated = mnemonic.startswith("LDGSTS") and _PREDICATE.search(operands)
-            opcode = f"{mnemonic},P" if predicated else mnemonic
-            opcodes[opcode] = opcodes.get(opcode, 0) + 1
-        counted[name] = opcodes
-    return counted
+            found.append(f"{mnemonic},P" if predicated else mnemonic)
+    return listed
 
 
 def _compile(text: str, target: str, library: str) -> tuple[str, bytes]:

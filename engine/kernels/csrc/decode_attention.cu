@@ -380,12 +380,14 @@ __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
         const bf16* q, const bf16* kv_layer, const int* tables, const int4* plan, bf16* out,       \
         float* partial, float2* partial_stats, int sequences, int table_width, int kv_heads,       \
         int group, int block_size, float scale_log2) {                                             \
+        begin_after_previous();                                                                    \
         decode_attention<D>(q, kv_layer, tables, plan, out, partial, partial_stats, sequences,     \
                             table_width, kv_heads, group, block_size, scale_log2);                 \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads) decode_combine_d##D(                    \
         const int4* plan, const float* partial, const float2* partial_stats, bf16* out,            \
         int heads) {                                                                               \
+        begin_after_previous();                                                                    \
         decode_combine<D>(plan, partial, partial_stats, out, heads);                               \
     }
 

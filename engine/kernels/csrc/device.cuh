@@ -16,6 +16,22 @@
 
 #ifndef BATON_CUDA_HOST
 
+// With BATON_DEPENDENT a kernel of a graph may begin before the one before it has ended (programmatic
+// dependent launch, sm_90 and later). Every kernel that is launched so begins with this: it waits for the end
+// of the kernel before and for what that wrote, and lets the next one begin. So of two kernels only the
+// launch of one and the end of the other overlap.
+__device__ __forceinline__ void begin_after_previous() {
+#if defined(BATON_DEPENDENT) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Arrays then change while their reader already runs: no load may take the path for constants.
+#ifdef BATON_DEPENDENT
+#define __restrict__
+#define __ldg(p) (*(p))
+#endif
+
 typedef unsigned short bf16;
 
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]

@@ -263,6 +263,7 @@ __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
 extern "C" __global__ void __launch_bounds__(128)
     embed(const int* __restrict__ ids, const uint4* __restrict__ table, uint4* __restrict__ out,
           int words, int vocabulary) {
+    begin_after_previous();
     const int id = ids[blockIdx.x], start = blockIdx.y * 512 + threadIdx.x;
     const bool known = static_cast<unsigned>(id) < static_cast<unsigned>(vocabulary);
     const uint4* from = table + static_cast<long long>(known ? id : 0) * words;
@@ -282,11 +283,13 @@ extern "C" __global__ void __launch_bounds__(128)
 extern "C" __global__ void __launch_bounds__(128)
     put_rows(const uint4* __restrict__ x, const int* __restrict__ rows, uint4* __restrict__ out,
              int words, int count) {
+    begin_after_previous();
     put_row<false>(x, rows, out, words, count);
 }
 extern "C" __global__ void __launch_bounds__(128)
     put_rows_add(const uint4* __restrict__ x, const int* __restrict__ rows, uint4* __restrict__ out,
                  int words, int count) {
+    begin_after_previous();
     put_row<true>(x, rows, out, words, count);
 }
 
@@ -294,6 +297,7 @@ extern "C" __global__ void __launch_bounds__(128)
     extern "C" __global__ void __launch_bounds__(1024)                                             \
         rms_norm##suffix(const uint4* __restrict__ x, const uint4* __restrict__ weight,            \
                          Out* __restrict__ out, int words, float inverse_width, float eps) {       \
+        begin_after_previous();                                                                    \
         norm_row<false, false, false, words_each>(x, static_cast<uint4*>(nullptr), weight,         \
                                                   nullptr, out, words, inverse_width, eps);        \
     }                                                                                              \
@@ -301,6 +305,7 @@ extern "C" __global__ void __launch_bounds__(128)
         add_rms_norm##suffix(const uint4* __restrict__ x, uint4* __restrict__ residual,            \
                              const uint4* __restrict__ weight, Out* __restrict__ out, int words,   \
                              float inverse_width, float eps) {                                     \
+        begin_after_previous();                                                                    \
         norm_row<true, false, false, words_each>(x, residual, weight, nullptr, out, words,         \
                                                  inverse_width, eps);                              \
     }
@@ -313,6 +318,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     layer_norm(const uint4* __restrict__ x, const uint4* __restrict__ weight,
                const uint4* __restrict__ bias, uint4* __restrict__ out, int words,
                float inverse_width, float eps) {
+    begin_after_previous();
     norm_row<false, true>(x, static_cast<uint4*>(nullptr), weight, bias, out, words, inverse_width,
                           eps);
 }
@@ -321,6 +327,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     modulated_norm(const uint4* __restrict__ x, const uint4* __restrict__ scale,
                    const uint4* __restrict__ shift, uint4* __restrict__ out, int words,
                    float inverse_width, float eps) {
+    begin_after_previous();
     norm_row<false, true, true>(x, static_cast<uint4*>(nullptr), scale, shift, out, words,
                                 inverse_width, eps);
 }
@@ -328,6 +335,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     add_layer_norm(const uint4* __restrict__ x, uint4* __restrict__ residual,
                    const uint4* __restrict__ weight, const uint4* __restrict__ bias,
                    uint4* __restrict__ out, int words, float inverse_width, float eps) {
+    begin_after_previous();
     norm_row<true, true>(x, residual, weight, bias, out, words, inverse_width, eps);
 }
 
@@ -338,6 +346,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         const uint4* __restrict__ q_norm, const uint4* __restrict__ k_norm, float eps,             \
         uint4* __restrict__ kv, uint4* __restrict__ q_out, int rows, int queries, int keys,        \
         int block_size, int pool_slots) {                                                          \
+        begin_after_previous();                                                                    \
         rope_append<dim / 16>(qkv, positions, slots, cos_sin, max_position, q_norm, k_norm, eps,   \
                               kv, q_out, rows, Heads{queries, keys}, Pool{block_size, pool_slots});\
     }
@@ -351,6 +360,7 @@ BATON_ROPE_APPEND(256)
 // out[t][i] = silu(gate_up[t][i]) * gate_up[t][width + i], with `words` words per row.
 extern "C" __global__ void __launch_bounds__(256)
     silu_mul(const uint4* __restrict__ gate_up, uint4* __restrict__ out, int words, int rows) {
+    begin_after_previous();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= words) return;
     for (int row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -368,6 +378,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #define BATON_ACTIVATE(name, kind)                                                                 \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         activate_##name(const uint4* x, uint4* out, int words) {                                   \
+        begin_after_previous();                                                                    \
         activate<kind>(x, out, words);                                                             \
     }
 BATON_ACTIVATE(silu, kSilu)

@@ -137,6 +137,7 @@ __device__ __forceinline__ void linear(const bf16* x, const Narrow& w, const flo
         const bf16* __restrict__ x, const uint4* __restrict__ codes,                              \
         const float* __restrict__ scales, const float* bias, Out* out, int m, int n, int k,       \
         int add, int groups, int pieces) {                                                        \
+        begin_after_previous();                                                                   \
         linear<halves, Out>(x, Narrow{codes, scales, groups, pieces}, bias, out, m, n, k, add);   \
     }
 FP8_LINEAR(1, bf16, bf16)
@@ -150,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     fp8_linear_silu_mul(const bf16* __restrict__ x, const uint4* __restrict__ codes,
                         const float* __restrict__ scales, bf16* out, int m, int f, int k, int groups,
                         int pieces) {
+    begin_after_previous();
     __shared__ Sums<2, 1> shared;
     const int first = static_cast<int>(blockIdx.x) * kTileRows;
     products<2, 1>(x, Narrow{codes, scales, groups, pieces},
@@ -167,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 extern "C" __global__ void __launch_bounds__(kThreads)
     fp8_widen(const uint4* __restrict__ codes, const float* __restrict__ scales, uint4* out, int first,
               int rows, int k, int groups, int pieces) {
+    begin_after_previous();
     const int width = (k + kPiece - 1) / kPiece, words = width * 4;
     const int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
     if (i >= rows * words) return;

@@ -180,6 +180,7 @@ __device__ __forceinline__ void linear_silu_mul(const bf16* x, const bf16* w, bf
     extern "C" __global__ void __launch_bounds__(kThreads, 2) ring_linear_##tiles##_##name(       \
         const bf16* __restrict__ x, const bf16* __restrict__ w, const float* bias, Out* out,      \
         int m, int n, int k, int add) {                                                           \
+        begin_after_previous();                                                                   \
         linear<tiles, Out>(x, w, bias, out, m, n, k, add);                                        \
     }
 LINEAR(1, bf16, bf16)
@@ -192,6 +193,7 @@ LINEAR(4, float, f32)
 #define SILU_MUL(tiles)                                                                           \
     extern "C" __global__ void __launch_bounds__(kThreads, 2) ring_linear_silu_mul_##tiles(       \
         const bf16* __restrict__ x, const bf16* __restrict__ w, bf16* out, int m, int f, int k) { \
+        begin_after_previous();                                                                   \
         linear_silu_mul<tiles>(x, w, out, m, f, k);                                               \
     }
 SILU_MUL(2)

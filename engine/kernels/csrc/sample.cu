@@ -451,38 +451,46 @@ __device__ __forceinline__ void report_row(const T* logits, BATCH, int chunks, c
 #define KERNELS(T, name)                                                                           \
     extern "C" __global__ void __launch_bounds__(kPassThreads)                                     \
         sample_scan_##name(const T* __restrict__ logits, BATCH) {                                 \
+        begin_after_previous();                                                                   \
         scan_chunk<T>(logits, OF_BATCH, maxima, sums, wide);                                       \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kPassThreads, kPassBlocks)                        \
         sample_weigh_##name(const T* __restrict__ logits, BATCH) {                                \
+        begin_after_previous();                                                                   \
         weigh_chunk<T>(logits, OF_BATCH, maxima, sums, wide);                                      \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                                \
         sample_choose_##name(const T* __restrict__ logits, BATCH, int chunks, int record,         \
                              int* tokens, int* errors) {                                           \
+        begin_after_previous();                                                                    \
         choose_token<T>(logits, OF_BATCH, maxima, sums, wide, chunks, record, tokens, errors);     \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kPassThreads, kPassBlocks)                        \
         sample_bins_##name(const T* __restrict__ logits, BATCH, int level) {                      \
+        begin_after_previous();                                                                   \
         bin_chunk<T>(logits, OF_BATCH, maxima, sums, wide, level);                                 \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kPassThreads, kPassBlocks)                        \
         sample_count_##name(const T* __restrict__ logits, BATCH) {                                \
+        begin_after_previous();                                                                   \
         count_chunk<T>(logits, OF_BATCH, maxima, sums, wide);                                      \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kPassThreads, kPassBlocks)                        \
         sample_sum_##name(const T* __restrict__ logits, BATCH) {                                  \
+        begin_after_previous();                                                                   \
         sum_kept<T>(logits, OF_BATCH, maxima, sums, wide);                                         \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kPassThreads, 1)                                  \
         sample_draw_##name(const T* __restrict__ logits, BATCH, int chunks, int record,           \
                            int* tokens) {                                                          \
+        begin_after_previous();                                                                    \
         draw_wide<T>(logits, OF_BATCH, maxima, sums, wide, chunks, record, tokens);                \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)                                \
         sample_report_##name(const T* __restrict__ logits, BATCH, int chunks, const int* tokens,  \
                              const int* errors, float* logprobs, int* top_ids,                     \
                              float* top_logprobs) {                                                \
+        begin_after_previous();                                                                    \
         report_row<T>(logits, OF_BATCH, maxima, sums, wide, chunks, tokens, errors, logprobs,      \
                       top_ids, top_logprobs);                                                      \
     }

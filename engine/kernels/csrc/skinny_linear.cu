@@ -135,6 +135,7 @@ __device__ __forceinline__ void linear_silu_mul(const bf16* x, const bf16* w, bf
         skinny_linear_##tiles##_##halves##_##name(const bf16* __restrict__ x,                     \
                                                   const bf16* __restrict__ w, const float* bias,  \
                                                   Out* out, int m, int n, int k, int add) {       \
+        begin_after_previous();                                                                   \
         linear<tiles, halves, Out>(x, w, bias, out, m, n, k, add);                                \
     }
 LINEAR(1, 1, bf16, bf16)
@@ -150,6 +151,7 @@ LINEAR(2, 2, float, f32)
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                     \
         skinny_linear_silu_mul_##halves(const bf16* __restrict__ x, const bf16* __restrict__ w,   \
                                         bf16* out, int m, int f, int k) {                         \
+        begin_after_previous();                                                                   \
         linear_silu_mul<halves>(x, w, out, m, f, k);                                              \
     }
 SILU_MUL(1)
@@ -164,8 +166,10 @@ __device__ __forceinline__ void add_bias(Out* out, const float* bias, int n) {
         store(row + i, load(row + i) + bias[i]);
 }
 extern "C" __global__ void __launch_bounds__(kThreads) add_bias_bf16(bf16* out, const float* bias, int n) {
+    begin_after_previous();
     add_bias(out, bias, n);
 }
 extern "C" __global__ void __launch_bounds__(kThreads) add_bias_f32(float* out, const float* bias, int n) {
+    begin_after_previous();
     add_bias(out, bias, n);
 }

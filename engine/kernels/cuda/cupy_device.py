@@ -22,6 +22,7 @@ import numpy.typing as npt
 from baton.proto.errors import ConfigError
 
 from ..backend import Gpu
+from . import dependent
 from .cublas import WORKSPACE_BYTES, Cublas, CublasFailed, find_library
 from .device import (
     TENSOR_MAP,
@@ -531,7 +532,15 @@ class CupyDevice:
                 if shared_bytes > self._shared_bytes.get(kernel, _PLAIN_SHARED_BYTES):
                     function.max_dynamic_shared_size_bytes = shared_bytes
                     self._shared_bytes[kernel] = shared_bytes
-            function(tuple(grid), tuple(block), values, shared_mem=shared_bytes)
+            if (
+                self._kept is not None
+                and self.tuning.dependent
+                and kernel.source in dependent.SOURCES
+            ):
+                place = function.kernel.ptr
+                dependent.launch(place, grid, block, shared_bytes, self._stream.ptr, args)
+            else:
+                function(tuple(grid), tuple(block), values, shared_mem=shared_bytes)
 
     def tensor_map(self, array: DeviceArray, box_rows: int) -> np.void:
         """Return the driver's map of a matrix; one is kept per place and shape."""
@@ -574,7 +583,7 @@ class CupyDevice:
         module = self._modules.get(source)
         if module is None:
             options = (*_OPTIONS, *_OWN_OPTIONS.get(source, ()))
-            options += tuple(f"-D{define}" for define in self.tuning.defines)
+            options += tuple(f"-D{define}" for define in dependent.defines_of(self.tuning, source))
             module = self._cupy.RawModule(code=self._source(source), options=options)
             self._modules[source] = module
         return module

@@ -2,7 +2,8 @@
 
 ``csrc/tuning.json`` has one entry per card, written by the part ``sweep`` of ``make gpu-bench``. A
 card without an entry gets the defaults of its compute capability. Only :attr:`Tuning.decode_chunk`
-and :attr:`Tuning.prefill` change bits of results.
+and :attr:`Tuning.prefill` change bits of results; of :attr:`Tuning.dependent`, whose kernels are
+compiled in another way, it is not known.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     of few rows; None: where a product of gate and up takes two tiles, as the fused kernel does.
     ``norm_rows``: up to so many rows, a thread of RMSNorm has 8 values of a row instead of 16.
     ``prefill``: instructions of prefill attention with heads of 64 or 128. "wgmma", and "bulk" with
-    copies by the bulk copy engine, exist on sm_90 alone.
+    copies by the bulk copy engine, exist on sm_90 alone. ``dependent``: captured kernels of decode
+    steps may begin before the kernel before them has ended (:mod:`.dependent`), from sm_90 on.
     """
 
     decode_bounds: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
@@ -53,6 +55,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fuse_from: Annotated[int, msgspec.Meta(ge=0)] | None = None
     norm_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
     prefill: Literal["mma", "wgmma", "bulk"] = "mma"
+    dependent: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for choices that do not go together."""
@@ -89,7 +92,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """What of this changes bits of results, for the name of a device; empty for defaults."""
         usual = Tuning().decode_chunk
         chunk = "" if self.decode_chunk == usual else f"-chunk{self.decode_chunk}"
-        return chunk + "-wgmma" * (self.prefill != "mma")
+        return chunk + "-wgmma" * (self.prefill != "mma") + "-dependent" * self.dependent
 
     def wide(self, width: int, multiprocessors: int) -> bool:
         """Whether a block of a skinny product takes two tiles of a matrix with ``width`` rows."""
@@ -119,10 +122,11 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         """Raise ValueError for a choice that the card cannot run."""
+        needed = f"needs capability {WGMMA}"
         if self.tuning.prefill != "mma" and self.capability != WGMMA:
-            raise ValueError(
-                f"prefill by {self.tuning.prefill} needs capability {WGMMA}, not {self.capability}"
-            )
+            raise ValueError(f"prefill by {self.tuning.prefill} {needed}, not {self.capability}")
+        if self.tuning.dependent and int(self.capability) < int(WGMMA):
+            raise ValueError(f"dependent launches need capability {WGMMA}, not {self.capability}")
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

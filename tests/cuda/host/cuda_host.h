@@ -151,6 +151,7 @@ struct Thread {
     unsigned commits, copies, atomics;
     Copy copy[kMaxCopies];
     unsigned products, groups;
+    bool begun;  // has waited for the kernel before
     Product product[kMaxProducts];
 };
 
@@ -167,7 +168,7 @@ struct State {
     void (*call)(void*, void**);
     void* kernel;
     void** arguments;
-    const char* name;
+    const char *name, *signature;
     struct { unsigned count, phase; } turns[16];  // barriers by number
     unsigned bulks;
     Bulk bulk[kMaxBulks];
@@ -363,8 +364,37 @@ CUDA_HOST_QUIET inline void note_meeting(unsigned warp, unsigned group) {
             if (group >> i & group >> j & 1u) R.warp[warp][i][j] = R.now;
 }
 CUDA_HOST_QUIET inline void note_barrier() { R.block = ++R.now; }
+#if defined(BATON_DEPENDENT)
+// Whether an address is of the kernel's arguments, which are there before it begins.
+CUDA_HOST_QUIET inline bool is_argument(const char* p) {
+    unsigned i = 0;
+    const char* list = reinterpret_cast<const char*>(S.arguments);
+    for (const char* at = S.signature; *at; i++) {
+        const unsigned declared = static_cast<unsigned>(strtoul(at + 1, nullptr, 10));
+        const unsigned bytes = *at == 'p' ? 8 : declared;
+        const char* value = static_cast<const char*>(S.arguments[i]);
+        if (p >= value && p < value + bytes) return true;
+        if (!(at = strchr(at, ' '))) break;
+        at++;
+    }
+    return p >= list && p < list + 8 * (i + 1);
+}
+CUDA_HOST_QUIET inline void note_beginning(const void* address, bool write, const void* pc) {
+    const Thread& t = *S.current;
+    const char* p = static_cast<const char*>(address);
+    if (t.begun || (p >= t.bottom && p < t.bottom + kStack) || is_argument(p)) return;
+    if (p >= reinterpret_cast<const char*>(&S) && p < reinterpret_cast<const char*>(&S + 1)) return;
+    const char* threads = reinterpret_cast<const char*>(S.threads);
+    if (p >= threads && p < threads + kMaxThreads * sizeof(Thread)) return;
+    report("a %s at <%zx> does not wait for the kernel before", write ? "write" : "read",
+           static_cast<size_t>(static_cast<const char*>(pc) - R.base));
+}
+#else
+inline void note_beginning(const void*, bool, const void*) {}
+#endif
 CUDA_HOST_QUIET inline void note_access(const void* p, size_t bytes, bool write, const void* pc) {
     if (!S.current || S.failed) return;
+    note_beginning(p, write, pc);
     note(*S.current, p, bytes, write, pc);
     if (S.failed) suspend();
 }
@@ -734,7 +764,7 @@ inline void prepare_block() {
         t.stack = top - 6;
         memset(t.stack, 0, 6 * sizeof(void*));
         t.wait = Wait::kNone, t.copies = t.commits = t.atomics = 0, t.source = 0, t.value = 0;
-        t.products = t.groups = 0;
+        t.products = t.groups = 0, t.begun = false;
     }
     memset(S.turns, 0, sizeof S.turns);
     S.bulks = 0;
@@ -945,7 +975,7 @@ constexpr unsigned bounds(unsigned threads = kMaxThreads, ...) { return threads;
 inline const char* launch(const Kernel& k, const unsigned* grid, const unsigned* block,
                           size_t shared_bytes, void** values, uint64_t seed, double seconds) {
     S.failed = false, S.expired = 0, S.current = nullptr;
-    S.name = k.name, S.kernel = k.function, S.call = k.call, S.arguments = values;
+    S.name = k.name, S.signature = k.signature, S.kernel = k.function, S.call = k.call, S.arguments = values;
     S.grid = {grid[0], grid[1], grid[2]}, S.block = {block[0], block[1], block[2]};
     S.block_index = {0, 0, 0};
     S.count = block[0] * block[1] * block[2], S.warps = (S.count + kWarp - 1) / kWarp;

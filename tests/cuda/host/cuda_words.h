@@ -296,6 +296,8 @@ static inline unsigned __float2uint_rz(float a) { return cuda_host::to_unsigned(
 
 typedef unsigned short bf16;
 
+static inline void begin_after_previous() { cuda_host::S.current->begun = true; }
+
 #define DYNAMIC_SHARED(name) unsigned char* const name = cuda_host::S.dynamic
 
 namespace cuda_host {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -113,6 +114,40 @@ class RawKernel:
             cuda.host(self._defines).launch(self._kernel, grid, block, kept, shared_mem)
 
         cuda.do(run)
+
+    @property
+    def kernel(self) -> Any:
+        """The function as the driver knows it."""
+        return cuda.function_of(self)
+
+    def bound(self, grid: Any, block: Any, shared: int, values: Any) -> Callable[[], None]:
+        """The launch of this kernel with values that the driver was given, read now."""
+        library = cuda.host(self._defines)._library(self.source)
+        index, signature, _ = library.kernels[self.name]
+        sizes = [8 if kind[0] == "p" else int(kind[1:]) for kind in signature]
+        kept = [
+            np.frombuffer(ctypes.string_at(values[i], n), np.uint8) for i, n in enumerate(sizes)
+        ]
+        aligned = [np.zeros(-(-len(each) // 8), np.uint64) for each in kept]
+        for to, each in zip(aligned, kept, strict=True):
+            to.view(np.uint8)[: len(each)] = each
+
+        def run() -> None:
+            cuda.check_alive(self.name)
+            places = np.array([each.ctypes.data for each in aligned], np.uint64)
+            problem = library.launch(
+                index,
+                np.array(grid, np.uint32),
+                np.array(block, np.uint32),
+                shared,
+                places,
+                0,
+                60.0,
+            )
+            if problem is not None:
+                raise RuntimeError(problem)
+
+        return run
 
     @property
     def local_size_bytes(self) -> int:
