@@ -30,7 +30,8 @@ COPY_LIMIT = 64 << 10
 """Frames up to this many bytes are copied; for larger ones, tracking a buffer is cheaper."""
 _HANDSHAKE_MS = 2000
 _BACKLOG = 4096
-_MORE = zmq.NOBLOCK | zmq.SNDMORE
+NO_WAIT = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LOOK_S = 0.25
 """Seconds between two looks at the backlogs of a socket's connections."""
 _log = get_logger()
@@ -118,6 +119,8 @@ class Channel:
             self._socket.setsockopt(option, value)
         # The socket's default threshold of 64 KiB decides which frames are copied.
         self._socket.copy_threshold = COPY_LIMIT
+        # zmq.Socket's own method adds a call and two options that no frame here has.
+        self._send_part = super(zmq.Socket, self._socket).send
         # Only this user can connect to an ipc file, and its kernel does not count bytes.
         self._backlog = Backlog(options.backlog_bytes, received_bytes) if is_tcp(endpoint) else None
         self._frame_bytes = KEYED_FRAME_BYTES if keyed else FRAME_BYTES
@@ -130,7 +133,13 @@ class Channel:
             self._look = loop.every(_LOOK_S, self._close_those_ahead)
 
     def _close_those_ahead(self) -> None:
-        for fd in () if self._backlog is None else self._backlog.excessive():
+        if self._backlog is None:
+            return
+        # The loop seldom receives from an empty socket. This takes a signal from it, but a turn
+        # follows each timer.
+        if not zmq.zmq_poll([(self._socket, int(zmq.POLLIN))], 0):
+            self._backlog.drained = True
+        for fd in self._backlog.excessive():
             self.stats.ahead += 1
             _log.warning("socket.ahead", endpoint=self.endpoint, closed=self.stats.ahead)
             shut_down(fd)
@@ -171,10 +180,13 @@ class Channel:
         return frames
 
     def _put(self, parts: Buffers) -> None:
-        send = self._socket.send
-        for part in parts[:-1]:
-            send(part, _MORE, copy=False)
-        send(parts[-1], zmq.NOBLOCK, copy=False)
+        send = self._send_part
+        left = len(parts)
+        for part in parts:
+            left -= 1
+            # "copy" spares short bytes a memoryview and a look at the threshold.
+            copy = type(part) is bytes and len(part) <= COPY_LIMIT
+            send(part, _MORE if left else NO_WAIT, copy)
         self.stats.sent += 1
 
     def _put_tracked(self, parts: Buffers) -> zmq.MessageTracker:

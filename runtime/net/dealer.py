@@ -13,6 +13,7 @@ from ..keys.curve import CurveKeys, apply_client_keys, check_address, is_tcp
 from ..keys.identity_owners import tagged
 from ..process.log import get_logger
 from .channel import (
+    NO_WAIT,
     Buffers,
     Channel,
     ChannelOptions,
@@ -135,7 +136,7 @@ class DealerChannel(Channel):
         """Take one message from the socket; :data:`DROPPED` if it is refused."""
         self._own()
         try:
-            frames = self._read_frames(zmq.NOBLOCK)
+            frames = self._read_frames(NO_WAIT)
         except zmq.Again:
             if self._backlog is not None:
                 self._backlog.drained = True

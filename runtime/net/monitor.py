@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import cast
 
 import zmq
 
@@ -45,6 +44,7 @@ class Monitor:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._watched = socket
         self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
+        self._polled = [(self.socket, int(zmq.POLLIN))]
 
     def read(self) -> tuple[int, int] | None:
         """Return the next event, or None."""
@@ -57,8 +57,8 @@ class Monitor:
 
     @property
     def pending(self) -> bool:
-        """Whether an event is waiting; cheaper than a read without one."""
-        return bool(cast("int", self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        """Whether an event is waiting; cheaper than a read without one, or the option EVENTS."""
+        return bool(zmq.zmq_poll(self._polled, 0))
 
     def close(self) -> None:
         """Stop monitoring."""

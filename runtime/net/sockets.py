@@ -25,7 +25,16 @@ from ..keys.identity_owners import Callers
 from ..keys.zap import ServerKeys
 from ..process.log import get_logger
 from .admissions import MAX_PENDING, Admissions
-from .channel import Buffers, Channel, ChannelOptions, Frames, OnPeer, OnPeerMessage, SendResult
+from .channel import (
+    NO_WAIT,
+    Buffers,
+    Channel,
+    ChannelOptions,
+    Frames,
+    OnPeer,
+    OnPeerMessage,
+    SendResult,
+)
 from .dealer import Context, DealerChannel
 from .descriptors import handshake_stage, open_files, remote_address, shut_down
 from .loop import Loop
@@ -118,7 +127,7 @@ class RouterChannel(Channel):
         """Take one message from the socket; :data:`DROPPED` if it is refused."""
         self._own()
         try:
-            head = self._socket.recv(zmq.NOBLOCK, copy=False)
+            head = self._socket.recv(NO_WAIT, copy=False)
         except zmq.Again:
             if self._backlog is not None:
                 self._backlog.drained = True

@@ -363,6 +363,17 @@ def test_a_connection_that_is_far_ahead_is_closed(loop, drive, context):
     assert "down" not in honest.links
 
 
+def test_heartbeats_of_a_silent_connection_do_not_put_it_ahead(loop, drive, context):
+    quick = ChannelOptions(backlog_bytes=2000, heartbeat_s=0.02)
+    server = Server(loop, context, "tcp://127.0.0.1:0", options=quick)
+    peer = Peer(loop, context, server.channel.endpoint, options=quick)
+    drive.until(lambda: peer.channel.connected)
+    peer.channel.send([b"first"])
+    drive.until(lambda: server.heard)
+    drive.spin(4.0)  # 50 pings and pongs of 16 bytes per second, none of which is a message
+    assert not server.channel.stats.ahead and not peer.channel.stats.ahead
+
+
 def test_an_oversized_frame_costs_the_connection_only(loop, drive, context, tmp_path):
     options = ChannelOptions(max_frame_bytes=10_000)
     server = Server(loop, context, f"ipc://{tmp_path}/s", options=options)
