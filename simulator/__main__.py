@@ -25,10 +25,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
 
-from .invariants import Violation
 from .recording import Recording, observed
 from .run import Calls, run
 from .scenarios import SCENARIOS, Scenario, with_extensions
+from .violation import Violation
 
 GARBAGE = 200_000
 """Objects after which Python looks for cycles: a few runs."""

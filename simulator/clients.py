@@ -6,106 +6,18 @@ The user records each request's tokens, in arrival order, and its end for :mod:`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from baton.client import events as client
 from baton.client.core import ClientCore
 from baton.proto.ids import request_key
 from baton.proto.wire.messages import Drain, Message, Submit
-from baton.proto.wire.wire_context import WireContext, WirePixelContext, WireSampling, WireTokens
 from baton.router.events import FromClient
 
-from .nodes import DETECT_S, Node
-from .toy_model import EOS, MAX_LENGTH
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
-    from .nodes import RouterNode
+from .nodes import DETECT_S, Node, RouterNode, World
+from .records import Record
 
 SOCKET_MESSAGES = 6
 """Number of messages that the socket buffers hold for a client that does not read."""
-
-
-@dataclass(slots=True)
-class Record:
-    """One request as its user sees it; ``deadline`` in seconds from its start."""
-
-    request_id: str
-    prompt: list[int]
-    max_new_tokens: int
-    deadline: float | None = None
-    endpoint: str | None = None
-    pin: str = "prefer"
-    fallback: bool = False
-    poison: bool = False
-    schema: str | None = None
-    embed: bool = False  # requests an embedding
-    draws: bool = False  # requests a picture, with a step for each of ``max_new_tokens``
-    mute: bool = False  # the model returns no embedding for this text
-    started: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    ends: list[client.Ended] = field(default_factory=list)
-    ended_at: float = 0.0
-    heard_at: float = 0.0
-    longest_wait: float = 0.0  # longest time without a token or the end, seconds
-    stopped: bool = False  # cancelled by the user
-    orphaned: bool = False  # its client died, so no process waits for it
-
-    @property
-    def done(self) -> bool:
-        """True if no client waits for this request any more."""
-        return bool(self.ends) or self.orphaned
-
-    def spec(self) -> client.RequestSpec:
-        """Return the request as the user submits it."""
-        if self.embed:
-            context = WireContext(
-                tokens=WireTokens(np.array(self.prompt, np.int32)),
-                max_length=len(self.prompt),
-                target_endpoint=self.endpoint,
-                task="embed",
-            )
-            return self._spec(context)
-        if self.draws:
-            return self._spec(self.picture())
-        context = WireContext(
-            tokens=WireTokens(np.array(self.prompt, np.int32)),
-            max_length=MAX_LENGTH,
-            sampling=WireSampling(temperature=0.0, max_new_tokens=self.max_new_tokens),
-            eos_token_ids=[EOS],
-            target_endpoint=self.endpoint,
-            json_schema=self.schema,
-        )
-        return self._spec(context)
-
-    def picture(self) -> WirePixelContext:
-        """Return the request for a picture of the prompt, with a step per new token."""
-        ids = WireTokens(np.array(self.prompt, np.int32))
-        return WirePixelContext(
-            tokens=ids,
-            tokens_2=ids,
-            extra_params={
-                "seed": np.array([self.max_new_tokens]),
-                "previews": np.array([len(self.prompt) % 4]),
-            },
-            height=16,
-            width=16 * (1 + len(self.prompt) % 8),
-            num_inference_steps=self.max_new_tokens,
-            target_endpoint=self.endpoint,
-        )
-
-    def _spec(self, context: WireContext) -> client.RequestSpec:
-        return client.RequestSpec(
-            request_id=self.request_id,
-            context=context,
-            deadline=self.deadline,
-            pin=self.pin,
-            fallback=self.fallback,
-            whole=self.max_new_tokens % 2 == 0,
-        )
 
 
 class ClientNode(Node):
@@ -116,7 +28,7 @@ class ClientNode(Node):
 
     core: ClientCore
 
-    def __init__(self, cluster: Cluster, name: str, routers: Sequence[RouterNode]) -> None:
+    def __init__(self, cluster: World, name: str, routers: Sequence[RouterNode]) -> None:
         super().__init__(cluster, name)
         self._routers = [router.name for router in routers]
         self.router = routers[0]

@@ -21,7 +21,7 @@ from .decode_nodes import DecodeNode
 from .invariants import Watcher
 from .keys import ROLES, client_caller, is_rogue, key_behind, worker_caller
 from .network import Aim, Faults, Network
-from .nodes import DETECT_S, Node, RouterNode
+from .nodes import DETECT_S, DecodePeer, Node, Peer, RouterNode
 from .prefill_nodes import EmbedNode, PrefillNode
 from .recording import Recording
 from .rogues import Captured, Rogue
@@ -82,7 +82,9 @@ class Cluster:
     def _admit_rogues(self) -> None:
         """Add a rogue of each role, and workers with their keys that compute falsely."""
         shape, card = self.shape, self.workers[0].card
-        self.rogues += [Rogue(self, role, card, greedy=shape.greedy) for role in ROLES]
+        self.rogues += [
+            Rogue(self, self.captured, role, card, greedy=shape.greedy) for role in ROLES
+        ]
         if shape.greedy:
             liars: list[EngineNode[Any]] = [
                 PrefillNode(self, "rogue-prefill-worker", shape.sizes),
@@ -189,7 +191,7 @@ class Cluster:
         self.network.after(DETECT_S, lambda: self._notice(node, identity))
         self.network.after(self.shape.restart_s, lambda: self._restart(node))
 
-    def turned(self, node: WorkerNode[Any]) -> None:
+    def turned(self, node: Node) -> None:
         """Let the peers notice the end of an incarnation; the next one has the other role.
 
         The process goes on, so nothing certifies its end.
@@ -242,7 +244,7 @@ class Cluster:
             for decode in self.decodes:
                 decode.when_up(partial(decode.peer_gone, identity))()
 
-    def peer_gone(self, decode: DecodeNode, prefill: PrefillNode) -> None:
+    def peer_gone(self, decode: DecodePeer, prefill: Peer) -> None:
         """Notify a decode worker that a prefill worker closed its connection."""
         identity = prefill.identity
         self.network.after(DETECT_S, decode.when_up(lambda: decode.peer_gone(identity)))

@@ -21,18 +21,15 @@ from baton.proto.layout import ModelCard
 from baton.proto.wire.messages import Credit, KVFrame, Message, PrefillToDecode
 from baton.worker.events import RunStep, StepDone
 
-from .invariants import Violation
+from .envelopes import Bytes, Envelope, sealed_decoder
 from .keys import is_rogue
-from .prefill_nodes import PrefillNode
-from .rogues import Rogue
+from .nodes import SenderPeer
 from .toy_model import KILLS_DECODE
+from .violation import Violation
 from .workers import (
     MAX_BATCH,
-    Bytes,
     EngineNode,
-    Envelope,
     MoveDelays,
-    sealed_decoder,
     warm_times,
 )
 
@@ -70,7 +67,7 @@ class DecodeNode(EngineNode[DecodeCore]):
         self.writer = FrameWriter(NumpyBackend(), self.executor.pool)
         self.moves = MoveDelays(self, sizes.move_s)
         self.decoder = sealed_decoder(PrefillToDecode)
-        self.peers: dict[bytes, PrefillNode | Rogue] = {}
+        self.peers: dict[bytes, SenderPeer] = {}
 
     def perform(self, action: object) -> None:
         """Perform an action as the shell would."""
@@ -93,13 +90,13 @@ class DecodeNode(EngineNode[DecodeCore]):
     def _finish(self, plan: StepPlan, seconds: float) -> None:
         self.feed(StepDone(self.execute(plan, seconds)))
 
-    def from_peer(self, node: PrefillNode, identity: bytes, envelope: Envelope) -> None:
+    def from_peer(self, node: SenderPeer, identity: bytes, envelope: Envelope) -> None:
         """Handle a control message from a prefill worker."""
         for message in envelope.read(self.decoder, self.cluster.stats):
             self.cluster.overheard(message)
             self.hear(node, identity, message)
 
-    def hear(self, node: PrefillNode | Rogue, identity: bytes, message: Message) -> None:
+    def hear(self, node: SenderPeer, identity: bytes, message: Message) -> None:
         """Handle a control message that the socket accepted."""
         self.peers[identity] = node
         self.feed(decode.FromPeer(identity, message, node.key))

@@ -9,24 +9,238 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from baton.proto.wire.messages import Message
+from baton.client.events import NewTokens
+from baton.engine.cache.paged_cache import PagedCache
+from baton.extend.guard import Guard
+from baton.kv_transfer.receiver import Receiver
+from baton.kv_transfer.sender import Sender
+from baton.proto.wire.envelope import EnvelopeDecoder
+from baton.proto.wire.messages import KVFrame, Message
 from baton.router import events as routing
 from baton.router.core import RouterCore
 from baton.router.own_errors import INTERNAL
 
-from .invariants import Violation
+from .envelopes import Bytes, Envelope
 from .keys import key_of
+from .network import Network
 from .own_errors import Plant
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .recording import Recording
+from .records import Record
+from .shape import Shape
+from .toy_model import ToyExecutor
+from .violation import Violation
 
 TICK_S = 0.05
 DETECT_S = 0.002
 """Seconds until a broken connection is noticed."""
+
+
+class Peer(Protocol):
+    """A process that another one sends to."""
+
+    name: str
+    alive: bool
+    identity: bytes
+
+    @property
+    def key(self) -> bytes:
+        """CURVE key of the process."""
+        ...
+
+    def when_up(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Wrap ``call`` so that it runs in this incarnation only."""
+        ...
+
+
+class Watched(Protocol):
+    """A process whose books are checked."""
+
+    name: str
+    incarnation: int
+    unchecked: int
+
+
+class WorkerPeer(Watched, Protocol):
+    """A worker."""
+
+    core: Any
+
+    @property
+    def blocks_used(self) -> int:
+        """Number of KV blocks in use."""
+        ...
+
+    @property
+    def seal(self) -> bytes:
+        """The hash of the secret of this process."""
+        ...
+
+
+class SenderPeer(Peer, Protocol):
+    """What a decode worker uses of a process that sends KV blocks to it, perhaps a rogue."""
+
+    def from_peer(self, endpoint: str, envelope: Envelope, /) -> None:
+        """Handle a control message from a decode worker."""
+        ...
+
+
+class PrefillPeer(SenderPeer, Protocol):
+    """What a decode worker uses of a prefill worker."""
+
+    incarnation: int
+    cache: PagedCache
+    executor: ToyExecutor
+    sender: Sender
+
+    def believed_alive(self) -> Sequence[DecodePeer]:
+        """Return decode workers whose incarnation was never declared dead to this worker."""
+        ...
+
+
+class DecodePeer(Peer, Protocol):
+    """What a prefill worker or a rogue uses of a decode worker."""
+
+    incarnation: int
+    resumed_at: float
+    cluster: World
+    receiver: Receiver[Any]
+    decoder: EnvelopeDecoder[Message]
+
+    @property
+    def link(self) -> str:
+        """Name of prefill workers' links to this worker."""
+        ...
+
+    def from_peer(self, node: SenderPeer, identity: bytes, envelope: Envelope, /) -> None:
+        """Handle a control message from a prefill worker."""
+        ...
+
+    def hear(self, node: SenderPeer, identity: bytes, message: Message) -> None:
+        """Handle a control message that the socket accepted."""
+        ...
+
+    def data(self, frame: KVFrame, payload: Bytes, key: bytes) -> None:
+        """Handle a KV frame, which came with ``key``."""
+        ...
+
+    def peer_gone(self, identity: bytes) -> None:
+        """Handle the loss of a prefill worker's connection."""
+        ...
+
+
+class Watch(Protocol):
+    """What nodes report to the observer of their cluster; see :class:`.invariants.Watcher`."""
+
+    @property
+    def names(self) -> list[bytes]:
+        """Keys of the requests that no rogue has a right to."""
+        ...
+
+    def router(self, node: RouterNode) -> None:
+        """Check a router after an event."""
+
+    def worker(self, node: WorkerPeer) -> None:
+        """Check a worker after an event."""
+
+    def grants(self, node: DecodePeer) -> None:
+        """Check that grants end with their handoffs."""
+
+    def to_router(self, node: WorkerPeer, message: Message) -> None:
+        """Check a message from a worker to a router."""
+
+    def to_client(self, node: RouterNode, identity: bytes, message: Message) -> None:
+        """Check a message from a router to a client."""
+
+    def named(self, key: bytes, record: Record) -> None:
+        """Record the key under which a client submits a request."""
+
+    def streamed(self, record: Record, new: NewTokens) -> None:
+        """Check tokens that a user receives."""
+
+    def surrender(self, request: bytes) -> None:
+        """Note that a request was assigned to a rogue or came from one."""
+
+    def is_surrendered(self, request: bytes) -> bool:
+        """True if a rogue has a right to a request."""
+        ...
+
+    def ticket_keys(self) -> set[bytes]:
+        """Return the keys with which the cluster's own decode workers check tickets."""
+        ...
+
+
+class World(Protocol):
+    """What a node uses of its cluster: the network, the other nodes, and counts for the run.
+
+    Nodes name each other through these protocols, so no two modules of nodes import each other.
+    """
+
+    certificate_faults: float
+    recording: Recording | None
+    shape: Shape
+    stats: Counter[str]
+    failures: dict[str, str]
+    guards: list[Guard]
+    network: Network
+    routers: list[RouterNode]
+
+    @property
+    def watcher(self) -> Watch:
+        """The observer."""
+        ...
+
+    @property
+    def workers(self) -> Sequence[WorkerPeer]:
+        """All workers."""
+        ...
+
+    @property
+    def prefills(self) -> Sequence[PrefillPeer]:
+        """The prefill workers."""
+        ...
+
+    @property
+    def decodes(self) -> Sequence[DecodePeer]:
+        """The decode workers."""
+        ...
+
+    def router_named(self, name: str) -> RouterNode:
+        """Return the router with this name."""
+        ...
+
+    def decode_at(self, link: str) -> DecodePeer | None:
+        """Return the decode worker that a link leads to, or None."""
+        ...
+
+    def make_router(self, node: RouterNode) -> RouterCore:
+        """Create the router core of one incarnation."""
+        ...
+
+    def overheard(self, message: Any) -> None:
+        """Give the rogues a message or a KV frame that was sent."""
+
+    def to_worker(self, router: RouterNode, identity: bytes, message: Message) -> None:
+        """Deliver to the worker incarnation with this identity."""
+
+    def to_client(self, router: RouterNode, identity: bytes, message: Message) -> bool:
+        """Deliver to a client's connection. Return False if the client's buffers are full."""
+        ...
+
+    def broken(self, node: Node) -> None:
+        """Let the peers notice a node's death, and restart the node later."""
+
+    def turned(self, node: Node) -> None:
+        """Let the peers notice the end of an incarnation; the next one has the other role."""
+
+    def reconnect(self, router: RouterNode) -> None:
+        """Connect all workers to a router that started."""
+
+    def peer_gone(self, decode: DecodePeer, prefill: Peer) -> None:
+        """Notify a decode worker that a prefill worker closed its connection."""
 
 
 class Thinker(Protocol):
@@ -40,7 +254,7 @@ class Thinker(Protocol):
 class Node:
     """A simulated process."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: World, name: str) -> None:
         self.cluster = cluster
         self.name = name
         self.incarnation = 0
@@ -160,7 +374,7 @@ class Node:
         if self.cluster.recording is not None:
             self.cluster.recording.add(self.name, self.now, event, actions)
 
-    def transmit(self, target: Node, deliver: Callable[[], None]) -> None:
+    def transmit(self, target: Peer, deliver: Callable[[], None]) -> None:
         """Send over the network to the target's current incarnation."""
         if target.alive:
             self.cluster.network.send(self.name, target.name, target.when_up(deliver))

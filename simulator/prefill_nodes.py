@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +26,8 @@ from baton.proto.layout import ModelCard
 from baton.proto.wire.messages import DecodeToPrefill, DeviceTicket, KVFrame, Message, PeerDead
 from baton.worker.events import RunStep, StepDone
 
-from .nodes import DETECT_S
+from .envelopes import Bytes, Envelope, sealed_decoder
+from .nodes import DETECT_S, DecodePeer
 from .toy_model import (
     KILLS_PREFILL,
     MUTE,
@@ -37,17 +37,11 @@ from .toy_model import (
 )
 from .workers import (
     MAX_BATCH,
-    Bytes,
     EngineNode,
-    Envelope,
     MoveDelays,
     WorkerNode,
-    sealed_decoder,
     warm_times,
 )
-
-if TYPE_CHECKING:
-    from .decode_nodes import DecodeNode
 
 
 class PrefillNode(EngineNode[PrefillCore]):
@@ -131,7 +125,7 @@ class PrefillNode(EngineNode[PrefillCore]):
         for send in self.waiting.pop(endpoint, []):
             send()
 
-    def believed_alive(self) -> list[DecodeNode]:
+    def believed_alive(self) -> list[DecodePeer]:
         """Return decode workers whose incarnation was never declared dead to this worker.
 
         A decode worker that is cut off from its router may be declared dead and still run. It may

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -55,14 +55,11 @@ from baton.router.authorization import client_refusals
 from baton.router.events import ClientInputRejected, FromClient, FromWorker, WorkerInputRejected
 from baton.runtime.keys.allowed import CLIENT, PREFILL
 
-from .invariants import FINISHED, Violation
+from .envelopes import Envelope
 from .keys import ALLOWED, key_behind, key_of, refusal
-from .nodes import Node, RouterNode
-from .workers import Envelope
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
-    from .decode_nodes import DecodeNode
+from .nodes import DecodePeer, Node, RouterNode, World
+from .records import FINISHED
+from .violation import Violation
 
 KEPT = 48
 """Captured values of a field, and captured messages of a kind, that a rogue chooses from."""
@@ -243,8 +240,11 @@ class Rogue(Node):
     ``greedy``: it also registers as a worker that takes requests.
     """
 
-    def __init__(self, cluster: Cluster, role: str, card: Any, *, greedy: bool) -> None:
+    def __init__(
+        self, cluster: World, captured: Captured, role: str, card: Any, *, greedy: bool
+    ) -> None:
         super().__init__(cluster, f"rogue-{role}")
+        self._captured = captured
         self.role = role
         self.greedy = greedy
         self._card = card
@@ -261,7 +261,7 @@ class Rogue(Node):
         """Draw with a generator of its own, so that one seed gives one sequence."""
         self._name_connection()
         self._random = Random(self.incarnation)  # noqa: S311
-        self.forger = Forger(self._random, self.cluster.captured, key_of(self.name), self._card)
+        self.forger = Forger(self._random, self._captured, key_of(self.name), self._card)
 
     def leave(self) -> None:
         """End for good; its connections close."""
@@ -310,16 +310,16 @@ class Rogue(Node):
             return None  # nothing was captured yet
         return message
 
-    def _to_decode(self, decode: DecodeNode) -> None:
+    def _to_decode(self, decode: DecodePeer) -> None:
         message, identity = self._tame(self.forger.message(PREFILL)), self.identity
         if message is None:
             return
         frames = self._encoded(message, EnvelopeEncoder(digest=Envelope.digest))
         self.transmit(decode, lambda: at_peers(self, decode, identity, frames))
 
-    def _ask_more(self, decode: DecodeNode) -> None:
+    def _ask_more(self, decode: DecodePeer) -> None:
         """Send a Reserve again that asks for more, perhaps one of a worker with the same key."""
-        seen = self.cluster.captured.messages[Reserve]
+        seen = self._captured.messages[Reserve]
         if seen:
             base, more = self._random.choice([*seen][-LATEST:]), self._random.choice((1, 16, 64))
             message = msgspec.structs.replace(
@@ -329,7 +329,7 @@ class Rogue(Node):
             identity = self.identity
             self.transmit(decode, lambda: at_peers(self, decode, identity, frames))
 
-    def _frame_to(self, decode: DecodeNode) -> None:
+    def _frame_to(self, decode: DecodePeer) -> None:
         frame, content = self.forger.frame()
         payload, key = np.frombuffer(content, np.uint8), key_of(self.name)
         self.transmit(decode, lambda: decode.data(frame, payload.copy(), key))
@@ -439,7 +439,7 @@ def at_clients(
         router.feed(FromClient(identity, messages))
 
 
-def at_peers(rogue: Rogue, decode: DecodeNode, identity: bytes, frames: list[Any]) -> None:
+def at_peers(rogue: Rogue, decode: DecodePeer, identity: bytes, frames: list[Any]) -> None:
     """Pass an envelope through the checks of a decode worker's socket."""
     try:
         messages = decode.decoder.decode(frames)

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from .clients import ClientNode, Record
+from .clients import ClientNode
 from .cluster import Cluster
+from .end_checks import check_forgotten, check_quiet, check_request
 from .faults import ABSENCE_S, BLOCK_S, STOP_S, Storm
-from .invariants import Violation, check_forgotten, check_quiet, check_request
 from .network import Aim, Faults
 from .recording import Recording
+from .records import Record
 from .scenarios import Scenario
 from .toy_model import KILLS_DECODE, KILLS_PREFILL, MUTE, expected_tokens
+from .violation import Violation
 
 Calls = dict[str, tuple[int, float]]
 IDLE_S = 700.0

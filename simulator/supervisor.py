@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.deploy.supervise.certificates import Certificates
 from baton.proto.wire.messages import CertificateReceived, DeathCertificate, Message
 from baton.router.events import FromWorker
 
-from .nodes import Node, RouterNode
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
-    from .workers import WorkerNode
+from .nodes import Node, RouterNode, World
+from .workers import WorkerNode
 
 REAP_S = (0.0005, 0.01)
 """Range of the delay until the supervisor has the exit status, seconds."""
@@ -29,7 +26,7 @@ class SupervisorNode(Node):
     after its acknowledgement, or joined by a forged one for each living worker.
     """
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: World, name: str) -> None:
         super().__init__(cluster, name)
         self.core = Certificates()
 

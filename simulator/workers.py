@@ -6,13 +6,11 @@ Messages between workers are encoded bytes, and faults damage some of them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from baton.deploy.supervise.certificates import SECRET_BYTES
 from baton.engine.cache.paged_cache import PagedCache
@@ -20,13 +18,9 @@ from baton.engine.grammar.constraint import CompileGrammar, DropGrammar, Grammar
 from baton.engine.scheduling.plan import StepPlan, StepResult, abandoned_step
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.step_time import StepTime
-from baton.kv_transfer.checksums import envelope_digest
 from baton.prefill_worker.link_names import link_name
-from baton.proto.errors import ProtocolError
 from baton.proto.ids import NONCE_BYTES, worker_incarnation
 from baton.proto.layout import ModelCard
-from baton.proto.wire.arrays import Frame
-from baton.proto.wire.envelope import EnvelopeDecoder, EnvelopeEncoder
 from baton.proto.wire.messages import Message
 from baton.proto.wire.proofs import seal_of
 from baton.router.events import FromWorker
@@ -44,16 +38,11 @@ from baton.worker.events import (
 )
 from baton.worker.membership import Membership, WorkerIdentity
 
-from .invariants import Violation
-from .network import Network
-from .nodes import Node, RouterNode
+from .nodes import Node, RouterNode, World
 from .shape import Sizes
 from .toy_model import Poisoned, ToyExecutor, ToyMatcher, ToyPictures, picture_card, toy_card
+from .violation import Violation
 
-if TYPE_CHECKING:
-    from .cluster import Cluster
-
-Bytes = npt.NDArray[np.uint8]
 MAX_BATCH = 8
 HANG_S = 1e6
 RACKS = 2
@@ -97,7 +86,7 @@ class WorkerNode(Node, Generic[C]):
     role = ""
     core: C
 
-    def __init__(self, cluster: Cluster, name: str, sizes: Sizes) -> None:
+    def __init__(self, cluster: World, name: str, sizes: Sizes) -> None:
         super().__init__(cluster, name)
         self.sizes = sizes
         self.card = self.make_card()
@@ -279,7 +268,7 @@ class EngineNode(WorkerNode[C]):
     cache: PagedCache
     executor: ToyExecutor
 
-    def __init__(self, cluster: Cluster, name: str, sizes: Sizes) -> None:
+    def __init__(self, cluster: World, name: str, sizes: Sizes) -> None:
         super().__init__(cluster, name, sizes)
         self._preempted = 0  # in earlier incarnations
         self.grammars: dict[Key, object] = {}  # being compiled
@@ -379,38 +368,3 @@ class MoveDelays:
         took = network.random.uniform(0.0, self._longest)
         self._free_at = max(self._free_at, network.now) + took
         network.after(self._free_at - network.now, self._node.when_up(move))
-
-
-class Envelope:
-    """One message between workers, encoded with a checksum as in the shells.
-
-    The network's faults may flip one bit.
-    """
-
-    digest = staticmethod(envelope_digest)
-    _encoder = EnvelopeEncoder(digest=envelope_digest)
-
-    def __init__(self, message: Message, network: Network) -> None:
-        self._frames: list[Frame] = self._encoder.encode([message])
-        chance, random = network.faults.damage, network.random
-        self._damaged = chance > 0 and random.random() < chance
-        if self._damaged:
-            which = random.randrange(len(self._frames))
-            body = bytearray(self._frames[which])
-            body[random.randrange(len(body))] ^= 1 << random.randrange(8)
-            self._frames[which] = bytes(body)
-
-    def read(self, decoder: EnvelopeDecoder[Message], stats: Counter[str]) -> list[Message]:
-        """Decode the messages; empty if the envelope is damaged."""
-        try:
-            return decoder.decode(self._frames)
-        except ProtocolError:
-            if not self._damaged:
-                raise
-            stats["damaged_control"] += 1
-            return []
-
-
-def sealed_decoder(union: object) -> EnvelopeDecoder[Message]:
-    """Return the decoder for one direction."""
-    return EnvelopeDecoder(union, digest=envelope_digest)

@@ -37,11 +37,11 @@ from baton.router.takeover import UnclaimedRequests
 from baton.router.worker_messages import WorkerMessages
 from baton.router.worker_registration import WorkerRegistration
 from baton.simulator import keys, rogues
-from baton.simulator.invariants import Violation
 from baton.simulator.network import Faults
 from baton.simulator.run import run
 from baton.simulator.scenarios import NARROW, SCENARIOS, Scenario
 from baton.simulator.shape import Shape
+from baton.simulator.violation import Violation
 from baton.worker.base_core import WorkerCore
 from baton.worker.jobs import Jobs
 from baton.worker.membership import Allowance, Membership

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 
 from baton.simulator.__main__ import main
-from baton.simulator.clients import Record
-from baton.simulator.invariants import Violation
 from baton.simulator.recording import observed
+from baton.simulator.records import Record
 from baton.simulator.run import Run, run
 from baton.simulator.scenarios import SCENARIOS, Scenario
 from baton.simulator.shape import Shape
+from baton.simulator.violation import Violation
 
 SEEDS = 3
 """Where something rare has to happen; elsewhere one."""

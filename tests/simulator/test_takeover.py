@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
-from baton.simulator.clients import Record
 from baton.simulator.cluster import Cluster
-from baton.simulator.invariants import Violation
+from baton.simulator.records import Record
 from baton.simulator.run import Run
 from baton.simulator.scenarios import Scenario
 from baton.simulator.shape import Shape, Sizes
+from baton.simulator.violation import Violation
 
 SHAPE = Shape(
     prefill=1, decode=1, routers=2, clients=1, restart_s=9.0, sizes=Sizes(decode_blocks=600)
