@@ -24,7 +24,8 @@ from baton.deploy.local.banner import kernels_warning
 from baton.deploy.local.run_folder import socket_in_use
 from baton.deploy.messages import counted, mebibytes
 from baton.deploy.plan.addresses import free_ports, ipc_path
-from baton.deploy.plan.memory import PROCESS_BYTES, folder_memory, process_bytes
+from baton.deploy.plan.folders import folder_memory
+from baton.deploy.plan.memory import PROCESS_BYTES, process_bytes
 from baton.deploy.plan.plan import model_folder
 from baton.deploy.plan.prepare import sizing_of, visible_gpus_of_children
 from baton.deploy.plan.sizing import lines, suggestion

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
-from baton.engine.loading.checkpoint import Checkpoint, load_checkpoint
-from baton.engine.loading.embedding_config import DRAW
+from baton.engine.loading.checkpoint import Checkpoint
 from baton.engine.loading.kv_types import AUTO, kv_type_of
-from baton.engine.loading.tasks import folder_task
-from baton.engine.pictures.folder import DRAWING_PARTS, open_folder
-from baton.engine.pictures.memory import USUAL_PIXELS, picture_bytes
 from baton.proto.layout import KVLayout
-from baton.proto.picture_requests import longest_row
 
 from ..roles import DECODE
 
 _FAIR, _MOST = 0.5, 0.8
 """Share of the free memory for all processes: normally, and if needed for one whole context."""
-USUAL_PROMPT_TOKENS = 512
-"""Tokens of a picture's prompt for the last text encoder."""
 _BATCHES = 2
 """Contexts of maximum length per running request: its own, and one in the prefix cache."""
 LEAST_BYTES = 16 << 20
@@ -44,27 +37,6 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
     def worker(self, role: str) -> int:
         """Return the bytes of the weights of a worker."""
         return self.drawing if self.drawing and role == DECODE else self.weights
-
-
-def folder_memory(
-    folder: str, max_length: int, block_size: int, kv_type: str = AUTO
-) -> ModelMemory:
-    """Return the memory of the model in a folder. ``kv_type``: of its keys and values.
-
-    The context of a picture model is the state of a picture with a negative prompt, of the usual
-    number of tokens. Raises CheckpointError for the folder's files.
-    """
-    if folder_task(folder) != DRAW:
-        return model_memory(load_checkpoint(folder), max_length, kv_type)
-    pictures = open_folder(folder)
-    layout = pictures.state_layout(block_size)
-    row = max_length or longest_row(block_size, USUAL_PROMPT_TOKENS)
-    return ModelMemory(
-        weights=pictures.parts_bytes(pictures.family.encoder_parts),
-        context=layout.token_bytes * row,
-        drawing=pictures.parts_bytes(DRAWING_PARTS),
-        picture=picture_bytes(pictures, USUAL_PIXELS),
-    )
 
 
 def model_memory(checkpoint: Checkpoint, max_length: int, kv_type: str = AUTO) -> ModelMemory:

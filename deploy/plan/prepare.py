@@ -52,16 +52,9 @@ from ..roles import GATEWAY, POOLS
 from ..supervise.core import describe_exit
 from ..supervise.process import child_environment
 from .addresses import client_addresses, free_ports
+from .folders import USUAL_PROMPT_TOKENS, folder_memory
 from .instances import instances_of, workers_gpus
-from .memory import (
-    PROCESS_BYTES,
-    USUAL_PROMPT_TOKENS,
-    ModelMemory,
-    folder_memory,
-    kv_share,
-    model_memory,
-    picture_share,
-)
+from .memory import PROCESS_BYTES, ModelMemory, kv_share, model_memory, picture_share
 from .plan import (
     ClusterPlan,
     GpuBook,

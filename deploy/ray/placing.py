@@ -22,7 +22,8 @@ from baton.runtime.process.memory import free_memory
 
 from ..config import demo_model_folder
 from ..controller.backend import MemberSpec
-from ..plan.memory import PROCESS_BYTES, folder_memory, kv_share, picture_share
+from ..plan.folders import folder_memory
+from ..plan.memory import PROCESS_BYTES, kv_share, picture_share
 from ..roles import DECODE, GATEWAY, PREFILL, ROUTER
 from ..supervise.process import ProcessSpec
 

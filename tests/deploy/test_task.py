@@ -10,7 +10,8 @@ from baton.deploy.config import ServeSettings, check, demo_model_folder
 from baton.deploy.local import banner
 from baton.deploy.local.cluster import check_model, make_plan
 from baton.deploy.plan import prepare
-from baton.deploy.plan.memory import LEAST_BYTES, PROCESS_BYTES, folder_memory, picture_share
+from baton.deploy.plan.folders import folder_memory
+from baton.deploy.plan.memory import LEAST_BYTES, PROCESS_BYTES, picture_share
 from baton.proto.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[1] / "data"
