@@ -6,7 +6,7 @@ requests come one by one. Goodput is the highest rate at which 95 % of the reque
 every mode the best split counts; a disaggregated cluster may begin prompts by deadline, too, and
 an adaptive one may have no prefill worker. Deterministic: the figures do not depend on the machine.
 
-    python -m baton.benchmarks modes [--traces FOLDER] [--workers 4] [--requests N] [--trace NAME]
+    python -m baton.benchmarks.modes [--traces FOLDER] [--workers 4] [--requests N] [--trace NAME]
 
 The ceiling is what no mode can do: as many prefill workers as workers, as many decode workers
 besides, and handoffs that take no time. So prompts and streams do not delay each other at all.

@@ -68,6 +68,7 @@ from .events import (
 from .grammars import Grammars
 from .handoffs import Handoffs, Output
 from .job import Job, make_job, make_local_job
+from .local_prompts import LocalPrompts
 from .voice import Codec
 
 MAX_QUEUE = 1024
@@ -82,22 +83,26 @@ class DecodeCore(AssignCore[Job]):
         member: Membership,
         scheduler: Scheduler,
         receiver: Receiver[Allocation],
-        data_endpoint: str,
-        max_frame_bytes: int,
+        data: tuple[str, int],
         times: StepTime | None = None,
         codec: Codec | None = None,
+        slo_ttft: float = 0.0,
     ) -> None:
-        """``codec``: of a speech model."""
+        """``data``: the address for KV frames, and the most bytes of one.
+
+        ``codec``: of a speech model. ``slo_ttft``: see :class:`.local_prompts.LocalPrompts`.
+        """
         self._jobs: Jobs[Job] = Jobs()
         self._codec = codec
         self._voices: dict[Key, Job] = {}  # speech that this event may have advanced
         self._prompts: set[Key] = set()  # local requests without a first token
+        self._local = LocalPrompts(slo_ttft, scheduler.cache)  # those that wait for their turn
         super().__init__(member, self._jobs, MAX_QUEUE)
         self.receiver = receiver
         self._scheduler = scheduler
         self._card = member.identity.model
         self._grammars = Grammars()
-        self._handoffs = Handoffs(member, receiver, self._grammars, data_endpoint, max_frame_bytes)
+        self._handoffs = Handoffs(member, receiver, self._grammars, *data)
         self._steps = EngineSteps(scheduler, times)
 
     @property
@@ -240,13 +245,27 @@ class DecodeCore(AssignCore[Job]):
         return [said, *self._grammars.want(job.key, job.grammar), *self._constrain(job, now)]
 
     def _run(self, job: Job, now: float) -> None:
-        """Pass a prepared request to the engine."""
-        if job.is_preparing:
+        """Pass a prepared request to the engine, or let it wait for its turn."""
+        if job.grammar is not None or job.unchecked is not None:
             return
-        if job.sequence.allocation is None:
+        if job.local is not None:
+            self._local.put(job)
+        elif job.sequence.allocation is None:
             self._scheduler.add(job.sequence, now)
         else:
             self._scheduler.adopt(job.sequence)
+
+    def _start_prompts(self, now: float) -> None:
+        """Give the engine the local prompts for its next step, so that the others can change turns.
+
+        The scheduler never changes the order of those that it has.
+        """
+        while self._local and self._scheduler.wants_prompts:
+            job = self._local.pop(now)
+            if job is None:
+                return
+            job.local = None
+            self._scheduler.add(job.sequence, now)
 
     def _on_images(self, event: ImagesChecked, now: float) -> list[Action]:
         """Note that a local request's images are checked, or end the request."""
@@ -364,6 +383,7 @@ class DecodeCore(AssignCore[Job]):
         """Remove a request and free its blocks, if needed after the running step."""
         self._jobs.remove(job)
         self._prompts.discard(job.key)
+        self._local.drop(job)
         allocation = job.sequence.allocation
         if not job.is_preparing:
             self._scheduler.abort(job.sequence.request)
@@ -376,11 +396,16 @@ class DecodeCore(AssignCore[Job]):
 
     def _plan(self, actions: list[Action], now: float) -> None:
         """Keep one step running and, if its rows allow, a second step queued."""
+        if self._local:
+            self._start_prompts(now)
         actions += self._steps.plan(now)
         actions += self._engine_events(self._steps.idle_events(), now)
 
     def _on_step(self, event: StepDone, now: float) -> list[Action]:
-        actions = self._engine_events(self._steps.finish(event.result, now), now)
+        before = self._scheduler.prompt_tokens
+        events = self._steps.finish(event.result, now)
+        self._local.learn(self._scheduler.prompt_tokens - before, event.result.seconds)
+        actions = self._engine_events(events, now)
         return [*actions, *self._step_over(now, self._scheduler.is_inflight)]
 
     def _engine_events(self, events: list[EngineEvent], now: float) -> list[Action]:
@@ -472,7 +497,13 @@ class DecodeCore(AssignCore[Job]):
     def load(self) -> WorkerLoad:
         """Return the load that heartbeats report."""
         held = ((job.router, job.work) for job in self._jobs)
-        return msgspec.structs.replace(self._scheduler.load(), shares=self._shares(held))
+        load, local = self._scheduler.load(), self._local
+        return msgspec.structs.replace(
+            load,
+            shares=self._shares(held),
+            requests_waiting=load.requests_waiting + len(local),
+            tokens_waiting=load.tokens_waiting + local.tokens,
+        )
 
     @property
     def remembered(self) -> int:
@@ -494,6 +525,7 @@ class DecodeCore(AssignCore[Job]):
             raise InternalError("the engine's sequences do not match the requests")
         if not all(self._jobs.get(key) for key in self._prompts):
             raise InternalError("a prompt is counted for no request")
+        self._local.check_integrity(self._jobs)
 
     HANDLERS: ClassVar[Mapping[type, Handler]] = {
         **WorkerCore.HANDLERS,

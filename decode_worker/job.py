@@ -46,6 +46,19 @@ _SEEN = {TextAndVisionContext.__name__}
 """Kinds of contexts with images."""
 
 
+@dataclass(slots=True, frozen=True)
+class LocalPrompt:
+    """What decides when a local prompt starts.
+
+    ``asked``: when the client asked. ``limit``: its own TTFT limit; 0: the worker's. ``again``: the
+    client has its first token already.
+    """
+
+    asked: float
+    limit: float
+    again: bool
+
+
 @dataclass(slots=True)
 class Job:
     """One attempt of a request, from its Commit or Assign to its end on this worker.
@@ -69,6 +82,7 @@ class Job:
     logprobs: deque[TokenLogProbs]  # of the newest tokens, if the client requested them
     grammar: GrammarTask | None = None  # still compiling; the engine does not have the request yet
     unchecked: WireContext | None = None  # its images' hashes are not checked yet; likewise
+    local: LocalPrompt | None = None  # it waits for its turn; the engine does not have it yet
     voice: Voice | None = None  # of a request for speech
     media: dict[int, bytes] = field(default_factory=dict)  # sent with the token at a position
 
@@ -80,7 +94,8 @@ class Job:
     @property
     def is_preparing(self) -> bool:
         """Whether the engine does not have the request yet."""
-        return self.grammar is not None or self.unchecked is not None
+        waits = self.local is not None
+        return waits or self.grammar is not None or self.unchecked is not None
 
     @property
     def num_tokens(self) -> int:
@@ -234,6 +249,7 @@ def make_local_job(
         context.prompt_length - base,
         deque(maxlen=LOGPROBS_KEPT),
         unchecked=unchecked,
+        local=LocalPrompt(now - assign.waited, assign.slo_ttft, bool(assign.emitted)),
     )
     if codec is not None and isinstance(context, TTSContext):
         job.voice = Voice(codec, base, job.known_tokens(base))

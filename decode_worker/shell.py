@@ -156,4 +156,7 @@ def _make_core(
     )
     times = StepTime()
     warm_up(runner.pipeline, times)
-    return DecodeCore(member, scheduler, receiver, data_endpoint, MAX_KV_FRAME_BYTES, times, codec)
+    return DecodeCore(
+        member, scheduler, receiver, (data_endpoint, MAX_KV_FRAME_BYTES), times, codec,
+        config.slo_ttft,
+    )  # fmt: skip

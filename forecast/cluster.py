@@ -187,7 +187,7 @@ class Replay:
         found = at_decode if prefill is None else cached
         attempt.count_prompt(max(0, arrival.prompt - found), self.now, late=late)
         if request.prefill is None:
-            server.prompts.append(request)
+            server.add_prompt(request)
             self._turn_at(server, server.boundary(self.now))
         else:
             request.prefill.add(request)
@@ -336,7 +336,10 @@ class Replay:
         if role == "prefill":
             worker = PrefillWorker(number, self._service, life, setup.slo_ttft)
         else:
-            worker = DecodeWorker(number, self._service, life, setup.step_s, setup.token_budget)
+            limit = setup.slo_ttft if setup.mode == "adaptive" else 0.0
+            worker = DecodeWorker(
+                number, self._service, life, setup.step_s, setup.token_budget, limit
+            )
         self._next[role] += 1
         self._pools[role].append(worker)
         self.outcome.workers.append(worker)

@@ -50,7 +50,7 @@ class Cluster:
 
         ``step_s``: target seconds of a decode worker's step with prompt tokens.
         """
-        by_deadline = self.order == EDF and self.prefill
+        by_deadline = self.order == EDF and (self.prefill or self.mode == "adaptive")
         found = Setup(mode=self.mode, token_budget=CHUNK_TOKENS)
         if self.mode != "disaggregated":
             found = replace(found, step_s=step_s)

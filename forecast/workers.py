@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from baton.deploy.autoscale.metrics import WorkerSample
 from baton.engine.scheduling.step_time import ChunkBudget
 from baton.loadgen.traces import BLOCK_TOKENS, Arrival
-from baton.prefill_worker.start_order import Pace, StartOrder, latest_start
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.wire.messages import Buckets, Hello, WorkerLoad
 from baton.router.policy import PrefixIndex
 from baton.router.records import Attempt, Worker, WorkerState
 from baton.runtime.metrics.families import STEP_SECONDS
+from baton.worker.start_order import Pace, StartOrder, latest_start
 
 from .service import ServiceModel
 
@@ -117,7 +117,7 @@ class PrefillWorker:
         self.service = service
         self.entry = _entry(self.name, "prefill", number, service, life.ready)
         self._pace = Pace()
-        self._order = StartOrder(self._start_by if slo_ttft else None)
+        self._order = StartOrder(self._start_by if slo_ttft else None, self._own)
         self._slo_ttft = slo_ttft
         self._places = 0
         self.current: Request | None = None
@@ -158,9 +158,11 @@ class PrefillWorker:
         return min(self._cache.match(arrival.blocks) * BLOCK_TOKENS, arrival.prompt - 1)
 
     def _start_by(self, request: Request) -> float:
+        return latest_start(request.at, self._slo_ttft, self._own(request))
+
+    def _own(self, request: Request) -> float:
         arrival = request.arrival
-        own = (arrival.prompt - self.cached(arrival)) * self._pace.seconds_per_token
-        return latest_start(request.at, self._slo_ttft, own)
+        return (arrival.prompt - self.cached(arrival)) * self._pace.seconds_per_token
 
     def computed(self, now: float) -> tuple[int, float]:
         """Return the prompt tokens computed since the start, and the seconds that took."""
@@ -218,6 +220,7 @@ class DecodeWorker:
         life: Life,
         step_s: float = 0.0,
         token_budget: int = 0,
+        slo_ttft: float = 0.0,
     ) -> None:
         self.name = f"decode-{number}"
         self.number = number
@@ -225,7 +228,11 @@ class DecodeWorker:
         self.service = service
         self.entry = _entry(self.name, "decode", number, service, life.ready)
         self.pending: deque[Request] = deque()  # handed over
-        self.prompts: deque[Request] = deque()  # local, without a place in the batch
+        self._prompts: dict[Request, int] = {}  # local, without a place in the batch; their places
+        self._places = 0
+        self._slo_ttft = slo_ttft
+        self._pace = Pace()
+        self._order = StartOrder(self._start_by if slo_ttft else None, self._own)
         self.version = 0  # of the scheduled event; older ones are void
         self._budget = ChunkBudget(token_budget, step_s)
         self._cache = PrefixIndex(service.kv_tokens // BLOCK_TOKENS)
@@ -244,12 +251,25 @@ class DecodeWorker:
     @property
     def idle(self) -> bool:
         """Whether it has nothing to do."""
-        return not (self._ends or self.pending or self.prompts or self._computing)
+        return not (self._ends or self.pending or self._prompts or self._computing)
 
     @property
     def computes(self) -> bool:
         """Whether its running step has prompt tokens."""
         return bool(self._chunks)
+
+    def add_prompt(self, request: Request) -> None:
+        """One more local request waits."""
+        self._places += 1
+        self._prompts[request] = self._places
+        self._order.put(request, self._places)
+
+    def _start_by(self, request: Request) -> float:
+        return latest_start(request.at, self._slo_ttft, self._own(request))
+
+    def _own(self, request: Request) -> float:
+        arrival = request.arrival
+        return (arrival.prompt - self.cached(arrival)) * self._pace.seconds_per_token
 
     def boundary(self, now: float) -> float:
         """The end of the step that runs at ``now``; ``now`` without one."""
@@ -275,7 +295,7 @@ class DecodeWorker:
         for request in done:
             request.ended = now
             self._reserved -= request.arrival.prompt + request.arrival.output
-        self._admit()
+        self._admit(now)
         if self._computing:
             self._plan(now)
             return started, done, self._until
@@ -286,7 +306,7 @@ class DecodeWorker:
     def sample(self, now: float) -> WorkerSample:
         """Return the load that a heartbeat would report."""
         blocks = self.service.kv_tokens // BLOCK_TOKENS
-        local = [*self.prompts, *self._computing]
+        local = [*self._prompts, *self._computing]
         return WorkerSample(
             name=self.name,
             role="decode",
@@ -296,7 +316,7 @@ class DecodeWorker:
             kv_used=min(blocks, math.ceil(self._reserved / BLOCK_TOKENS)),
             kv_total=blocks,
             running=len(self._ends) + len(self._computing),
-            waiting=len(self.pending) + len(self.prompts),
+            waiting=len(self.pending) + len(self._prompts),
             prompt_tokens=self._tokens,
             cached_tokens=self._hits,
             step_s=self.step_s(now),
@@ -330,6 +350,7 @@ class DecodeWorker:
             return []
         rows, new = len(self._ends), sum(count for _, count in self._chunks)
         self._budget.learn(new + rows, self._step_s, rows)
+        self._pace.learn(new, self._step_s)
         self._tokens += new
         self._steps += 1
         self._seconds += self._step_s
@@ -358,7 +379,7 @@ class DecodeWorker:
         heapq.heappush(self._ends, (self._steps + arrival.output - 1, self._joined, request))
         self._context += arrival.prompt + 1
 
-    def _admit(self) -> None:
+    def _admit(self, now: float) -> None:
         """Fill the batch: first with what was handed over, then with prompts within the budget."""
         while self.pending and self._has_room(self.pending[0]):
             request = self.pending.popleft()
@@ -366,13 +387,16 @@ class DecodeWorker:
             self._join(request)
         left = self._budget.tokens
         left -= sum(one.arrival.prompt - one.computed for one in self._computing)
-        while self.prompts and left > 0 and self._has_room(self.prompts[0]):
-            request = self.prompts.popleft()
-            arrival = request.arrival
-            request.computed = self.cached(arrival)
-            self._hits += request.computed
-            self._computing.append(request)
-            left -= arrival.prompt - request.computed
+        while left > 0 and (first := self._order.pop(now)) is not None:
+            if not self._has_room(first):
+                self._order.put(first, self._prompts[first])
+                return
+            del self._prompts[first]
+            arrival = first.arrival
+            first.computed = self.cached(arrival)
+            self._hits += first.computed
+            self._computing.append(first)
+            left -= arrival.prompt - first.computed
 
     def cached(self, arrival: Arrival) -> int:
         """Tokens of a prompt whose KV is here; its last token is always computed."""

@@ -19,10 +19,10 @@ class PrefillWorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     ``routers``: router name to worker-side address. ``token_budget``: maximum prompt tokens per
     step (0: a whole prompt). ``step_seconds``: target duration of such a step (0: no target).
     ``slo_ttft``: TTFT target in seconds. Prompts start in the order that meets it
-    (:mod:`.start_order`); 0: in arrival order. ``max_active``: maximum requests that hold
-    blocks on decode workers at a time. ``max_queue``: queue length at which an Assign is answered
-    Busy. ``stream_tokens``: a prompt with at least this many uncached tokens is sent layer by
-    layer. ``share_pool``: decode workers of this host may read the pool; they get a ticket for it.
+    (:mod:`baton.worker.start_order`); 0: in arrival order. ``max_active``: maximum requests that
+    hold blocks on decode workers at a time. ``max_queue``: queue length at which an Assign is
+    answered Busy. ``stream_tokens``: a prompt with at least this many uncached tokens is sent layer
+    by layer. ``share_pool``: decode workers of this host may read the pool; they get a ticket.
     ``handoff_timeout_s``: seconds without an answer after which a decode worker is unreachable.
     ``drain_grace_s``: seconds that requests may continue after SIGTERM; then other workers take
     them over. ``worker_timeout_s``: must equal the routers'; connections to them time out within

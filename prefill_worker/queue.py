@@ -17,10 +17,10 @@ from baton.kv_transfer.sender_handoff import Key
 from baton.proto.errors import InternalError
 from baton.runtime.tables import KeyedHeap
 from baton.worker.load_by_router import Shares
+from baton.worker.start_order import Pace, RankedOrder, StartOrder, latest_start
 
 from .assign_core import JobQueue
 from .job import Job, JobState
-from .start_order import Pace, RankedOrder, StartOrder, latest_start
 
 RESERVING_S = 0.05
 """Seconds for which a reserving job counts as coming work; after that, other jobs may start."""
@@ -45,8 +45,12 @@ class Urgency:
         """Return the latest time, by this worker's clock, at which ``job`` can start in time."""
         if job.assign.emitted:
             return math.inf  # the client already has the first token: TTFT no longer applies
-        own = (job.sequence.num_tokens - self.cached(job)) * self.pace.seconds_per_token
-        return latest_start(job.asked, self.limit(job), own + self._ahead)
+        own = self.seconds(job) + self._ahead
+        return latest_start(job.asked, self.limit(job), own)
+
+    def seconds(self, job: Job) -> float:
+        """Return how long the prompt of a job takes, of which some tokens may be cached."""
+        return (job.sequence.num_tokens - self.cached(job)) * self.pace.seconds_per_token
 
     def limit(self, job: Job) -> float:
         """Return the TTFT target of a job in seconds, which may be its own."""
@@ -83,7 +87,10 @@ class Queue(JobQueue[Job]):
         if order is not None:
             self._ready = RankedOrder(lambda key, now: order(self._jobs[key], now))
         elif urgency is not None:
-            self._ready = StartOrder(lambda key: urgency.start_by(self._jobs[key]))
+            self._ready = StartOrder(
+                lambda key: urgency.start_by(self._jobs[key]),
+                lambda key: urgency.seconds(self._jobs[key]),
+            )
         else:
             self._ready = StartOrder()
         self._later: KeyedHeap[Key] = KeyedHeap()  # by the time of the next try

@@ -23,7 +23,7 @@ every prefill worker and, alone, at every decode worker, and takes the earliest 
   (``Sequence.step_limit``), so the target is shorter there. A request with such a limit needs it
   at a worker that has other local prompts, whose chunks its tokens will wait for.
 * A request that no way serves within the TTFT limit goes to a prefill worker, which begins late
-  prompts last (``prefill_worker/start_order.py``). So it delays no streams, and other prompts only
+  prompts last (``worker/start_order.py``). So it delays no streams, and other prompts only
   if the worker has nothing else to do and has begun it.
 
 The request is local if that is earlier by :data:`MARGIN`, since a prefill worker is there for it.

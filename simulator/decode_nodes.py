@@ -60,9 +60,9 @@ class DecodeNode(EngineNode[DecodeCore]):
             self.member,
             self.scheduler,
             self.receiver,
-            "ipc:///simulated/data",
-            1 << 20,
+            ("ipc:///simulated/data", 1 << 20),
             warm_times(),
+            slo_ttft=sizes.slo_ttft,
         )
         self.writer = FrameWriter(NumpyBackend(), self.executor.pool)
         self.moves = MoveDelays(self, sizes.move_s)

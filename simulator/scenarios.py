@@ -23,7 +23,7 @@ COLOCATED = Shape(prefill=0, decode=3, mode="colocated", local=True)
 MIXED = Shape(prefill=1, local=True)
 """While the prefill worker is away, decode workers compute prompts too."""
 
-ADAPTIVE = Shape(prefill=2, decode=2, mode="adaptive", local=True)
+ADAPTIVE = Shape(prefill=2, decode=2, mode="adaptive", local=True, sizes=Sizes(slo_ttft=0.05))
 
 PATIENT_S = 6.0
 """Longer than the loss of a router may delay a token, shorter than a client's own timeout."""

@@ -34,7 +34,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from baton.prefill_worker.start_order import LATE_TURN
+from baton.worker.start_order import LATE_TURN
 
 from .metrics import LONGEST_STEP_S, RouterSample, WorkerSample
 from .settings import ScaleSettings
@@ -432,8 +432,8 @@ def in_time(work: Values, slack: Values, workers: int, *, late_last: bool) -> Va
     """For the arrivals of each second, the share that waits at most ``slack`` seconds.
 
     ``work``: arrived work in worker-seconds. With ``late_last`` the simulated queue has the order
-    of :mod:`..prefill_worker.start_order`: late prompts start after prompts that can still be in
-    time, except for one start in LATE_TURN.
+    of :mod:`baton.worker.start_order`: late prompts start after prompts that can still be in
+    time, except for one part of the time in LATE_TURN.
     """
     shares = np.ones(len(work))
     backlog = late = 0.0

@@ -453,6 +453,7 @@ def _decode(
         kv_events_topic=settings.kv_events_topic,
         token_budget=decode_budget(settings),
         step_seconds=decode_step(settings),
+        slo_ttft=local_limit(settings),
         handoff_timeout_s=settings.handoff_timeout,
         keys=key_folder(settings),
         drain_grace_s=settings.grace,
@@ -488,6 +489,12 @@ def first_token_limit(settings: ServeSettings) -> float:
     automatic = order == "auto" and limited
     by_deadline = order == "edf" or automatic or is_extension(order)
     return settings.slo_ttft if by_deadline else 0.0
+
+
+def local_limit(settings: ServeSettings) -> float:
+    """Target TTFT in seconds by which decode workers order local prompts; 0: order of arrival."""
+    ranked = settings.mode != ADAPTIVE or is_extension(settings.prefill_order)
+    return 0.0 if ranked else first_token_limit(settings)
 
 
 def sized_for(settings: ServeSettings) -> int:

@@ -165,6 +165,16 @@ class Scheduler:
         return frozenset(sequence.request for sequence in self._prefilled)
 
     @property
+    def wants_prompts(self) -> bool:
+        """True if the next step can compute more prompt tokens than its sequences have."""
+        return self._queues.tokens_waiting < self._tokens_of_step()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens computed since the start."""
+        return self._prompt_tokens
+
+    @property
     def has_work(self) -> bool:
         """True if a request waits or runs."""
         return len(self._queues) > 0

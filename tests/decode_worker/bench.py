@@ -91,6 +91,7 @@ class Bench:
         welcomed: bool = True,
         card: ModelCard = CARD,
         codec: Codec | None = None,
+        slo_ttft: float = 0.0,
         **receiver,
     ) -> None:
         me = WorkerIdentity("decode-0", "decode", 9, 1, "ipc:///d", "default", card, 8)
@@ -103,8 +104,9 @@ class Bench:
         times = StepTime()
         times.learn(8, 0.01)
         self.core = DecodeCore(
-            self.member, self.scheduler, self.receiver, "ipc:///data", 1 << 20, times, codec
-        )
+            self.member, self.scheduler, self.receiver, ("ipc:///data", 1 << 20), times, codec,
+            slo_ttft,
+        )  # fmt: skip
         self.now = 100.0
         self.said: list[Message] = []
         self.routers: list[tuple[str, Message]] = []

@@ -194,6 +194,51 @@ def test_the_limit_of_steps_is_that_of_the_assign_or_the_commit(bench):
     assert found == {KEY: 0.02, OTHER: 0.03}
 
 
+def crowd(slo_ttft: float) -> tuple[Bench, dict[bytes, str]]:
+    """Return a worker with a running prompt of 16 tokens a step, and four that wait for it."""
+    bench, names = Bench(card=LOCAL, slo_ttft=slo_ttft), {}
+    for number, tokens in enumerate((60, 90, 50, 20, 20)):
+        key = bytes([65 + number]) * 16
+        names[key] = chr(97 + number)
+        assign = local(key, tokens=tokens, new=1, waited=0.0)
+        assign.context.tokens.array[:] = np.arange(tokens) + 1 + 100 * number  # no shared prefix
+        bench.hear(assign)
+    return bench, names
+
+
+def started(bench: Bench, names: dict[bytes, str]) -> str:
+    """Compute everything; return the requests in the order of their first tokens."""
+    order = ""
+    while bench.plans:
+        bench.now += 0.01
+        bench.step()
+        bench.core.check_integrity()
+        order += "".join(names[one.request] for one in bench.take(Terminal))
+    return order
+
+
+def test_local_prompts_start_by_their_limit_and_else_by_arrival():
+    bench, names = crowd(0.0)
+    assert started(bench, names) == "abcde"
+    bench, names = crowd(0.12)  # a step takes 10 ms: 240 tokens are 15 of them
+    assert bench.core.load().requests_waiting + bench.core.load().requests_running == 5
+    assert bench.core.load().tokens_waiting == 240
+    assert started(bench, names)[-1] == "b"  # the longest one is given up
+
+
+def test_a_local_prompt_that_waits_for_its_turn_can_end():
+    bench, names = crowd(0.12)
+    keys = list(names)
+    bench.hear(Abort(request=keys[1], attempt=1))
+    assert bench.one(Aborted).request == keys[1]
+    bench.core.check_integrity()
+    assert bench.core.load().tokens_waiting == 150
+    bench.hear(local(keys[3], attempt=2, tokens=20, new=1))
+    bench.core.check_integrity()
+    assert set(started(bench, names)) == set("acde")
+    assert bench.core.idle
+
+
 def test_a_higher_attempt_replaces_a_local_one(bench):
     bench.hear(local(tokens=60))
     bench.hear(local(attempt=2, emitted=[41]))

@@ -52,7 +52,7 @@ class Decode:
         store = GrantStore(self.cache, self.scheduler)
         self.receiver = Receiver(7, LAYOUT, store, ReceiverConfig())
         member = Membership(me, ("router",))
-        self.core = DecodeCore(member, self.scheduler, self.receiver, "ipc:///data", 1 << 20)
+        self.core = DecodeCore(member, self.scheduler, self.receiver, ("ipc:///data", 1 << 20))
         self.core.handle(RouterUp("router"), 0.0)
         welcome = Welcome(router="router", incarnation=3, key=WORKER_KEY)
         self.core.handle(FromRouter("router", welcome), 0.0)

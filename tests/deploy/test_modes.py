@@ -59,6 +59,9 @@ def test_an_adaptive_cluster_has_both_pools_and_its_router_the_limits():
     assert (router["mode"], router["slo_ttft_s"], router["step_time_s"]) == ("adaptive", 3.0, 0.03)
     assert configs(plan, "decode")[0]["runner"]["vision"]
     assert configs(plan, "prefill")[0]["slo_ttft"] == 3.0  # late prompts are begun last
+    assert configs(plan, "decode")[0]["slo_ttft"] == 3.0
+    arrival = plan_of(QWEN, mode="adaptive", slo_ttft=3.0, prefill_order="fcfs")
+    assert configs(arrival, "decode")[0]["slo_ttft"] == 0.0
 
 
 def test_an_adaptive_cluster_may_begin_without_prefill_workers():

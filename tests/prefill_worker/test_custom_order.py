@@ -8,8 +8,8 @@ import pytest
 
 from baton.extend import ExtensionError
 from baton.prefill_worker.custom_order import CustomOrder
-from baton.prefill_worker.start_order import LATE_TURN, RankedOrder
 from baton.proto.wire.messages import Reserve
+from baton.worker.start_order import LATE_TURN, RankedOrder
 
 from .test_core import Bench, make_context, queue, served
 

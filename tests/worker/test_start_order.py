@@ -1,11 +1,12 @@
 """The order of waiting prompts: prompts in time first, now and then a late prompt."""
 
+import itertools
 import math
 import random
 
 import pytest
 
-from baton.prefill_worker.start_order import LATE_TURN, Pace, StartOrder
+from baton.worker.start_order import LATE_TURN, LOOK, Pace, StartOrder
 
 
 def filled(start_by: dict[str, float]) -> StartOrder[str]:
@@ -60,6 +61,73 @@ def test_late_ones_get_their_share_of_the_starts():
     assert turns[1] - turns[0] == turns[2] - turns[1] == LATE_TURN
     new = [key for key in taken if key.startswith("new")]
     assert new == sorted(new, key=lambda key: int(key.split()[1]))
+
+
+def costly(prompts: dict[str, tuple[float, float]]) -> StartOrder[str]:
+    """Return an order of prompts with deadlines and seconds."""
+    order = StartOrder(lambda key: prompts[key][0] - prompts[key][1], lambda key: prompts[key][1])
+    for place, key in enumerate(prompts):
+        order.put(key, place)
+    return order
+
+
+def in_time(order: StartOrder[str], prompts: dict[str, tuple[float, float]]) -> set[str]:
+    """Start one prompt after the other; return those that end by their deadlines."""
+    at, kept = 0.0, set()
+    while (key := order.pop(at)) is not None:
+        at += prompts[key][1]
+        if at <= prompts[key][0]:
+            kept.add(key)
+    return kept
+
+
+def test_of_a_burst_the_longest_prompts_are_late():
+    prompts = {"a": (5.0, 1.0), "long": (5.0, 4.0), "b": (5.0, 2.0), "c": (5.0, 2.0)}
+    assert drained(costly(prompts), 0.0) == "abclong"
+    alone = {"long": (5.0, 4.0), "b": (6.0, 2.0)}
+    assert in_time(costly(alone), alone) == {"long", "b"}  # it delays no other
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_many_prompts_as_possible_are_in_time(seed):
+    """Beside all sets of prompts that could be in time, with deadlines in the order of coming."""
+    chance = random.Random(seed)
+    deadlines = sorted(chance.uniform(1, 8) for _ in range(8))
+    prompts = {f"{n}": (by, chance.uniform(0.2, 4)) for n, by in enumerate(deadlines)}
+    most = 0
+    for chosen in itertools.product((False, True), repeat=len(prompts)):
+        picked = [cost for cost, taken in zip(prompts.values(), chosen, strict=True) if taken]
+        ends = itertools.accumulate(seconds for _, seconds in picked)
+        if all(at <= by for at, (by, _) in zip(ends, picked, strict=True)):
+            most = max(most, len(picked))
+    assert len(in_time(costly(prompts), prompts)) == most
+
+
+def test_a_late_prompt_waits_for_fifteen_times_its_own_seconds():
+    """However long it is, and however many short ones arrive that can be in time."""
+    seconds = {"long": 8.0}
+    order: StartOrder[str] = StartOrder(
+        lambda key: -1.0 if key == "long" else 1e9, lambda key: seconds.get(key, 1.0)
+    )
+    order.put("long", 0)
+    for place in range(1, 200):
+        order.put(f"{place}", place)
+    taken = [order.pop(20.0) for _ in range(150)]
+    assert taken.index("long") == (LATE_TURN - 1) * 8
+
+
+def test_a_prompt_without_a_deadline_is_never_given_up():
+    prompts = {"again": (math.inf, 9.0), "a": (5.0, 1.0), "b": (5.0, 1.0)}
+    assert costly(prompts).pop(0.0) == "again"
+
+
+def test_a_start_looks_at_few_of_many_prompts():
+    prompts = {f"{n}": (1e9, 1.0) for n in range(20 * LOOK)}
+    looked = []
+    order = StartOrder(lambda key: 1e9, lambda key: looked.append(key) or 1.0)
+    for place, key in enumerate(prompts):
+        order.put(key, place)
+    assert order.pop(0.0) == "0" and len(looked) == LOOK
 
 
 @pytest.mark.parametrize("seed", range(20))

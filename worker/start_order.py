@@ -3,21 +3,27 @@
 Without a TTFT target, prompts start in arrival order. With a target, the oldest prompt that can
 still meet it goes first. A prompt that is already late gains nothing from an early start, but would
 make the prompts after it late as well. So in a burst beyond the pool's capacity, first come first
-served makes nearly every request late; this order makes only the excess late. Late prompts start
-when no other prompt waits. While others wait, every :data:`LATE_TURN`-th start goes to a late
-prompt, so that late prompts do not starve. Pure.
+served makes nearly every request late; this order makes only the excess late, and as the excess the
+longest prompts, because fewest requests are late then. Late prompts start
+when no other prompt waits. While others wait, one part of the time in :data:`LATE_TURN` is for late
+prompts, so that they do not starve. Pure.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 from baton.runtime.tables import KeyedHeap
 
 LATE_TURN = 16
-"""While both kinds wait, one start out of this many goes to a late prompt."""
+"""While both kinds wait, one part of the time in this many is for late prompts, of
+:class:`RankedOrder` one start in this many for the oldest prompt."""
+LOOK = 64
+"""Waiting prompts that are looked at when one starts; a start costs no more with further ones."""
 SPARE = 0.1
 """Part of the TTFT target kept as reserve, because in a burst every prompt starts at its latest."""
 K = TypeVar("K")
@@ -31,47 +37,111 @@ def latest_start(asked: float, limit: float, own: float) -> float:
 class StartOrder(Generic[K]):
     """Waiting keys in two ranks (in time, late), each ordered by place (arrival number).
 
-    ``start_by``: latest start time at which a key is still in time. It is called when the
-    key's turn comes, because its result depends on the cache content. None: arrival order only.
+    ``start_by``: latest start time at which a key is still in time. It is called when a key may
+    be next, because its result depends on the cache content. None: arrival order only.
+    ``seconds``: how long a key takes, the same; None: as if it took no time.
 
     Invariant: a key is contained once; a key found late stays late until it is taken.
     """
 
-    def __init__(self, start_by: Callable[[K], float] | None = None) -> None:
+    def __init__(
+        self,
+        start_by: Callable[[K], float] | None = None,
+        seconds: Callable[[K], float] | None = None,
+    ) -> None:
         self._start_by = start_by
-        self._in_time: KeyedHeap[K] = KeyedHeap()
+        self._own = seconds
+        self._line: list[tuple[float, int, K]] = []  # in time, by place
+        self._places: dict[K, tuple[float, int]] = {}  # of these
         self._late: KeyedHeap[K] = KeyedHeap()
-        self._passed = 0  # starts since the last late one, while late keys wait
+        self._puts = 0
+        self._passed = 0.0  # seconds, or starts, since the last late one, while late keys wait
 
     def put(self, key: K, place: float) -> None:
         """Add ``key``. It must not be contained yet."""
-        self._in_time.put(key, place)
+        self._puts += 1
+        self._places[key] = place, self._puts
+        insort(self._line, (place, self._puts, key))
 
     def drop(self, key: K) -> None:
         """Remove ``key`` if it is contained."""
-        self._in_time.drop(key)
+        self._leave(key)
         self._late.drop(key)
 
     def pop(self, now: float) -> K | None:
         """Remove and return the key that starts now; None if no key waits."""
-        if self._late and self._passed + 1 >= LATE_TURN:
+        late = self._late.peek()
+        if late is not None and self._passed >= (LATE_TURN - 1) * self._weight(late):
             return self._pop_late()
-        while (place := self._in_time.first()) is not None:
-            key = self._in_time.pop(place)
+        while self._line:
+            key = self._next(now)
             if key is None:
-                break
+                continue  # some were late
+            place = self._leave(key)
             if self._start_by is None or now <= self._start_by(key):
-                self._passed += 1 if self._late else 0
+                self._passed += self._weight(key) if self._late else 0.0
                 return key
             self._late.put(key, place)
         return self._pop_late()
 
+    def _weight(self, key: K) -> float:
+        """Return how much a start counts for the turns of late keys: its seconds, if known."""
+        return (self._own(key) if self._own is not None else 0.0) or 1.0
+
+    def _next(self, now: float) -> K | None:
+        """Return the first key that starts in time with the most others, or None.
+
+        Each key that would be late after those before it costs the longest so far its turn (the
+        rule of Moore and Hodgson, which makes the fewest late). A key that lost its turn waits for
+        its next one until its deadline has passed: it may take less time by then. If no key starts
+        in time, all that were looked at are late.
+        """
+        start_by, own = self._start_by, self._own
+        if start_by is None or own is None:
+            return self._line[0][2]
+        at, given_up = now, set[K]()
+        longest: list[tuple[float, int, K]] = []
+        looked = self._line[:LOOK]
+        for place, number, key in looked:
+            seconds = own(key)
+            deadline = start_by(key) + seconds
+            if now + seconds > deadline:
+                given_up.add(key)
+                if now > deadline:
+                    self._leave(key)
+                    self._late.put(key, place)
+                continue
+            at += seconds
+            if deadline < math.inf:
+                heappush(longest, (-seconds, number, key))
+            if at > deadline:
+                taken, _, other = heappop(longest)
+                at += taken
+                given_up.add(other)
+        for _, _, key in looked:
+            if key not in given_up:
+                return key
+        for place, _, key in looked:
+            if key in self._places:
+                self._leave(key)
+                self._late.put(key, place)
+        return None
+
+    def _leave(self, key: K) -> float:
+        """Remove a key from those in time; return its place."""
+        found = self._places.pop(key, None)
+        if found is None:
+            return 0.0
+        at = bisect_left(self._line, found, key=lambda one: one[:2])
+        del self._line[at]
+        return found[0]
+
     def _pop_late(self) -> K | None:
-        self._passed = 0
+        self._passed = 0.0
         return self._late.pop(math.inf)
 
     def __len__(self) -> int:
-        return len(self._in_time) + len(self._late)
+        return len(self._line) + len(self._late)
 
 
 class RankedOrder(Generic[K]):
