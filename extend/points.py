@@ -6,6 +6,7 @@ lengths in tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -87,20 +88,20 @@ class Ways(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_id: str
     prompt_tokens: int
     uncached_tokens: int
-    waiting_tokens: int
     local_uncached_tokens: int
-    local_waiting_tokens: int
-    seconds_per_token: float
-    handoff_s: float
-    streams: int
-    step_s: float
-    target_s: float
-    over_prefill_s: float
-    local_s: float
-    delays_streams: bool
-    slo_ttft_s: float
-    slo_itl_s: float
-    local: bool
+    waiting_tokens: int = 0
+    local_waiting_tokens: int = 0
+    seconds_per_token: float = 0.0
+    handoff_s: float = 0.0
+    streams: int = 0
+    step_s: float = 0.0
+    target_s: float = 0.0
+    over_prefill_s: float = 0.0
+    local_s: float = math.inf
+    delays_streams: bool = False
+    slo_ttft_s: float = 0.0
+    slo_itl_s: float = 0.0
+    local: bool = False
 
 
 class Decider(Protocol):
@@ -124,13 +125,13 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     request_id: str
     prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    asked_s: float
-    waited_s: float
-    deadline_s: float
-    slo_ttft_s: float
-    seconds_per_token: float
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    asked_s: float = 0.0
+    waited_s: float = 0.0
+    deadline_s: float = math.inf
+    slo_ttft_s: float = 0.0
+    seconds_per_token: float = 0.0
 
 
 class Order(Protocol):
@@ -144,7 +145,8 @@ class Order(Protocol):
 class Ended(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request that ended; None and empty texts are unknown.
 
-    ``outcome``: finished, failed, cancelled, or moved to another router. ``finish_reason``: of a
+    ``outcome``: finished, failed, cancelled, or moved to another router. ``way``: ``local``,
+    ``handed_over``, or ``prefill`` if it ended at its prefill worker. ``finish_reason``: of a
     result; ``code``: of an error. ``seconds``: from its arrival to its end. ``queue_s``: until a
     worker began; ``ttft_s``: until the first token; ``itl_s``: mean time between tokens.
     ``slo_ttft_s``, ``slo_itl_s``: limits of its own; None: those of the cluster.
@@ -153,21 +155,22 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     request_id: str
     outcome: str
-    finish_reason: str | None
-    code: str | None
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    new_tokens: int | None
-    seconds: float | None
-    queue_s: float | None
-    ttft_s: float | None
-    itl_s: float | None
-    slo_ttft_s: float | None
-    slo_itl_s: float | None
-    prefill: str
-    decode: str
-    transport: str
-    attempts: int
+    way: str = ""
+    finish_reason: str | None = None
+    code: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    new_tokens: int | None = None
+    seconds: float | None = None
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    slo_ttft_s: float | None = None
+    slo_itl_s: float | None = None
+    prefill: str = ""
+    decode: str = ""
+    transport: str = ""
+    attempts: int = 1
 
 
 class Metric(Protocol):

@@ -37,7 +37,7 @@ from baton.extend.guard import Guard, Report
 from baton.proto.limits import MAX_LABELS
 from baton.proto.wire.messages import ExtensionCounts
 from baton.proto.work import prefix_hashes
-from baton.runtime.metrics.families import Bounds, Kind, Row, Values
+from baton.runtime.metrics.families import Bounds, Kind, Row, Values, labels_problem
 
 from .config import PolicyConfig, RouterConfig
 from .decider import Costs, HandoffTails, streams_of
@@ -305,7 +305,7 @@ class CustomMetric:
             ttft_s=line.ttft_s, itl_s=line.itl_s,
             slo_ttft_s=line.slo_ttft_s, slo_itl_s=line.slo_itl_s,
             prefill=line.prefill, decode=line.decode,
-            transport=line.transport, attempts=line.attempts or 1,
+            transport=line.transport, attempts=line.attempts or 1, way=line.way,
         )  # fmt: skip
         self._guard.call(lambda: self._metric.ended(ended))
 
@@ -346,9 +346,11 @@ def checked(family: object) -> Family:
     if not isinstance(family, Family):
         raise ExtensionError(f"families() returned {family!r:.80}, which is no Family")
     name, kind = _text(family.name, "a name"), family.kind
-    if not (name.isascii() and name.replace(":", "_").isidentifier()) or name.startswith(_OWN):
-        text = f"{name!r:.80} is no name of a metric, or begins with {_OWN}"
+    if not (name.isascii() and name.replace(":", "_").isidentifier()):
+        text = f"{name!r:.80} is no name of a metric: use letters, digits, _ and :"
         raise ExtensionError(text)
+    if name.startswith(_OWN):
+        raise ExtensionError(f"{name:.80} begins with {_OWN}, as only metrics of Baton do")
     if kind not in get_args(Kind):
         raise ExtensionError(f"{name}: {kind!r:.80} is none of {', '.join(get_args(Kind))}")
     if len(family.labels) > MAX_LABELS:
@@ -367,8 +369,8 @@ def checked(family: object) -> Family:
 
 
 def _row(family: Family, row: Row, buckets: int) -> Row:
-    if len(row.labels) != len(family.labels):
-        raise ExtensionError(f"{family.name}: labels {row.labels!r:.80} do not fit")
+    if problem := labels_problem(family.name, family.labels, row.labels):
+        raise ExtensionError(problem)
     labels = tuple(_text(one, f"{family.name}: the label") for one in row.labels)
     value = _number(family.name, row.value)
     if family.kind != "histogram":

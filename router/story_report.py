@@ -80,18 +80,20 @@ class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
     decode: str = ""
     transport: str = ""
     attempts: int | None = None
+    way: str = ""
 
 
 def request_line(story: Story) -> RequestLine:
     """Return a request's log line; it has neither prompt nor tokens."""
     attempts = story.attempts
-    prefill = decode = transport = cause = ""
+    prefill = decode = transport = cause = way = ""
     if attempts:
         last = attempts[-1]
         prefill, cause = last.prefill, last.cause
         if last.report is not None:
             transport = last.report.transport
-        if last.report is not None or story.decoded:  # else it ended at its prefill worker
+        way = _way_taken(last, decoded=story.decoded)
+        if way != "prefill":
             decode = last.decode
     return RequestLine(
         story.state, story.request_id, story.key.hex(), _client(story.identity), story.gateway,
@@ -100,8 +102,15 @@ def request_line(story: Story) -> RequestLine:
         _rounded(story.ended - story.began),
         _rounded(story.queued), _rounded(story.ttft), _rounded(story.itl),
         story.slo_ttft or None, story.slo_itl or None,
-        prefill, decode, transport, len(attempts) if len(attempts) > 1 else None,
+        prefill, decode, transport, len(attempts) if len(attempts) > 1 else None, way,
     )  # fmt: skip
+
+
+def _way_taken(last: StoryAttempt, *, decoded: bool) -> str:
+    """Return ``local``, ``handed_over`` or ``prefill``; empty: none, or another router chose it."""
+    if not last.prefill:
+        return "local" if last.decode and last.route is not None else ""
+    return "handed_over" if last.report is not None or decoded else "prefill"
 
 
 def assign_delay(attempt: StoryAttempt, times: WorkerTimes | None, ended: float) -> float:

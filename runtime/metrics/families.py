@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -56,12 +57,15 @@ class Histogram:
     """Counts by bucket since the start, and the sum of all values.
 
     ``counts[i]``: values up to ``bounds[i]`` and above the bound before; the last count: values
-    above all bounds.
+    above all bounds. Raises ValueError for bounds that do not ascend.
     """
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Bounds) -> None:
+        for one, other in pairwise(bounds):
+            if not one < other:
+                raise ValueError(f"bounds must ascend: {one} before {other}")
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
@@ -148,19 +152,41 @@ Values = Mapping[Labels, float]
 
 
 def counter(name: str, text: str, values: float | Values, labels: Iterable[str] = ()) -> Family:
-    """Make a counter; its name ends in ``_total``. ``values``: a number, or numbers by labels."""
-    return Family(name, "counter", text, tuple(labels), _rows(values))
+    """Make a counter; its name ends in ``_total``. ``values``: a number, or numbers by labels.
+
+    Raises ValueError for keys of ``values`` that do not fit ``labels``, as the others do.
+    """
+    return _family(name, "counter", text, values, labels)
 
 
 def gauge(name: str, text: str, values: float | Values, labels: Iterable[str] = ()) -> Family:
     """Make a gauge. ``values``: a number, or numbers by labels."""
-    return Family(name, "gauge", text, tuple(labels), _rows(values))
+    return _family(name, "gauge", text, values, labels)
 
 
-def _rows(values: float | Values) -> list[Row]:
-    if isinstance(values, Mapping):
-        return [Row(labels, value) for labels, value in values.items()]
-    return [Row((), values)]
+def _family(
+    name: str, kind: Kind, text: str, values: float | Values, labels: Iterable[str]
+) -> Family:
+    found: Values = values if isinstance(values, Mapping) else {(): values}
+    names = tuple(labels)
+    _check_keys(name, names, found)
+    return Family(name, kind, text, names, [Row(key, value) for key, value in found.items()])
+
+
+def _check_keys(name: str, labels: Labels, keys: Iterable[Labels]) -> None:
+    for key in keys:
+        if problem := labels_problem(name, labels, key):
+            raise ValueError(problem)
+
+
+def labels_problem(name: str, labels: Labels, values: object) -> str:
+    """Return why the values of a row's labels do not fit the labels' names; empty if they do."""
+    count = len(labels)
+    if isinstance(values, tuple) and len(values) == count:
+        return ""
+    names = f" ({', '.join(map(str, labels))})" if labels else ""
+    wanted = f"tuples of {count} label value{'s' * (count != 1)}{names}"
+    return f"{name}: the keys of values must be {wanted}, not {values!r:.80}"
 
 
 def histogram(
@@ -171,9 +197,11 @@ def histogram(
 ) -> Family:
     """Make a histogram from one or several with equal bounds."""
     found: Mapping[Labels, Histogram] = {(): values} if isinstance(values, Histogram) else values
+    names = tuple(labels)
+    _check_keys(name, names, found)
     rows = [Row(key, one.total, list(one.counts)) for key, one in found.items()]
     bounds = next((one.bounds for one in found.values()), ())
-    return Family(name, "histogram", text, tuple(labels), rows, bounds)
+    return Family(name, "histogram", text, names, rows, bounds)
 
 
 OTHER = "other"

@@ -9,6 +9,8 @@ import baton.extend
 from baton.engine.models.registry import ARCHITECTURES
 from baton.extend import Ended, Placing, Prompt, Ways, WorkerFacts
 from baton.extend.resolve import POINTS
+from baton.router.custom import checked
+from baton.runtime.metrics.exposition import exposition
 from baton.simulator.__main__ import OWN_SCENARIOS
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +48,19 @@ def test_every_example_is_short_and_on_the_page():
 def test_the_page_shows_the_whole_example(name, first):
     code = (ROOT / "examples" / "extend" / f"{name}.py").read_text()
     assert f"```python\n{code[code.index(first) :]}```" in PAGE
+
+
+def test_the_histogram_of_the_page_is_exposed():
+    (code,) = re.findall(r"```python\n(class PromptMetric:.*?)```", PAGE, re.DOTALL)
+    names = dict(vars(baton.extend))
+    exec(code, names)
+    metric = names["PromptMetric"]()
+    for way, tokens in (("local", 10), ("handed_over", 600), ("local", 64)):
+        metric.ended(Ended(request_id="r", outcome="finished", way=way, prompt_tokens=tokens))
+    (family,) = metric.families()
+    lines = exposition([checked(family)])
+    assert b'prompt_tokens_by_way_bucket{le="64",way="local"} 2' in lines.replace(b".0", b"")
+    assert b'prompt_tokens_by_way_bucket{le="+Inf",way="handed_over"} 1' in lines
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.extend import Ended, ExtensionError, WorkerFacts
+from baton.extend import Ended, ExtensionError, WorkerFacts, points
 from baton.proto.errors import ConfigError
 from baton.proto.wire.messages import Assign, ExtensionCounts, Status, StatusReport, WorkerLoad
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
@@ -415,7 +415,7 @@ def test_a_metric_that_fails_is_left_out(name, config):
         3,
         gauge("two words", "", 1.0),
         gauge("baton_own", "", 1.0),
-        gauge("own", "", {("a",): 1.0}),
+        Family("own", "gauge", "", (), [Row(("a",), 1.0)]),
         gauge("own", "", {(3,): 1.0}, ("label",)),
         gauge("own", "", {("a",): 1.0}, ("two words",)),
         gauge("own", "", {("a",): 1.0}, ("le",)),
@@ -447,6 +447,28 @@ def test_a_metric_that_no_scrape_could_contain(family, config, monkeypatch):
     monkeypatch.setattr(metric._metric, "families", lambda: [family])
     assert metric.families({}) == []
     assert [event for event, *_ in reports] == ["metric.failed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("two words", "'two words' is no name of a metric: use letters, digits, _ and :"),
+        ("baton_own", "baton_own begins with baton_, as only metrics of Baton do"),
+    ],
+)
+def test_the_error_of_a_name_says_what_is_wrong_with_it(name, error, config, monkeypatch):
+    metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
+    monkeypatch.setattr(metric._metric, "families", lambda: [gauge(name, "", 1.0)])
+    assert metric.families({}) == []
+    assert [str(error) for _, error, _ in reports] == [error]
+
+
+def test_a_metric_gets_the_way_of_a_request(config, monkeypatch):
+    metric, _ = metrics(config, "slo_metric:SloMetric", EXAMPLES)
+    seen = []
+    monkeypatch.setattr(metric._metric, "ended", seen.append)
+    metric.ended(msgspec.structs.replace(LINE, way="local"))
+    assert [one.way for one in seen] == ["local"]
 
 
 def test_an_endless_metric_is_not_read_to_its_end(config, monkeypatch):
@@ -510,6 +532,13 @@ def test_ended_has_every_field_of_the_log_line():
     kept = set(RequestLine.__struct_fields__) - {"request", "client", "gateway", "message"}
     assert set(Ended.__struct_fields__) == kept
     assert WorkerFacts(name="w", role="prefill").labels == {}
+
+
+@pytest.mark.parametrize("facts", ["Ended", "Ways", "Prompt"])
+def test_the_page_shows_how_a_test_makes_facts(facts):
+    page = (ROOT / "docs" / "extend.md").read_text()
+    (call,) = re.findall(rf"`({facts}\(request_id=[^`]*\))`", page)
+    assert eval(call, vars(points)).request_id == "r"
 
 
 # ------------------------------------------------------------------ settings

@@ -17,6 +17,7 @@ from baton.proto.wire.messages import (
     Assign,
     Buckets,
     Busy,
+    Cancel,
     HandoffReport,
     PeerLost,
     RequestState,
@@ -38,6 +39,7 @@ from baton.router.decider import (
 )
 from baton.router.placement import NO_PREFILL
 from baton.router.records import State
+from baton.router.story_report import request_line
 from baton.router.story_slices import slices_of
 
 from .conftest import CARD, make_context
@@ -90,6 +92,22 @@ def test_the_story_and_the_metrics_show_the_way_and_why(colocated):
     assert names[-3:] == ["wait for batch", "compute", "generate"]
     assert slices_of(story)[1].details["why"] == COLOCATED
     assert colocated.core.metrics.local == {COLOCATED: 1}
+
+
+@pytest.mark.parametrize("outcome", ["finished", "cancelled"])
+def test_the_line_of_a_local_request_names_its_decode_worker_alone(outcome, make_bench):
+    bench = make_bench(mode="colocated", fresh_stories=True)
+    worker = bench.join("decode", model=ALONE)
+    key, _ = bench.run()
+    if outcome == "finished":
+        worker.tokens(key, 10, 5)
+        worker.end(key, 11, prefill=worker.id, decode=worker.id)
+    else:
+        bench.client(Cancel(request_id="r"))
+    (story,) = bench.core.stories.take_fresh()
+    line = request_line(story)
+    assert (line.outcome, line.way) == (outcome, "local")
+    assert (line.prefill, line.decode) == ("", worker.id)
 
 
 def test_colocated_requests_are_spread_over_the_workers(colocated):

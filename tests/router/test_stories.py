@@ -413,6 +413,7 @@ def test_fresh_stories_are_taken_once_and_make_log_lines(make_bench):
         "prompt_tokens": 10, "cached_tokens": 16, "new_tokens": 2,
         "seconds": near(3.0), "queue_s": near(0.75), "ttft_s": near(1.75), "itl_s": near(1.0),
         "prefill": "prefill-0", "decode": "decode-0", "transport": "shm",
+        "way": "handed_over",
     }  # fmt: skip
 
 
@@ -425,7 +426,17 @@ def test_the_line_of_a_request_that_ended_at_its_prefill_worker_names_no_decode_
     (story,) = bench.core.stories.take_fresh()
     line = msgspec.to_builtins(request_line(story))
     assert (line["outcome"], line["new_tokens"], line["prefill"]) == ("finished", 1, "prefill-0")
+    assert line["way"] == "prefill"
     assert "decode" not in line
+
+
+def test_the_line_of_a_request_that_reached_no_worker_has_no_way(make_bench):
+    bench = make_bench(fresh_stories=True)
+    bench.submit()
+    bench.client(Cancel(request_id="r"))
+    (story,) = bench.core.stories.take_fresh()
+    line = request_line(story)
+    assert (line.outcome, line.way, line.prefill, line.decode) == ("cancelled", "", "", "")
 
 
 def test_queries_of_one_envelope_are_merged():

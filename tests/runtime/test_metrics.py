@@ -34,6 +34,25 @@ from baton.runtime.net.loop import Loop
 from ..processes import wait_until
 
 
+@pytest.mark.parametrize("bounds", [(512, 64), (1.0, 1.0), (1.0, math.nan, 2.0)])
+def test_bounds_must_ascend(bounds):
+    with pytest.raises(ValueError, match="bounds must ascend: "):
+        Histogram(bounds)
+
+
+@pytest.mark.parametrize("make", [counter, gauge, histogram])
+def test_keys_that_are_no_tuples_of_the_labels_values_are_an_error_at_the_call(make):
+    value = Histogram((1.0,)) if make is histogram else 1.0
+    with pytest.raises(ValueError, match="h1") as caught:
+        make("h1", "", {"handed": value}, ("way",))
+    assert str(caught.value) == (
+        "h1: the keys of values must be tuples of 1 label value (way), not 'handed'"
+    )
+    with pytest.raises(ValueError, match=r"tuples of 0 label values, not \('a',\)"):
+        make("h1", "", {("a",): value})
+    assert make("h1", "", {("local",): value}, ("way",)).rows[0].labels == ("local",)
+
+
 def parsed(families: list[Family]) -> dict[str, float]:
     """Return the samples by name and labels, as Prometheus reads them."""
     return {
