@@ -32,6 +32,11 @@ def admin_of(arguments: argparse.Namespace) -> str:
     return given or admin_address(addresses_of(arguments)[0])
 
 
+def admin_is_given(arguments: argparse.Namespace) -> bool:
+    """Whether the user named the controller's address, instead of leaving it to be derived."""
+    return bool(arguments.admin or os.environ.get(ADMIN_VARIABLE))
+
+
 def has_controller(arguments: argparse.Namespace) -> bool:
     """Whether a controller appears to listen. Over TCP, this is assumed."""
     return listens(admin_of(arguments))

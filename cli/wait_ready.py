@@ -13,7 +13,7 @@ from baton.proto.errors import AccessDenied, ConnectionLost, TaskMismatch
 
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count
-from .operator import add_operator, admin_of, has_controller, operator
+from .operator import add_operator, admin_is_given, admin_of, has_controller, operator
 
 EPILOG = """\
 Without --prefill and --decode, wait for the target sizes of the pools, which the controller
@@ -51,12 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
             ready = wait_ready(client, **asked, timeout=left, expected=lambda: targets(arguments))
     print(f"ready: {ready['prefill']} prefill, {ready['decode']} decode")
     if None in asked.values() and targets(arguments) is None:
-        print(
-            f"baton: no controller answers at {admin_of(arguments)}, so the target sizes are "
-            "unknown; to wait for more than one worker, give --prefill and --decode",
-            file=sys.stderr,
-        )
+        print(f"baton: {no_controller(arguments)}", file=sys.stderr)
     return 0
+
+
+def no_controller(arguments: argparse.Namespace) -> str:
+    """Return the warning that no controller answers, with the way to name a guessed address."""
+    guessed = "" if admin_is_given(arguments) else "; name it with --admin"
+    return (
+        f"no controller answers at {admin_of(arguments)}, so the target sizes are unknown; "
+        f"to wait for more than one worker, give --prefill and --decode{guessed}"
+    )
 
 
 def targets(arguments: argparse.Namespace) -> Mapping[str, int] | None:

@@ -32,6 +32,10 @@ class Point:
     name: str
     methods: dict[str, int]
 
+    def said(self, name: str) -> str:
+        """Return the option and the class ``name`` for the beginning of an error."""
+        return f"--{self.name.replace('_', '-')} {name[:200]}"
+
 
 POLICY = Point("policy", {"choose": 2})
 DECIDER = Point("decider", {"local": 1})
@@ -52,7 +56,7 @@ def resolve(point: Point, name: str, folder: str = "") -> Any:
 
     ``folder``: where modules are looked for last.
     """
-    said = f"{point.name} {name[:200]}"
+    said = point.said(name)
     if not _NAME.fullmatch(name):
         raise ExtensionError(f"{said}: not of the form package.module:Class")
     module_name, _, class_name = name.partition(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import msgspec
 
@@ -14,6 +15,7 @@ from baton.engine.kernels.load import (
     weights_dtype,
 )
 from baton.engine.loading.embedding_config import EMBED
+from baton.engine.loading.json_files import read_json
 from baton.gateway.config import GatewayConfig
 from baton.kv_transfer.shared_pool import can_share
 from baton.proto.errors import BatonError
@@ -57,6 +59,8 @@ class BannerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Where the gateways listen; empty without gateways."""
     dashboard: str = ""
     metrics: str = ""
+    family: str = ""
+    """The user's own model family, and the architecture that the folder names; empty: none."""
 
 
 def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
@@ -79,7 +83,17 @@ def facts(plan: ClusterPlan, *, hint: bool, context: int = 0) -> BannerFacts:
         http=_http(plan),
         dashboard=dashboard_of(plan.http_url),
         metrics=metrics_of(plan.settings),
+        family=_family(plan),
     )
+
+
+def _family(plan: ClusterPlan) -> str:
+    name = plan.settings.model_family
+    if not name:
+        return ""
+    names = read_json(Path(plan.model) / "config.json").get("architectures")
+    first = names[0] if isinstance(names, list) and names else "no architecture"
+    return f"{name} (config.json: {first})"
 
 
 def dashboard_of(http_url: str) -> str:
@@ -195,6 +209,7 @@ def startup(facts: BannerFacts, report: ClusterReport) -> list[str]:
     lines = [
         f"baton {facts.version}",
         f"  model      {facts.model}",
+        *([f"  family     {facts.family}"] if facts.family else []),
         *_engine_lines(report),
         f"  address    {facts.address}",
         *([f"  http       {facts.http}"] if facts.http else []),

@@ -118,7 +118,7 @@ def load_runner(
     backend = backend or _load_backend(config)
     if own is not None:
         if not backend.on_host:
-            raise ConfigError(f"{own.name} runs on the CPU: leave --device cuda out")
+            raise ConfigError(f"{own.said} runs on the CPU: leave --device cuda out")
         make = own.decoder(read_json(checkpoint.folder / "config.json"), make)
         weights = -1  # the class may load them in another way
     set_kv_type(checkpoint, backend, config.kv_type, config.kv_types)

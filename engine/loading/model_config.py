@@ -46,6 +46,7 @@ FAMILIES = {
 }
 """The architecture with a head, by ``architectures[0]``. Embedding models are saved without one."""
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
+_WAY_OUT = "a class of your own can serve another architecture: --model-family (docs/extend.md)"
 _MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -248,12 +249,14 @@ def load_model_config(folder: Path) -> ModelConfig:
     own = own_family()
     if own is not None:
         raw = own.config(raw)
-    architecture = _architecture(path, raw)
+    origin = f"{path}:" if own is None else f"{path}: {own.said}: config() returned"
+    architecture = _architecture(origin, raw)
     family = FAMILIES[architecture]
     try:
         if raw.get("model_type", _MODEL_TYPES[family]) != _MODEL_TYPES[family]:
             raise CheckpointError(
-                f"config.json: model_type {raw['model_type']} does not fit {architecture}"
+                f"config.json: model_type {raw['model_type']} does not fit {architecture}; "
+                f"{_WAY_OUT}"
             )
         if family in (QWEN2_5_VL, QWEN3_VL):
             return parse_vision_language_config(raw, family, folder)
@@ -520,13 +523,14 @@ _PARSERS: dict[str, Callable[[dict[str, Any], str], ModelConfig]] = {
 }
 
 
-def _architecture(path: Path, raw: dict[str, Any]) -> str:
+def _architecture(origin: str, raw: dict[str, Any]) -> str:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f"{path}: unsupported architecture {name or 'none given'}; "
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{origin} unsupported architecture "
+            f"{name or 'none given'}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}; "
+            f"{_WAY_OUT}"
         )
     return name
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import traceback
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -33,8 +34,11 @@ class OwnFamily:
     def __init__(self, name: str, folder: str) -> None:
         self.settings = name, folder
         self.name = name
+        self.said = FAMILY.said(name)
+        """The option and the class, for errors."""
         self._made = resolve(FAMILY, name, folder)
         source = inspect.getsourcefile(type(self._made))
+        self._source = source
         code = b"" if source is None else Path(source).read_bytes()
         self._code = blake2b(name.encode() + b"\0" + code, digest_size=8)
 
@@ -44,9 +48,9 @@ class OwnFamily:
         try:
             plain = msgspec.json.decode(msgspec.json.encode(found))
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise CheckpointError(f"{self.name}: config() returned no JSON: {error}") from error
+            raise CheckpointError(f"{self.said}: config() returned no JSON: {error}") from error
         if not isinstance(plain, dict):
-            raise CheckpointError(f"{self.name}: config() returned no dict: {str(found)[:80]}")
+            raise CheckpointError(f"{self.said}: config() returned no dict: {str(found)[:80]}")
         return plain
 
     def decoder(self, raw: dict[str, Any], base: type[T]) -> type[T]:
@@ -54,7 +58,7 @@ class OwnFamily:
         found = self._called("decoder", lambda: self._made.decoder(copy.deepcopy(raw), base))
         if not (isinstance(found, type) and issubclass(found, base)):
             raise CheckpointError(
-                f"{self.name}: decoder() returned neither {base.__name__} nor a subclass of it"
+                f"{self.said}: decoder() returned neither {base.__name__} nor a subclass of it"
             )
         return found
 
@@ -64,11 +68,17 @@ class OwnFamily:
         digest.update(msgspec.json.encode(raw, order="sorted"))
         return f"family-{digest.hexdigest()}"
 
+    def place_of(self, error: BaseException) -> str:
+        """Return the class and the last line of its file that an error passed; empty if none."""
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        line = next((one.lineno for one in frames if one.filename == self._source), None)
+        return "" if line is None else f" ({self.said}: {self._source}, line {line})"
+
     def _called(self, method: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except _RAISED as error:
-            text = f"{self.name}: {method}() raised {told(error)}"
+            text = f"{self.said}: {method}() raised {told(error)}"
             raise CheckpointError(text) from error
 
 

@@ -26,7 +26,7 @@ def folder_task(folder: str | Path, asked: str = "") -> str:
     if not (Path(folder) / PICTURE_INDEX).is_file():
         return model_task(load_model_config(Path(folder)), Path(folder), asked)
     if own is not None:
-        raise ConfigError(f"{folder} is a picture model, which {own.name} cannot serve")
+        raise ConfigError(f"{folder} is a picture model, which {own.said} cannot serve")
     if asked not in ("", DRAW):
         raise ConfigError(f"{folder} is a picture model; its task is {DRAW}, not {asked!r}")
     return DRAW
@@ -37,7 +37,12 @@ def model_task(config: ModelConfig, folder: Path, asked: str = "") -> str:
 
     Raises ConfigError if the task is unknown or the model does not support it.
     """
-    entry = architecture_of(config, folder)
+    entry, own = architecture_of(config, folder), own_family()
+    if own is not None and entry.generator is None:
+        raise ConfigError(
+            f"{own.said}: config() returned {config.architecture}, an embedding model; return one "
+            "that generates text, such as LlamaForCausalLM"
+        )
     if asked not in ("", *TASKS):
         raise ConfigError(f"task must be one of {', '.join(TASKS)}, not '{asked}'")
     task = asked or entry.task
@@ -46,7 +51,6 @@ def model_task(config: ModelConfig, folder: Path, asked: str = "") -> str:
     makers = {GENERATE: entry.generator, EMBED: entry.embedder}
     if makers.get(task) is None:
         raise ConfigError(f"{folder}: a {config.architecture} cannot {task}")
-    own = own_family()
     if own is not None and task != GENERATE:
-        raise ConfigError(f"{own.name}: a model family of your own generates text, task is {task}")
+        raise ConfigError(f"{own.said}: a model family of your own generates text, task is {task}")
     return task

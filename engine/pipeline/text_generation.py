@@ -28,6 +28,7 @@ from baton.proto.ids import RequestID
 from baton.proto.prompt_log_probs import Records
 from baton.proto.sampling import SamplingParams
 
+from ..loading.own_family import own_family
 from ..scheduling.events import Failed
 from ..scheduling.plan import (
     Applied,
@@ -438,7 +439,9 @@ def _nothing_applied() -> None:
 
 
 def _pass_failed(error: Exception) -> InternalError:
-    return InternalError(f"forward pass: {describe(error)}")
+    own = own_family()  # whose class may have replaced the model's methods
+    place = "" if own is None else own.place_of(error)
+    return InternalError(f"forward pass: {describe(error)}{place}")
 
 
 def _go_on(chunks: Sequence[Chunk], before: Sequence[Chunk]) -> bool:

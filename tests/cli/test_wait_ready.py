@@ -1,8 +1,10 @@
 """The router states that ``baton wait-ready`` waits for."""
 
+from argparse import Namespace
+
 import pytest
 
-from baton.cli.wait_ready import wait_ready
+from baton.cli.wait_ready import no_controller, wait_ready
 from baton.proto.errors import ConnectionLost, TaskMismatch
 
 
@@ -37,6 +39,15 @@ def test_it_waits_for_all_that_the_controller_wants_unless_told_otherwise():
     assert waited(Router("generate", *states), decode=1, expected=wanted)["decode"] == 1
     with pytest.raises(ConnectionLost, match="1 of 1 prefill and 1 of 2 decode"):
         waited(Router("generate", (1, 1)), timeout=0.05, expected=wanted)
+
+
+def test_a_guessed_address_of_the_controller_can_be_named(monkeypatch):
+    monkeypatch.delenv("BATON_ADMIN", raising=False)
+    guessed = no_controller(Namespace(address="ipc:///run/x.sock", admin=None))
+    assert guessed.endswith("give --prefill and --decode; name it with --admin")
+    given = no_controller(Namespace(address="ipc:///run/x.sock", admin="ipc:///run/y.sock"))
+    assert given.startswith("no controller answers at ipc:///run/y.sock, ")
+    assert given.endswith("give --prefill and --decode")
 
 
 def test_a_controller_that_answers_only_later_counts_from_then_on():

@@ -179,7 +179,7 @@ def test_modules_of_the_working_directory(tmp_path):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--policy=gone:Gone"], "policy gone:Gone: no module gone in"),
+        (["--policy=gone:Gone"], "--policy gone:Gone: no module gone in"),
         (["--prefill-order=rack_policy:RackPolicy"], "RackPolicy has no method rank"),
         (["--metric=slo_metric:Gone", "--metrics-port=9464"], "slo_metric.py has no Gone"),
         (["--metric=slo_metric:SloMetric"], "--metric needs --metrics-port"),

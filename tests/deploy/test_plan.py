@@ -1,4 +1,6 @@
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -24,13 +26,16 @@ from baton.deploy.plan.revisions import Revisions
 from baton.deploy.report import ClusterReport
 from baton.engine.kernels.backend import Gpu
 from baton.engine.loading.loader import device_bytes
+from baton.engine.loading.own_family import use_family
 from baton.proto.errors import ConfigError
+
+from ..engine.granite_folders import granite_folder
 
 KEY = "ab" * 32
 
 
 def plan_for(**kwargs):
-    settings = ServeSettings(model="/models/m", **{"gateways": 0, **kwargs})
+    settings = ServeSettings(**{"model": "/models/m", "gateways": 0, **kwargs})
     clients = client_addresses("ipc:///run/x.sock", router_names(settings), claim=False)
     return resolve_plan(settings, ipc_addresses(clients, "/run/folder"), KEY)
 
@@ -181,6 +186,21 @@ def test_impossible_numbers_of_threads_are_refused(name):
     for value in (-1, 257):
         with pytest.raises(ConfigError, match=f"^{name} must"):
             check(ServeSettings(**{name: value}))
+
+
+def test_the_banner_shows_a_model_family_of_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = granite_folder(tmp_path / "granite")
+    name = "granite_family:Granite"
+    examples = Path(__file__).parents[2] / "examples" / "extend"
+    try:
+        plan = plan_for(model=str(folder), model_family=name, extensions=str(examples))
+        facts = banner.facts(plan, hint=False)
+    finally:
+        use_family("", "")
+    line = "  family     granite_family:Granite (config.json: GraniteForCausalLM)"
+    assert line in banner.startup(facts, ClusterReport())
+    assert banner.facts(plan_for(), hint=False).family == ""
 
 
 def test_the_default_memory_is_for_those_the_settings_say_nothing_of():

@@ -1,5 +1,6 @@
 """Model folders that a user's own class reads: equal bits, and errors that name the class."""
 
+import json
 import re
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from baton.engine.loading.loader import load_embedder, load_runner
 from baton.engine.loading.own_family import own_family, use_family
 from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.loading.tasks import folder_task
+from baton.engine.loading.warm_up import warm_up
 from baton.engine.models.decoder import Decoder
+from baton.engine.scheduling.step_time import StepTime
 from baton.extend import ExtensionError
-from baton.proto.errors import CheckpointError, ConfigError
+from baton.proto.errors import CheckpointError, ConfigError, InternalError
 
 from .folder_mutations import logits_of
 from .granite_folders import equal_llama, granite_folder
@@ -69,11 +72,14 @@ CASES = {
     "Exits": ("raise SystemExit(3)", "", "config() raised SystemExit"),
     "Nothing": ("return None", "return base", "config() returned no dict: None"),
     "Objects": ("return {'a': object()}", "return base", "config() returned no JSON"),
-    "Other": ("return {'architectures': ['Gpt2']}", "", "unsupported architecture Gpt2"),
+    "Other": (
+        "return {'architectures': ['Gpt2']}", "",
+        "--model-family own_family_other:Other: config() returned unsupported architecture Gpt2",
+    ),
     "WrongSize": (f"raw['hidden_size'] = -1; {LLAMA}", "return base", "hidden_size must be"),
     "Class": (LLAMA, "return dict", "decoder() returned neither Decoder nor a subclass"),
     "Late": (LLAMA, "raise OSError('gone')", "decoder() raised OSError: gone"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,6 +92,50 @@ def test_a_class_that_fails_is_named(name, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load(folder, family=f"{module}:{name}", extensions=str(tmp_path))
     assert said in str(caught.value)
+
+
+def test_an_embedding_architecture_is_refused_by_name(tmp_path):
+    source = SOURCE.format(
+        name="Body", decoder="return base", config=LLAMA.replace("ForCausalLM", "Model")
+    )
+    (tmp_path / "own_family_body.py").write_text(source)
+    use_family("own_family_body:Body", str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        folder_task(granite_folder(tmp_path / "granite"))
+    assert str(caught.value) == (
+        "--model-family own_family_body:Body: config() returned LlamaModel, an embedding model; "
+        "return one that generates text, such as LlamaForCausalLM"
+    )
+
+
+def test_an_exception_in_a_method_of_the_model_names_class_file_and_line(tmp_path):
+    decoder = """
+        class Own(base):
+            def _embed(self, tokens, residual):
+                raise ValueError("my bug")
+        return Own"""
+    source = SOURCE.format(name="Bug", config=LLAMA, decoder=decoder)
+    file = tmp_path / "own_family_bug.py"
+    file.write_text(source)
+    runner = load(
+        granite_folder(tmp_path / "granite"), family="own_family_bug:Bug", extensions=str(tmp_path)
+    )
+    line = source.splitlines().index('                raise ValueError("my bug")') + 1
+    with pytest.raises(InternalError) as caught:
+        warm_up(runner.pipeline, StepTime())
+    assert str(caught.value) == (
+        "the first step failed: forward pass: ValueError: my bug "
+        f"(--model-family own_family_bug:Bug: {file}, line {line})"
+    )
+
+
+@pytest.mark.parametrize("keys", [{"model_type": "my_llama"}, {"architectures": ["MyLlama"]}])
+def test_an_architecture_that_is_not_there_ends_with_the_way_out(keys, tmp_path):
+    folder = equal_llama(tmp_path / "llama")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | keys))
+    with pytest.raises(CheckpointError, match=r"--model-family \(docs/extend\.md\)$"):
+        load(folder)
 
 
 def test_the_class_and_the_model_of_the_page(tmp_path):
@@ -115,7 +165,9 @@ def test_it_serves_text_alone(tmp_path):
     with pytest.raises(ConfigError, match="a model family of your own generates text"):
         load_embedder(config)
     (folder / "model_index.json").write_text("{}")
-    with pytest.raises(ConfigError, match="picture model, which granite_family:Granite cannot"):
+    with pytest.raises(
+        ConfigError, match="picture model, which --model-family granite_family:Granite cannot"
+    ):
         folder_task(folder)
 
 

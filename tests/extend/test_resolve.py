@@ -125,4 +125,4 @@ def test_the_check_prints_one_line(tmp_path):
     assert check(tmp_path, "policy=own_loud:Good").returncode == 0
     failed = check(tmp_path, "policy=own_loud:Good", "metric=own_loud:Good")
     assert failed.returncode == 1
-    assert failed.stdout == "metric own_loud:Good: Good has no method ended\n"
+    assert failed.stdout == "--metric own_loud:Good: Good has no method ended\n"
