@@ -72,7 +72,8 @@ class OwnFamily:
         """Return the class and the last line of its file that an error passed; empty if none."""
         frames = reversed(traceback.extract_tb(error.__traceback__))
         line = next((one.lineno for one in frames if one.filename == self._source), None)
-        return "" if line is None else f" ({self.said}: {self._source}, line {line})"
+        file = Path(self._source or "").name  # not its folder, because a client may read the text
+        return "" if line is None else f" ({self.said}: {file}, line {line})"
 
     def _called(self, method: str, call: Callable[[], Any]) -> Any:
         try:

@@ -125,7 +125,7 @@ def test_an_exception_in_a_method_of_the_model_names_class_file_and_line(tmp_pat
         warm_up(runner.pipeline, StepTime())
     assert str(caught.value) == (
         "the first step failed: forward pass: ValueError: my bug "
-        f"(--model-family own_family_bug:Bug: {file}, line {line})"
+        f"(--model-family own_family_bug:Bug: own_family_bug.py, line {line})"
     )
 
 

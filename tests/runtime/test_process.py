@@ -39,9 +39,9 @@ def test_an_incarnation_leaves_nothing_to_the_next_one():
     """Its maps and buffers may be gigabytes, and full garbage collections are rare."""
     made = []
 
-    def make(loop, _context, _doors):
+    def make(wiring, _doors):
         assert [last() for last in made] == [None] * len(made)
-        shell = Shell(loop, EXIT_RESTART if len(made) < 2 else 0)
+        shell = Shell(wiring.loop, EXIT_RESTART if len(made) < 2 else 0)
         made.append(weakref.ref(shell))
         return shell
 
@@ -58,9 +58,9 @@ def test_own_errors_in_a_row_end_the_process(monkeypatch, own_error, apart, live
     monkeypatch.setattr(main, "OWN_ERRORS_APART_S", apart)
     made = []
 
-    def make(loop, _context, _doors):
+    def make(wiring, _doors):
         made.append(1)
-        return Shell(loop, EXIT_RESTART if len(made) < 9 else 0, own_error)
+        return Shell(wiring.loop, EXIT_RESTART if len(made) < 9 else 0, own_error)
 
     try:
         assert run_incarnations(None, make) == (EXIT_RESTART if lives == 3 else 0)
@@ -72,7 +72,7 @@ def test_own_errors_in_a_row_end_the_process(monkeypatch, own_error, apart, live
 @pytest.mark.parametrize(("ended", "code"), [(True, EXIT_TURN), (False, EXIT_RESTART)])
 def test_another_role_needs_a_model_that_no_step_uses(ended, code):
     try:
-        shells = lambda loop, _context, _doors: Shell(loop, EXIT_TURN, ended=ended)  # noqa: E731
+        shells = lambda wiring, _doors: Shell(wiring.loop, EXIT_TURN, ended=ended)  # noqa: E731
         assert run_incarnations(None, shells) == code
     finally:
         gc.unfreeze()
@@ -81,8 +81,8 @@ def test_another_role_needs_a_model_that_no_step_uses(ended, code):
 def test_an_incarnation_that_fails_in_its_change_of_role_is_the_last_of_its_role():
     made = []
 
-    def make(loop, _context, _doors):
-        made.append(Shell(loop, EXIT_RESTART))
+    def make(wiring, _doors):
+        made.append(Shell(wiring.loop, EXIT_RESTART))
         made[-1].turning = len(made) == 2
         return made[-1]
 
