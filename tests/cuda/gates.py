@@ -145,7 +145,8 @@ GATES: dict[str, dict[str, Gate]] = {
         "sample_weigh_bf16": Gate(64, needs=(LOAD_8, r"C?REDUX.*"), forbids=ATOMICS),
         # Whole numbers alone are added by atomic operations.
         "sample_bins_(f32|bf16)": Gate(64, forbids=(r".*(ATOM|RED)\S*\.F(32|64).*",)),
-        "sample_(count|sum)_(f32|bf16)": Gate(64, forbids=ATOMICS),
+        "sample_count_(f32|bf16)": Gate(64, forbids=ATOMICS),
+        "sample_sum_(f32|bf16)": Gate(80, forbids=ATOMICS),  # 64 up to sm_100
         "sample_draw_(f32|bf16)": Gate(128, forbids=ATOMICS),
         # Two blocks of 320 threads fit a multiprocessor, so that 256 rows fit an H100 at once.
         "sample_(choose|report)_(f32|bf16)": Gate(96, forbids=ATOMICS),

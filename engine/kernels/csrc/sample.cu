@@ -448,6 +448,14 @@ __device__ __forceinline__ void report_row(const T* logits, BATCH, int chunks, c
     top_logprobs[rank] = static_cast<float>(logit - highest - log_total);
 }
 
+// Blocks of sample_sum on a multiprocessor. For sm_120, NVRTC 13.0 does not fit it into the 64 registers that
+// all of them would leave to a thread.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kSumBlocks = kPassBlocks - 1;
+#else
+constexpr int kSumBlocks = kPassBlocks;
+#endif
+
 #define KERNELS(T, name)                                                                           \
     extern "C" __global__ void __launch_bounds__(kPassThreads)                                     \
         sample_scan_##name(const T* __restrict__ logits, BATCH) {                                 \
@@ -475,7 +483,7 @@ __device__ __forceinline__ void report_row(const T* logits, BATCH, int chunks, c
         begin_after_previous();                                                                   \
         count_chunk<T>(logits, OF_BATCH, maxima, sums, wide);                                      \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(kPassThreads, kPassBlocks)                        \
+    extern "C" __global__ void __launch_bounds__(kPassThreads, kSumBlocks)                         \
         sample_sum_##name(const T* __restrict__ logits, BATCH) {                                  \
         begin_after_previous();                                                                   \
         sum_kept<T>(logits, OF_BATCH, maxima, sums, wide);                                         \
