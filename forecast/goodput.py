@@ -157,10 +157,14 @@ def unloaded(trace: Sequence[Arrival], service: ServiceModel) -> Slo:
 
 
 def clusters(workers: int) -> list[Cluster]:
-    """Return all ways to use so many workers."""
+    """Return all ways to use so many workers.
+
+    An adaptive cluster without a prefill worker that begins prompts by arrival is a colocated one.
+    """
     splits = range(1, workers)
     return [
         Cluster("colocated", 0, workers),
         *(Cluster("disaggregated", p, workers - p, o) for p in splits for o in (FCFS, EDF)),
         *(Cluster("adaptive", p, workers - p, EDF) for p in range(workers)),
+        Cluster("adaptive", 0, workers, FCFS),
     ]

@@ -10,7 +10,7 @@ from baton.loadgen.plan import fitting
 from baton.loadgen.traces import BLOCK_TOKENS, Arrival
 
 from .cluster import Slo
-from .goodput import Cluster, Trials, clusters
+from .goodput import EDF, FCFS, Cluster, Trials, clusters
 from .service import ServiceModel
 
 
@@ -52,7 +52,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         pools = f"--prefill {best.prefill} --decode {best.decode}"
         if best.mode == "colocated":
             pools = f"--workers {best.decode}"
-        order = f" --prefill-order {best.order}" if best.mode == "disaggregated" else ""
+        default = {"adaptive": EDF, "colocated": FCFS}.get(best.mode)
+        order = f" --prefill-order {best.order}" if best.order != default else ""
         limits = f"--slo-ttft {self.slo_ttft:g} --slo-itl {self.slo_itl:g}"
         step = f" --step-time {self.step_time:.4g}" if best.mode != "disaggregated" else ""
         return f"baton serve {model} --mode {best.mode} {pools}{order} {limits}{step}"

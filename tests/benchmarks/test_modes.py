@@ -42,14 +42,16 @@ def test_a_folder_of_traces_gives_nine_cells_each(tmp_path, capsys):
     assert len({(cell.ttft, cell.itl) for cell in found}) == 9
     assert len(capsys.readouterr().out.splitlines()) == 9
     for cell in found:
-        assert cell.adaptive[0] >= cell.colocated  # without a prefill worker it is the same
+        assert (
+            cell.adaptive[0] >= cell.colocated
+        )  # in the order of arrival, without a prefill worker
         assert 0 <= cell.regret <= 1
 
 
 def test_the_regret_of_wrong_decisions_is_seen(monkeypatch):
-    trace = [Arrival(0.1 * number, 900, 3) for number in range(120)]
-    trials, slo = Trials(trace, ServiceModel()), Slo(0.4, 0.05)
+    trace = [Arrival(0.15 * number, 1500, 3) for number in range(120)]
+    trials, slo = Trials(trace, ServiceModel()), Slo(0.3, 0.03)
     assert regret(trials, MIXED, slo, 1.0) < 0.05
     wrong = property(lambda costs: costs.alone > costs.over_prefill)
     monkeypatch.setattr("baton.router.decider.Costs.prefers_local", wrong)
-    assert regret(trials, MIXED, slo, 1.0) > 0.3
+    assert regret(trials, MIXED, slo, 1.0) > 0.2

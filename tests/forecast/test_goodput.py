@@ -74,7 +74,7 @@ def test_every_split_is_tried():
     names = [str(cluster) for cluster in clusters(3)]
     assert names == [
         "colocated:3", "disaggregated:1:2", "disaggregated:1:2", "disaggregated:2:1",
-        "disaggregated:2:1", "adaptive:0:3", "adaptive:1:2", "adaptive:2:1",
+        "disaggregated:2:1", "adaptive:0:3", "adaptive:1:2", "adaptive:2:1", "adaptive:0:3",
     ]  # fmt: skip
 
 

@@ -619,7 +619,7 @@ PLANTS = [
     (a_harmed_job_gets_no_end, "raises-prefill", 30),
     (the_books_of_a_worker_are_not_compared_after_an_error, RAISES_OFTEN, 20),
     (an_exception_ends_a_turn_of_the_core, "raises-prefill", 3),
-    (a_link_whose_event_raised_stays_half_open, "raises-links", 10),
+    (a_link_whose_event_raised_stays_half_open, "raises-links", range(6, 14)),
     (tickets_are_good_for_any_key, "rogue", 10),
     (a_committed_attempt_is_confirmed_to_anybody, "rogue", 10),
     (a_grant_obeys_any_key, "rogue-moves", 60),
@@ -647,12 +647,12 @@ def test_a_planted_bug_is_found(monkeypatch, planted):
     plant(monkeypatch)
     played = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     played = replace(played, wait_s=min(played.wait_s, BEFORE_DOUBT_S))
-    for seed in range(seeds):
+    for seed in seeds if isinstance(seeds, range) else range(seeds):
         try:
             run(seed, played)
         except Violation:
             return
-    pytest.fail(f"{plant.__name__} was not seen in {seeds} runs")
+    pytest.fail(f"{plant.__name__} was not seen in the runs of {seeds}")
 
 
 SELDOM = ("a_harmed_job_gets_no_end", "sums_are_not_made_again_after_an_error")

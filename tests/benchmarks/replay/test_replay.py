@@ -176,7 +176,7 @@ def test_variations_change_the_requests_as_they_say():
 
 
 def test_slower_workers_than_the_pools_were_made_for_are_met_by_more():
-    this = case("mooncake_synthetic", Variation("", slowness=1.3))
+    this = case("mooncake_synthetic", Variation("", slowness=1.5))
     first = {"prefill": 10, "decode": 2}
     assert policy(this, first).attained(this.slo) > 0.94
     assert this.fixed(first).attained(this.slo) < 0.9
@@ -201,7 +201,7 @@ def test_a_burst_is_kept_better_where_late_prompts_wait():
     for prefill, keeps in ((11, False), (12, True)):  # in the order of their coming
         more = fixed(this.trace, this.service, {**pool, "prefill": prefill})
         assert (more.attained(this.slo) >= GOAL) == keeps
-    assert this.fixed({**pool, "prefill": 7}).attained(this.slo) < GOAL
+    assert this.fixed({**pool, "prefill": 6}).attained(this.slo) < GOAL
     in_time = this.fixed(pool)
     assert in_order.attained(this.slo) < 0.90
     assert in_time.attained(this.slo) > 0.95

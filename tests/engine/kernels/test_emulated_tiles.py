@@ -40,12 +40,19 @@ def probe(tmp_path_factory) -> Path:
     return build_probe(tmp_path_factory.mktemp("probe"), emulated=True)
 
 
+def emulated(library: Path) -> dict[str, str]:
+    """The environment of a process that has these tests' modules, also under PYTHONSAFEPATH."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    more = {"BATON_EMULATED_TILES": str(library), "PYTHONPATH": os.pathsep.join(paths)}
+    return os.environ | more
+
+
 def run_tests(library: Path, *arguments: str) -> str:
     """Run tests with the emulated kernels; return the last line of the report."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider",
          "-p", "tests.engine.kernels.emulated.plugin", *arguments],
-        cwd=ROOT, env=os.environ | {"BATON_EMULATED_TILES": str(library)},
+        cwd=ROOT, env=emulated(library),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
@@ -90,7 +97,7 @@ def test_quantized_products_of_many_rows_use_tiles(library):
     """Of 3 panels, 2 tiles of rows and 512 columns: 8 tiles of 64 columns, or 16 blocks of 32."""
     run = subprocess.run(
         [sys.executable, "-c", COUNT, str(library)], cwd=ROOT, capture_output=True, text=True,
-        check=True, env=os.environ | {"BATON_EMULATED_TILES": str(library)},
+        check=True, env=emulated(library),
     )  # fmt: skip
     found = {tuple(line.split()[:2]): line.split()[2:] for line in run.stdout.splitlines()}
     for kind in ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q8_0", "Q5_0", "Q4_0", "IQ4_NL", "Q4_1", "Q5_1"):
