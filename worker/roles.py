@@ -1,9 +1,9 @@
 """A worker process that can change its role: incarnations of both roles on one loaded model.
 
-The supervisor writes the settings of the other role, then sends the signal
-:data:`~baton.runtime.process.main.TURN_SIGNAL`. The present incarnation drains, and the next one
-has the other role, with an empty cache. The packages of the two roles never import each other, so
-the other one is found by its name.
+The supervisor writes the settings of the other role, then sends
+:data:`~baton.runtime.process.supervision.TURN_SIGNAL`. The present incarnation drains, and the next
+one has the other role, with an empty cache. The packages of the two roles never import each other,
+so the other one is found by its name.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 from baton.proto.errors import BatonError
 from baton.runtime.net.loop import Loop
 from baton.runtime.process.log import get_logger
-from baton.runtime.process.main import SIGN_OF_LIFE
+from baton.runtime.process.supervision import SIGN_OF_LIFE
 
 from ..controller.backend import (
     MemberDown,

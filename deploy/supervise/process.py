@@ -25,7 +25,7 @@ import msgspec
 from baton.proto.errors import BatonError
 from baton.proto.wire.proofs import seal_of
 from baton.runtime.keys.api_keys import KEY_VARIABLE
-from baton.runtime.process.main import TURN_SIGNAL
+from baton.runtime.process.supervision import TURN_SIGNAL
 
 from ..roles import POOLS
 from .certificates import new_secret

@@ -35,20 +35,14 @@ from ..net.wiring import Wiring
 from . import os_settings
 from .log import configure, get_logger, never_block
 from .os_settings import on_stop_signal
+from .supervision import SIGN_OF_LIFE, TURN_SIGNAL
 
 EXIT_RESTART = 4
 """The incarnation ended; the process may start another one or be restarted."""
 EXIT_TURN = 5
 """The incarnation was drained for a change of role; the process starts one of the other role."""
-TURN_SIGNAL = signal.SIGUSR1
-"""The supervisor's order to change the role, after it has written the new settings."""
 TICK_S = 0.05
 """Seconds between two timer evaluations of a worker's core."""
-SIGN_OF_LIFE = "process.alive"
-"""Log event of a supervised process, written once a second by a completed turn of its clock.
-
-It shows the supervisor that the process works, even if its connections are lost. ``turns`` must
-grow from one to the next: a process whose clock stands still is replaced."""
 SIGN_EVERY_S = 1.0
 MAX_OWN_ERRORS = 3
 """Incarnations in a row that an own exception ended, after which the process itself is replaced."""
