@@ -1,10 +1,13 @@
 """Speed of model execution through the executor, beside its peers and plain passes of the machine.
 
-``python -m baton.benchmarks.engine [--models m25,m125] [--peer-python PATH] [--vllm-python
-PATH]``. One thread everywhere; medians of wall time. All sides take turns, and so does the
-machine: the products of the same shapes by OpenBLAS in float32 for prefill, streaming the
-weights from memory for decode. Absolute figures move with the machine's load, ratios of one
-run carry over.
+``python -m baton.benchmarks.engine [--models m25,m125] [--gguf FILE ...] [--threads 1,2]
+[--peer-python PATH] [--vllm-python PATH] [--llama-python PATH]``: models with random weights
+beside transformers and vLLM, GGUF files beside llama.cpp, in one run. Medians of wall time; of
+GGUF files with one thread, of processor time, which other programs change less. All sides take
+turns, and so does the machine: the products of the same shapes by OpenBLAS in float32 for
+prefill, streaming the weights from memory for decode, so its ratio is the share of the read
+bandwidth. Of a GGUF file only the weights' bytes are known without running it. Absolute figures
+move with the machine's load, ratios of one run carry over.
 """
 
 from __future__ import annotations
@@ -17,25 +20,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.deploy.plan.sizing import bytes_read
+from baton.engine.kernels.load import load_backend
+from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.loader import load_runner
 from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from baton.proto.sampling import SamplingParams
+from baton.runtime.process.cores import plural
 from baton.runtime.process.os_settings import limit_blas_threads
 
 from .checkpoints import SHAPES, Shape, write_checkpoint
 from .scratch import scratch_folder
 
 PROMPT, CONTEXT, BLOCK = 512, 128, 16
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 MEASURES = ("prefill", "decode_1", "decode_8")
 I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
+Clock = Callable[[], float]
 GREEDY = SamplingParams(temperature=0)
 EMPTY = np.empty(0, np.int32)
 
@@ -48,7 +58,7 @@ class Engine:
         folder: Path,
         backend: str,
         steps: int,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = time.perf_counter,
         threads: int = 1,
     ) -> None:
         blocks = 8 * -(-(PROMPT + CONTEXT) // BLOCK)
@@ -108,41 +118,59 @@ def chunk(stream: int, start: int, tokens: I32) -> Chunk:
 
 
 class Machine:
-    """The speed at which nothing but the products, or but reading the weights, took time."""
+    """The speed at which nothing but the products, or but reading the weights, took time.
 
-    def __init__(self, shape: Shape, item: int) -> None:
-        self._shape, self._item = shape, item
-        self._big = np.ones(1 << 25, np.float32)
-        wide = 2 * shape.intermediate
-        self._x = np.ones((PROMPT, shape.hidden), np.float32)
-        self._weights = np.ones((shape.hidden, wide), np.float32)
-        self._out = np.empty((PROMPT, wide), np.float32)
+    ``nbytes``: of weights per decode step. Without a ``shape`` only one stream has a rate.
+    """
+
+    def __init__(self, nbytes: int, shape: Shape | None, threads: int, clock: Clock) -> None:
+        self._nbytes, self._shape, self._clock = nbytes, shape, clock
+        self._parts = [np.ones((1 << 25) // threads, np.float32) for _ in range(threads)]
+        self._threads = ThreadPoolExecutor(threads)
+        if shape is not None:
+            wide = 2 * shape.intermediate
+            self._x = np.ones((PROMPT, shape.hidden), np.float32)
+            self._weights = np.ones((shape.hidden, wide // threads), np.float32)
 
     def rate(self, measure: str) -> float:
-        """Tokens per second of the bare passes, as the machine is just now."""
-        gemm = 2 * self._x.size * self._weights.shape[1] / timed(self._multiply, 4)
+        """Tokens per second of the bare passes, as the machine is just now; NaN if not known."""
+        reading = self._nbytes / self._speed(self._read, sum(part.nbytes for part in self._parts))
+        if self._shape is None:
+            return 1 / reading if measure == "decode_1" else math.nan
+        flops = 2 * self._x.size * self._weights.shape[1] * len(self._parts)
+        gemm = self._speed(self._multiply, flops)
         if measure == "prefill":
-            return PROMPT / (self._shape.prefill_flops(PROMPT) / gemm)
-        streams, parameters = int(measure[7:]), self._shape.decode_parameters()
-        read = self._big.nbytes / timed(lambda: self._big @ self._big, 2)
-        return streams / max(parameters * self._item / read, 2 * streams * parameters / gemm)
+            return gemm * PROMPT / self._shape.prefill_flops(PROMPT)
+        streams = int(measure[7:])
+        return streams / max(reading, 2 * streams * self._shape.decode_parameters() / gemm)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """End the threads."""
+        self._threads.shutdown()
 
-    def _multiply(self) -> None:
-        np.matmul(self._x, self._weights, out=self._out)
+    def _speed(self, part: Callable[[F32], object], work: float) -> float:
+        """Units of work per second when all threads run a part each, the best of a few."""
+        action = partial(self._threads.map, part, self._parts)
+        return work / timed(lambda: list(action()), 4, self._clock)
+
+    def _read(self, part: F32) -> None:
+        part @ part
+
+    def _multiply(self, _part: F32) -> None:
+        np.matmul(self._x, self._weights)
 
 
 class Peer:
     """The same measurements in a process of another Python, which gets ``how`` to run the model."""
 
-    def __init__(self, script: str, python: str, model: Path, how: str, steps: int) -> None:
+    def __init__(
+        self, python: str, script: str, model: Path, how: str, steps: int, threads: int
+    ) -> None:
         path = Path(__file__).with_name(script)
         numbers = [str(n) for n in (PROMPT, CONTEXT, steps)]
         self._process = subprocess.Popen(
             [python, "-P", str(path), str(model), how, *numbers],
-            env={**os.environ, **ONE_THREAD},
+            env={**os.environ, **dict.fromkeys(THREADS, str(threads))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -169,84 +197,100 @@ class Peer:
 Side = Engine | Machine | Peer
 
 
-def measure(sides: Sequence[Side], measures: Sequence[str], repeats: int) -> dict[str, list[float]]:
-    """Median tokens per second of every measurement and side, the sides taking turns."""
-    medians = {}
-    for name in measures:
-        for side in sides:
-            side.rate(name)  # warm
-        rates = [[side.rate(name) for side in sides] for _ in range(repeats)]
-        medians[name] = [statistics.median(column) for column in zip(*rates, strict=True)]
-    return medians
+def measure(sides: Sequence[Side], name: str, repeats: int) -> list[float]:
+    """Median tokens per second of a measurement on each side, the sides taking turns."""
+    for side in sides:
+        side.rate(name)  # warm
+    rates = [[side.rate(name) for side in sides] for _ in range(repeats)]
+    return [statistics.median(column) for column in zip(*rates, strict=True)]
 
 
-def timed(action: Callable[[], object], times: int) -> float:
+def timed(action: Callable[[], object], times: int, clock: Clock) -> float:
     """Seconds an action takes, the fastest of a few."""
     best = math.inf
     for _ in range(times):
-        began = time.perf_counter()
+        began = clock()
         action()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, clock() - began)
     return best
 
 
-def run_model(args: argparse.Namespace, shape: Shape, folder: Path) -> None:
+def run(args: argparse.Namespace, label: str, sides: dict[str, Side]) -> dict[str, float]:
+    """Measure and print a model; return the engine's tokens per second."""
+    print(f"\n{label:26}{'engine':>9}" + "".join(f"{name:>19}" for name in list(sides)[1:]))
+    found = {}
+    try:
+        for name in args.measures.split(","):
+            ours, *others = measure(list(sides.values()), name, args.repeats)
+            beside = (f"{each:12.1f} {ours / each:5.2f}x" for each in others)
+            cells = "".join("-".rjust(19) if "nan" in cell else cell for cell in beside)
+            print(f"{name:26}{ours:9.1f}{cells}", flush=True)
+            found[name] = ours
+    finally:
+        for side in sides.values():
+            side.close()
+    return found
+
+
+def run_shape(args: argparse.Namespace, shape: Shape, folder: Path, threads: int) -> None:
     """Measure and print one size in the dtypes asked for."""
     single = {}
     for dtype in args.dtypes.split(","):
-        torch_dtype = {"F32": "float32", "BF16": "bfloat16"}[dtype]
-        path = write_checkpoint(folder / f"{shape.name}-{dtype}", shape, dtype)
-        sides: list[Side] = [Engine(path, args.backend, args.steps)]
-        sides.append(Machine(shape, 4 if dtype == "F32" else 2))
-        for script, python in peers(args).values():
-            sides.append(Peer(script, python, path, torch_dtype, args.steps))
-        try:
-            rates = measure(sides, args.measures.split(","), args.repeats)
-        finally:
-            for side in sides:
-                side.close()
-        for name, (ours, *others) in rates.items():
-            beside = "".join(f"{each:10.0f} {ours / each:6.2f}x" for each in others)
-            label = f"{shape.name} {dtype}"
-            print(f"{label:12} {name:9} {ours:9.0f} {beside}", flush=True)
-        if "decode_1" in rates:
-            single[dtype] = rates["decode_1"][0]
+        torch_dtype, item = {"F32": ("float32", 4), "BF16": ("bfloat16", 2)}[dtype]
+        path = write_checkpoint(folder / f"{shape.name}-{dtype}-{threads}", shape, dtype)
+        clock, nbytes = time.perf_counter, item * shape.decode_parameters()
+        how = (path, torch_dtype, args.steps, threads)
+        sides: dict[str, Side] = {
+            "engine": Engine(path, args.backend, args.steps, clock, threads),
+            "bare passes": Machine(nbytes, shape, threads, clock),
+        }
+        if args.peer_python:
+            sides["transformers"] = Peer(args.peer_python, "engine_peer.py", *how)
+        if args.vllm_python:
+            sides["vLLM"] = Peer(args.vllm_python, "vllm_peer.py", *how)
+        label = f"{shape.name} {dtype}, {threads} {plural(threads, 'thread')}"
+        single[dtype] = run(args, label, sides).get("decode_1", math.nan)
     if len(single) == 2:
-        faster = single["BF16"] / single["F32"]
-        print(f"{shape.name:12} BF16 / F32 at one stream: {faster:.2f}x", flush=True)
+        print(f"BF16 / F32 at one stream: {single['BF16'] / single['F32']:.2f}x", flush=True)
 
 
-def peers(args: argparse.Namespace) -> dict[str, tuple[str, str]]:
-    """Script and Python of every peer asked for."""
-    pythons = {
-        "transformers": ("engine_peer.py", args.peer_python),
-        "vLLM": ("vllm_peer.py", args.vllm_python),
+def run_gguf(args: argparse.Namespace, path: Path, threads: int) -> None:
+    """Measure and print a GGUF file."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    body, head = bytes_read(load_checkpoint(path), load_backend(args.backend))
+    nbytes = sum(body.values()) + sum(head.values())
+    sides: dict[str, Side] = {
+        "engine": Engine(path, args.backend, args.steps, clock, threads),
+        "reading": Machine(nbytes, None, threads, clock),
     }
-    return {name: each for name, each in pythons.items() if each[1]}
+    if args.llama_python:
+        how = (path, str(threads), args.steps, threads)
+        sides["llama.cpp"] = Peer(args.llama_python, "llama_peer.py", *how)
+    run(args, f"{path.stem[:15]}, {threads} {plural(threads, 'thread')}", sides)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
+    """Print the figures of all models asked for, in tokens per second."""
+    limit_blas_threads(1)
     parser = argparse.ArgumentParser(prog="engine", description=__doc__)
-    parser.add_argument("--models", default="m25,m125", help="comma-separated: m25, m125")
+    parser.add_argument("--models", default="m25,m125", help="comma-separated; empty: none")
     parser.add_argument("--dtypes", default="F32,BF16", help="comma-separated: F32, BF16")
+    parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="GGUF files")
+    parser.add_argument("--threads", default="1", help="comma-separated")
     parser.add_argument("--measures", default=",".join(MEASURES), help="comma-separated")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--vllm-python", help="a Python with vLLM's CPU build")
+    parser.add_argument("--llama-python", help="a Python with llama-cpp-python")
     parser.add_argument("--steps", type=int, default=48, help="decode steps per repeat")
     parser.add_argument("--repeats", type=int, default=5)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the figures of all models asked for."""
-    limit_blas_threads(1)
-    args = parse(argv)
-    columns = "".join(f"{name:>18}" for name in ("bare passes", *peers(args)))
-    print(f"{'tokens/s':12} {'':9} {'engine':>9} {columns}")
+    args = parser.parse_args(argv)
     with scratch_folder() as folder:
-        for name in args.models.split(","):
-            run_model(args, SHAPES[name], folder)
+        for threads in map(int, args.threads.split(",")):
+            for name in filter(None, args.models.split(",")):
+                run_shape(args, SHAPES[name], folder, threads)
+            for path in args.gguf:
+                run_gguf(args, path, threads)
     return 0
 
 

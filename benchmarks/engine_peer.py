@@ -6,6 +6,7 @@ input, the name of a measurement, with a line of tokens per second, until the in
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -15,10 +16,10 @@ import transformers
 
 
 class Peer:
-    """A model in one thread, with a cache, decoding greedily."""
+    """A model with a cache, decoding greedily."""
 
     def __init__(self, folder: str, dtype: str, prompt: int, context: int, steps: int) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         kind = getattr(torch, dtype)
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
         self.ids = torch.randint(4, self.model.config.vocab_size, (8, prompt))

@@ -1,11 +1,9 @@
-"""Products with quantized weights, and a GGUF model beside llama.cpp.
+"""Products with quantized weights beside the machine's read bandwidth.
 
-``python -m baton.benchmarks.quantized [--isa NAME] [--model FILE.gguf ...] [--threads 1,2]
-[--peer-python PATH]``. The first table has products of random weights in one thread, more than the
-caches hold: bytes of weights a second with few rows beside reading as many bytes, operations a
-second with many. With models, their tokens per second follow, in turns with llama-cpp-python of
-another Python. Of processor time with one thread, because other programs then slow only what they
-share: caches and memory; of wall time with several.
+``python -m baton.benchmarks.quantized [--isa NAME] [--kinds Q4_K,Q8_0]``: random weights in one
+thread, more than the caches hold; bytes of weights a second with few rows beside reading as many
+bytes, operations a second with many. Of processor time, because other programs then slow only
+what they share: caches and memory. ``baton.benchmarks.engine --gguf`` has whole models.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -24,8 +21,6 @@ from baton.engine.kernels.backend import F32, Backend, PackedLinear, QuantizedWe
 from baton.engine.kernels.load import load_backend
 from baton.engine.kernels.quantized import KINDS
 from baton.runtime.process.os_settings import limit_blas_threads
-
-from .engine import MEASURES, Engine, Peer, Side, measure
 
 FEW, MANY = (1, 4, 8), 512
 SHAPE = (1536, 17920)
@@ -87,43 +82,14 @@ def products(isa: str | None, kinds: list[str]) -> None:
         print(kind_row(backend, kind, read), flush=True)
 
 
-def model(args: argparse.Namespace, path: Path, threads: int) -> None:
-    """Print the speed of a model, beside llama.cpp if there is a Python that has it."""
-    clock = time.process_time if threads == 1 else time.perf_counter
-    sides: list[Side] = [Engine(path, "cpu", args.steps, clock, threads)]
-    if args.peer_python:
-        peer = Peer("llama_peer.py", args.peer_python, path, str(threads), args.steps)
-        sides.append(peer)
-    unit = "tokens per CPU second" if threads == 1 else f"tokens/s, {threads} threads"
-    print(f"\n{path.name}\n{unit:24}{'engine':>9}{'llama.cpp':>12}")
-    try:
-        for measured in args.measures.split(","):
-            ours, *others = measure(sides, [measured], args.repeats)[measured]
-            beside = "".join(f"{each:12.1f} {ours / each:6.2f}x" for each in others)
-            print(f"{measured:24}{ours:9.1f}{beside}", flush=True)
-    finally:
-        for side in sides:
-            side.close()
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print all tables."""
     limit_blas_threads(1)
     parser = argparse.ArgumentParser(prog="quantized", description=__doc__)
     parser.add_argument("--isa", help="an instruction set of the CPU kernels")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; empty: none")
-    parser.add_argument("--model", type=Path, nargs="+", default=[], help="GGUF files")
-    parser.add_argument("--threads", default="1", help="of a model; comma-separated")
-    parser.add_argument("--peer-python", help="a Python with llama-cpp-python")
-    parser.add_argument("--measures", default=",".join(MEASURES), help="comma-separated")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps per repeat")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated")
     args = parser.parse_args(argv)
-    if args.kinds:
-        products(args.isa, args.kinds.split(","))
-    for path in args.model:
-        for threads in args.threads.split(","):
-            model(args, path, int(threads))
+    products(args.isa, args.kinds.split(","))
     return 0
 
 

@@ -150,7 +150,7 @@ def measure(checkpoint: Checkpoint, threads: int, sample_bytes: int = _SAMPLE_BY
     backend = load_backend("auto", threads=threads)
     if backend.name != "cpu":
         sample_bytes = min(sample_bytes, _SLOW_BYTES)
-    body, head = _bytes_read(checkpoint, backend)
+    body, head = bytes_read(checkpoint, backend)
     total = sum(body.values()) + sum(head.values())
     seconds = dict.fromkeys(ROWS, 0.0)
     for kind in {*body, *head}:
@@ -172,7 +172,7 @@ def measure(checkpoint: Checkpoint, threads: int, sample_bytes: int = _SAMPLE_BY
     )
 
 
-def _bytes_read(checkpoint: Checkpoint, backend: Backend) -> tuple[dict[str, int], dict[str, int]]:
+def bytes_read(checkpoint: Checkpoint, backend: Backend) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes of matrices that a token reads by type: of the layers, and of the head."""
     tensors = checkpoint.tensors
     body, head = dict[str, int](), dict[str, int]()

@@ -6,7 +6,7 @@ from baton.benchmarks.checkpoints import Shape, write_checkpoint
 from baton.deploy.config import ServeSettings
 from baton.deploy.plan import prepare
 from baton.deploy.plan.memory import kv_share, model_memory, process_bytes
-from baton.deploy.plan.sizing import Speed, _bytes_read, lines, measure, sizing, suggestion
+from baton.deploy.plan.sizing import Speed, bytes_read, lines, measure, sizing, suggestion
 from baton.engine.kernels.load import load_backend
 from baton.engine.loading.checkpoint import load_checkpoint
 
@@ -41,7 +41,7 @@ def test_shared_weights_count_once(model):
 
 def test_a_token_reads_all_matrices_but_the_table(model):
     checkpoint = load_checkpoint(model)
-    body, head = _bytes_read(checkpoint, load_backend("auto"))
+    body, head = bytes_read(checkpoint, load_backend("auto"))
     table = SHAPE.vocab * SHAPE.hidden
     item = {"F32": 4, "BF16": 2}[model.name]
     assert head == {model.name: item * table}
@@ -90,6 +90,6 @@ def test_quantized_weights_are_measured_in_their_blocks(tmp_path, monkeypatch):
     assert found.kv_bytes == 2 << 20
     assert found.file_bytes < found.weights_bytes < 4 * found.parameters
     assert found.speed is not None
-    body, head = _bytes_read(load_checkpoint(settings.model), load_backend("auto"))
+    body, head = bytes_read(load_checkpoint(settings.model), load_backend("auto"))
     assert "Q4_K" in body
     assert sum(body.values()) + sum(head.values()) < found.file_bytes
