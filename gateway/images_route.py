@@ -20,6 +20,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from baton.client.options import BATCH_RETRIES
 from baton.client.pictures import Picture, PictureOptions
 from baton.proto.errors import InputError
 from baton.proto.limits import MAX_PREVIEWS
@@ -159,6 +160,8 @@ async def _draw(
         own = options.copy()
         own["seed"] = (first + at) & MAX_SEED
         own["request_id"] = f"{name}-{at}" if count > 1 else name
+        if at:  # a full cluster refuses the first one; the others wait for room
+            own["max_retries"] = BATCH_RETRIES
         tasks.append(asyncio.ensure_future(served.client.image(body.prompt, **own)))
     try:
         return await asyncio.gather(*tasks)

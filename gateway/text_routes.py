@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from baton.client.async_generation import AsyncGeneration
 from baton.client.model import ServedModel, TokensOrText, encode
-from baton.client.options import RequestOptions, check_options
+from baton.client.options import RequestOptions, batch_options, check_options
 from baton.client.output import Output
 from baton.images.processor import Image, SharedImage
 from baton.proto.contexts.status import GenerationStatus
@@ -170,6 +170,10 @@ async def _respond(
         for index in range(number):
             own = f"{name}-{at * number + index}" if len(starts) * number > 1 else name
             generations.append(start(params[index], {**options, "request_id": own}))
+            if len(generations) == 1:
+                # A full cluster refuses the first one, and so the whole. The others wait for room:
+                # an idle cluster would refuse a body with more answers than it takes, each time.
+                options = batch_options(options)
             if len(generations) % _TURN == 0:
                 await asyncio.sleep(0)  # other connections take their turn
     if images:

@@ -29,6 +29,7 @@ from baton.proto.wire.messages import (
 from baton.proto.wire.wire_context import WireContext, WireSampling, WireTokens
 
 from ..processes import wait_until
+from .http import Gateway
 from .streams import Job, Stream, begun, follow, jobs, new_salt, run, tokens
 
 pytestmark = pytest.mark.cluster
@@ -276,3 +277,23 @@ def test_three_hundred_prompts_in_one_call_or_in_tasks_with_retries(small):
         batch = client.complete(prompts, params)
     assert [one.token_ids for one in asyncio.run(tasks())] == [one.token_ids for one in batch]
     assert {len(one.token_ids) for one in batch} == {2}
+
+
+def test_a_body_with_more_answers_than_fit_at_once_gets_them_all(small, tmp_path):
+    """More than the router takes at a time; its answer was 429 on an idle cluster, each time."""
+    web = Gateway(small, tmp_path)
+    try:
+        web.wait_ready()
+        asked = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
+        prompts = [[5, 6, 7 + number] for number in range(CAPACITY)]
+        alone = [web.post("/v1/completions", prompt=one, **asked) for one in prompts]
+        texts = [one["choices"][0]["text"] for one in alone for _ in range(3)]
+        whole = web.post("/v1/completions", prompt=prompts, n=3, **asked)
+        assert [choice["text"] for choice in whole["choices"]] == texts
+        parts = [""] * len(texts)
+        for event in web.stream("/v1/completions", prompt=prompts, n=3, **asked):
+            for choice in event["choices"]:
+                parts[choice["index"]] += choice["text"]
+        assert parts == texts
+    finally:
+        web.end()
