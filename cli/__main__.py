@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def main() -> int:
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heeded:
         signal.signal(signal.SIGINT, _leave)
+    gc.disable()
     try:
         from .command import main as command
 
@@ -31,6 +33,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:
+        gc.enable()  # if the arguments were wrong: no command has run
         if heeded:
             signal.signal(signal.SIGINT, _leave)
 

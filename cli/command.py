@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from baton import __version__
 from baton.proto.errors import BatonError, ConfigError
+from baton.runtime.process.garbage import end_of_imports
 
 from .output import open_output, say, silence_output
 from .parser import EXIT_USAGE, Parser, did_you_mean, warn
@@ -100,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     prepare_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse(argv)
+    arguments = parse(argv)  # imports the command
+    end_of_imports()
     warn_of_variables(os.environ)
     try:
         code = int(arguments.run(arguments))

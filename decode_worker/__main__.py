@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+
+if __name__ == "__main__":
+    gc.disable()  # until baton.runtime.process.garbage.end_of_imports
 
 import msgspec
 

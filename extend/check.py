@@ -6,7 +6,11 @@ process. Exit code 0, or 1 with the error on one line of standard output.
 
 from __future__ import annotations
 
+import gc
 import sys
+
+if __name__ == "__main__":
+    gc.disable()  # for good: the process ends soon
 
 from .resolve import POINTS, ExtensionError, resolve
 

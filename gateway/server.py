@@ -24,8 +24,9 @@ from baton.runtime.metrics.listener import MetricsListener
 from baton.runtime.metrics.vllm import vllm_families
 from baton.runtime.net.descriptors import open_files
 from baton.runtime.process.bursts import Burst
+from baton.runtime.process.garbage import collect_rarely
 from baton.runtime.process.log import get_logger
-from baton.runtime.process.main import SIGN_EVERY_S, collect_rarely, favor_event_loop, say_alive
+from baton.runtime.process.main import SIGN_EVERY_S, favor_event_loop, say_alive
 
 from .acceptor import Acceptor
 from .app import make_app

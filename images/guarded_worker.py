@@ -7,8 +7,12 @@ encoded image. The answer is JSON, a newline, and the pixels: ``{"size": [height
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+
+if __name__ == "__main__":
+    gc.disable()  # until baton.runtime.process.garbage.end_of_imports
 
 from baton.proto.errors import InputError
 from baton.runtime.process.helper import limit_process, serve

@@ -8,11 +8,15 @@ open. REPORT is the descriptor of a pipe for one :class:`.cluster.Report`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import sys
 import threading
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # until baton.runtime.process.garbage.end_of_imports
 
 import msgspec
 
@@ -22,6 +26,7 @@ from baton.deploy.local.terminal import terminal
 from baton.deploy.plan.hub import with_local_model
 from baton.deploy.plan.prepare import check_start
 from baton.proto.errors import BatonError, RequestFailed
+from baton.runtime.process.garbage import end_of_imports
 
 from .cluster import Report
 
@@ -33,6 +38,7 @@ GRACE_S = 1.0
 
 def main() -> int:
     """Run the cluster until its parent closes standard input or ends."""
+    end_of_imports()
     report, parent = int(sys.argv[1]), int(sys.argv[2])
     try:
         settings = settings_of(msgspec.json.decode(sys.stdin.buffer.readline()))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import partial
+
+if __name__ == "__main__":
+    gc.disable()  # until baton.runtime.process.garbage.end_of_imports
 
 import msgspec
 import numpy as np

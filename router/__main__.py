@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+
+if __name__ == "__main__":
+    gc.disable()  # until baton.runtime.process.garbage.end_of_imports
 
 import zmq
 
@@ -14,8 +18,9 @@ from baton.runtime.metrics.families import Family
 from baton.runtime.metrics.listener import MetricsListener
 from baton.runtime.metrics.vllm import vllm_families
 from baton.runtime.net.loop import Loop
+from baton.runtime.process.garbage import collect_rarely
 from baton.runtime.process.log import get_logger
-from baton.runtime.process.main import collect_rarely, favor_event_loop, run_process
+from baton.runtime.process.main import favor_event_loop, run_process
 from baton.runtime.process.os_settings import on_stop_signal
 
 from .config import RouterConfig

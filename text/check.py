@@ -6,8 +6,12 @@ memory or end the process. Exit code 0, or 1 with the error on one line of stand
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":
+    gc.disable()  # for good: the process ends soon
 
 from baton.runtime.process.helper import limit_process
 

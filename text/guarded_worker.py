@@ -7,10 +7,14 @@ exceeds its CPU seconds. A process loads only one of the two libraries, because 
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":
+    gc.disable()  # until baton.runtime.process.garbage.end_of_imports
 
 from baton.runtime.process.helper import limit_process, serve
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -16,9 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+if __name__ == "__main__":
+    gc.disable()  # until baton.runtime.process.garbage.end_of_imports
+
 import msgspec
 
 from baton.proto.errors import BatonError, ConfigError, RequestFailed
+from baton.runtime.process.garbage import end_of_imports
 from baton.runtime.process.log import timestamp
 from baton.runtime.process.os_settings import die_with_parent, outlive_parent
 
@@ -98,6 +103,7 @@ def _json(line: str) -> None:
 
 def main() -> int:
     """Run the cluster in the background process, and report once whether it serves."""
+    end_of_imports()
     parser = argparse.ArgumentParser(prog="baton-daemon")
     parser.add_argument("--report", type=int, required=True)
     parser.add_argument("--log", required=True)

@@ -14,6 +14,7 @@ its worker.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -23,6 +24,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+if __name__ == "__main__":
+    gc.disable()  # until baton.runtime.process.garbage.end_of_imports
 
 import msgspec
 

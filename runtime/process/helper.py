@@ -25,6 +25,8 @@ from io import FileIO
 
 from baton.proto.errors import CapacityError
 
+from .garbage import end_of_imports
+
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
 
@@ -179,6 +181,7 @@ def serve(answer: Callable[[bytes], bytes], cpu_seconds: int | None = None) -> N
 
     ``cpu_seconds``: CPU time of one request. SIGXCPU ends a process that exceeds it.
     """
+    end_of_imports()
     requests, answers = sys.stdin.fileno(), sys.stdout.fileno()
     while True:
         if cpu_seconds is not None:

@@ -10,7 +10,6 @@ was declared dead starts its next incarnation itself, with its model still loade
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import signal
 import sys
@@ -33,6 +32,7 @@ from ..net.descriptors import raise_open_files
 from ..net.loop import Loop
 from ..net.wiring import Wiring
 from . import os_settings
+from .garbage import end_of_imports, settle
 from .log import configure, get_logger, never_block
 from .os_settings import on_stop_signal
 from .supervision import SIGN_OF_LIFE, TURN_SIGNAL
@@ -66,6 +66,7 @@ def run_process(role: str, kind: type[Config], serve: Callable[[Config], int]) -
     log line without a traceback, and exit code 1.
     """
     global _supervised, _seal, _weights, _settings_path
+    end_of_imports()
     os_settings.limit_blas_threads(1)
     os_settings.recycle_large_buffers()
     raise_open_files()
@@ -240,24 +241,12 @@ class LoadProgress:
             _log.report("load.progress", bytes_done=done, bytes_total=total)
 
 
-def settle() -> None:
-    """Exclude all current objects, which live long, from garbage collection. Call after loading."""
-    gc.collect()
-    gc.freeze()
-
-
 def favor_event_loop() -> None:
     """Let the event loop wait at most :data:`SWITCH_S` for a thread that keeps Python's lock.
 
     For processes that encode metrics or spans in a thread. Call once, at the process's start.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
-
-
-def collect_rarely() -> None:
-    """As :func:`settle`, and let further collections be rare: each is a pause of all requests."""
-    gc.set_threshold(50_000, 50, 100)
-    settle()
 
 
 def leave(code: int) -> None:
