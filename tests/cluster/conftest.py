@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -214,23 +215,41 @@ def cluster(start_cluster):
     yield from clusters_that_end_clean(start_cluster)
 
 
-@pytest.fixture(scope="session")
-def lasting_cluster(start_cluster):
-    """As ``shared_cluster``, one for all modules that want these settings.
+KEPT_S = 40.0
+"""Seconds for which an idle cluster takes less processor time than a start."""
+LASTING: dict[str, Cluster] = {}
+LEFT_AT: dict[str, float] = {}
+"""When the last module that used a lasting cluster ended; not there while a module uses it."""
 
-    It must be the same processes to the end, and another module's tests may have asked it before.
+
+@pytest.fixture(scope="module")
+def lasting_cluster(start_cluster):
+    """As ``shared_cluster``, one for modules in succession that want these settings.
+
+    It must be the same processes to its end, and another module's tests may have asked it before.
     """
-    running: dict[str, Cluster] = {}
+    used = set()
 
     def start(**settings) -> Cluster:
         key = repr(sorted(settings.items()))
-        if key not in running:
-            running[key] = start_cluster(**settings).wait_ready()
-        return running[key]
+        if key not in LASTING:
+            LASTING[key] = start_cluster(**settings).wait_ready()
+        used.add(key)
+        LEFT_AT.pop(key, None)
+        return LASTING[key]
 
     yield start
-    for one in running.values():
-        one.end_clean()
+    LEFT_AT.update(dict.fromkeys(used, time.monotonic()))
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures' ends
+def pytest_runtest_teardown(item, nextitem):
+    """End the lasting clusters that no module uses any more, or not soon."""
+    last = nextitem is None or nextitem.path.parent != item.path.parent
+    for key, left_at in list(LEFT_AT.items()):
+        if last or time.monotonic() - left_at > KEPT_S:
+            del LEFT_AT[key]
+            LASTING.pop(key).end_clean()
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ def faulty(start_cluster):
         decode=2, model=DATA / "llama", module="tests.cluster.faulty.serve", gateways=1,
         http_port=0,
     )  # fmt: skip
-    return cluster.wait_ready()
+    yield cluster.wait_ready()
+    cluster.end()
 
 
 def errors(cluster) -> int:
