@@ -185,8 +185,11 @@ class PrefillCore(PromptCore[Job]):
     # ------------------------------------------------------------------ queue and slots
 
     def _dispatch(self, actions: list[Action], now: float) -> None:
-        """Give free execution slots to queued jobs, in order."""
-        while (job := self._queue.next(now)) is not None:
+        """Give free execution slots to queued jobs, in order, each at most once."""
+        for _ in range(self._queue.waiting):
+            job = self._queue.next(now)
+            if job is None:
+                return
             try:
                 if now >= job.deadline:
                     late = "the deadline passed in the queue"

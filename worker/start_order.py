@@ -41,7 +41,9 @@ class StartOrder(Generic[K]):
     be next, because its result depends on the cache content. None: arrival order only.
     ``seconds``: how long a key takes, the same; None: as if it took no time.
 
-    Invariant: a key is contained once; a key found late stays late until it is taken.
+    Invariant: a key is contained once; a key found late stays late until it is taken. Whatever
+    raised here before, :meth:`pop` returns each key once: an entry of the line without its place
+    is no key.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class StartOrder(Generic[K]):
     def put(self, key: K, place: float) -> None:
         """Add ``key``. It must not be contained yet."""
         self._puts += 1
-        self._places[key] = place, self._puts
         insort(self._line, (place, self._puts, key))
+        self._places[key] = place, self._puts
 
     def drop(self, key: K) -> None:
         """Remove ``key`` if it is contained."""
@@ -76,7 +78,7 @@ class StartOrder(Generic[K]):
         while self._line:
             key = self._next(now)
             if key is None:
-                continue  # some were late
+                continue  # some were late, or no keys
             place = self._leave(key)
             if self._start_by is None or now <= self._start_by(key):
                 self._passed += self._weight(key) if self._late else 0.0
@@ -97,11 +99,15 @@ class StartOrder(Generic[K]):
         in time, all that were looked at are late.
         """
         start_by, own = self._start_by, self._own
+        looked = self._line[: 1 if start_by is None or own is None else LOOK]
+        if any(self._places.get(key) != (place, number) for place, number, key in looked):
+            places = self._places.items()  # something raised between the two changes of a key
+            self._line = sorted((place, number, key) for key, (place, number) in places)
+            return None
         if start_by is None or own is None:
-            return self._line[0][2]
+            return looked[0][2]
         at, given_up = now, set[K]()
         longest: list[tuple[float, int, K]] = []
-        looked = self._line[:LOOK]
         for place, number, key in looked:
             seconds = own(key)
             deadline = start_by(key) + seconds
@@ -141,7 +147,7 @@ class StartOrder(Generic[K]):
         return self._late.pop(math.inf)
 
     def __len__(self) -> int:
-        return len(self._line) + len(self._late)
+        return len(self._places) + len(self._late)
 
 
 class RankedOrder(Generic[K]):
@@ -168,10 +174,10 @@ class RankedOrder(Generic[K]):
         self._arrived.put(key, place)
 
     def drop(self, key: K) -> None:
-        """Remove ``key`` if it is contained."""
-        if self._places.pop(key, None) is not None:
-            for heap in (self._new, self._ranked, self._unranked, self._arrived):
-                heap.drop(key)
+        """Remove ``key`` if it is contained. An error leaves no key that is counted nowhere."""
+        for heap in (self._new, self._ranked, self._unranked, self._arrived):
+            heap.drop(key)
+        self._places.pop(key, None)
 
     def pop(self, now: float) -> K | None:
         """Remove and return the key that starts now; None if no key waits."""

@@ -3,10 +3,12 @@
 import itertools
 import math
 import random
+from functools import partial
 
 import pytest
 
-from baton.worker.start_order import LATE_TURN, LOOK, Pace, StartOrder
+from baton.simulator.own_errors import Plant, Planted
+from baton.worker.start_order import LATE_TURN, LOOK, Pace, RankedOrder, StartOrder
 
 
 def filled(start_by: dict[str, float]) -> StartOrder[str]:
@@ -181,3 +183,36 @@ def test_a_step_that_cannot_be_teaches_nothing(tokens, seconds):
     pace = Pace()
     pace.learn(tokens, seconds)
     assert pace.seconds_per_token == 0
+
+
+@pytest.mark.parametrize("kind", ["arrival", "in time", "late", "ranked"])
+def test_an_error_of_its_own_never_makes_a_key_start_twice(kind: str):
+    """An exception at any line: the order ends, and its length says that a key is missing."""
+
+    def made() -> StartOrder[str] | RankedOrder[str]:
+        if kind == "ranked":
+            return RankedOrder(lambda key, now: float(ord(key)))
+        if kind == "arrival":
+            return StartOrder()
+        return StartOrder(lambda key: 1.0 if kind == "late" else 9.0, lambda key: 0.5)
+
+    def used(order: StartOrder[str] | RankedOrder[str], taken: list[str | None]) -> list[object]:
+        for place, key in enumerate("abc"):
+            order.put(key, place)
+        order.drop("b")
+        taken.append(order.pop(2.0))
+        return []
+
+    for line in itertools.count(1):
+        order, taken, plant = made(), list[str | None](), Plant(line)
+        try:
+            plant.run(partial(used, order, taken))
+            assert line > 10
+            return
+        except Planted:
+            pass
+        counted = len(order)
+        rest = [order.pop(2.0) for _ in range(9)]
+        starts = [key for key in taken + rest if key is not None]
+        assert len(set(starts)) == len(starts), plant.where
+        assert counted >= len(starts) - len(taken), plant.where
