@@ -143,26 +143,13 @@ static void visit(const Walk *w, const Place *at, Tile *tile, const Tile *next) 
     else walk_many(w, at, tile);
 }
 
-typedef struct {
-    const Attention *a;
-    int64_t together, most, padded;
-    float *memory;
-    int64_t floats; /* of each thread's memory */
-} Shared;
-
-static int attend(void *at, int64_t from, int64_t to, int seat) {
-    const Shared *s = at;
-    const Attention *a = s->a;
-    float *free_from = s->memory + seat * s->floats;
-    Walk w = {.a = a, .padded = s->padded};
-    w.q = cut(&free_from, s->most * a->dim);
-    w.keys = cut(&free_from, TILE_KEYS * a->dim);
-    w.values = cut(&free_from, TILE_KEYS * s->padded);
-    w.scores = cut(&free_from, s->most * TILE_KEYS);
-    w.sums = cut(&free_from, s->most * s->padded);
-    w.weight = cut(&free_from, s->most * LANES);
-    w.peak = cut(&free_from, s->most);
-    w.rows = cut(&free_from, rows_of(a));
+static int attend(void *shared, int64_t from, int64_t to, int seat) {
+    const Shared *s = shared;
+    float *more;
+    Walk w = begin_walk(s, seat, &more);
+    w.keys = cut(&more, TILE_KEYS * s->a->dim);
+    w.values = cut(&more, TILE_KEYS * s->padded);
+    w.rows = cut(&more, rows_of(s->a));
     memset(w.values, 0, (size_t)(TILE_KEYS * s->padded) * sizeof(float)); /* columns past dim */
     walk(&w, s->together, from, to, NULL, visit);
     return 0;
@@ -171,14 +158,7 @@ static int attend(void *at, int64_t from, int64_t to, int seat) {
 static int attention(const Attention *a) {
     int64_t group = a->heads / a->kv_heads;
     int64_t together = group < QUERIES_TOGETHER ? QUERIES_TOGETHER / group : 1;
-    int64_t most = together * group, padded = (a->dim + LANES - 1) / LANES * LANES;
-    int64_t floats = most * (a->dim + TILE_KEYS + padded + LANES + 1) +
-                     TILE_KEYS * (a->dim + padded) + rows_of(a) + 9 * 16;
-    Shared s = {a, together, most, padded, NULL, (floats + 15) / 16 * 16};
-    void *memory = malloc((size_t)(s.floats * a->threads) * sizeof(float) + 64);
-    if (!memory) return -1;
-    s.memory = (float *)(((uintptr_t)memory + 63) / 64 * 64);
-    int failed = run(a->threads, units_of(a, together), 1, attend, &s);
-    free(memory);
-    return failed;
+    int64_t padded = (a->dim + LANES - 1) / LANES * LANES;
+    return attend_all(a, attend, together, together * group, padded,
+                      TILE_KEYS * (a->dim + padded) + rows_of(a), 3);
 }

@@ -214,29 +214,17 @@ static uint16_t *cut_halves(float **from, int64_t halves) {
     return (uint16_t *)cut(from, halves / 2);
 }
 
-typedef struct {
-    const Attention *a;
-    int64_t together, most;
-    float *memory;
-    int64_t floats; /* of each thread's memory */
-} Shared;
-
-static int attend(void *at, int64_t from, int64_t to, int seat) {
-    const Shared *s = at;
-    const Attention *a = s->a;
-    float *free_from = s->memory + seat * s->floats;
-    Tiled t = {.w = {.a = a, .padded = a->dim}};
-    t.w.q = cut(&free_from, s->most * a->dim);
-    t.w.scores = cut(&free_from, s->most * TILE_KEYS);
-    t.w.sums = cut(&free_from, s->most * a->dim);
-    t.w.weight = cut(&free_from, s->most * LANES);
-    t.w.peak = cut(&free_from, s->most);
-    t.positions = (int32_t *)cut(&free_from, s->most);
-    t.queries = cut_halves(&free_from, s->most * a->dim);
-    t.keys = cut_halves(&free_from, TILE_KEYS * a->dim);
-    t.values = cut_halves(&free_from, TILE_KEYS * a->dim);
-    t.weights = cut_halves(&free_from, TILE_KEYS * WIDE);
-    t.w.rows = cut(&free_from, rows_of(a));
+static int attend(void *shared, int64_t from, int64_t to, int seat) {
+    const Shared *s = shared;
+    const int64_t dim = s->a->dim;
+    float *more;
+    Tiled t = {.w = begin_walk(s, seat, &more)};
+    t.positions = (int32_t *)cut(&more, s->most);
+    t.queries = cut_halves(&more, s->most * dim);
+    t.keys = cut_halves(&more, TILE_KEYS * dim);
+    t.values = cut_halves(&more, TILE_KEYS * dim);
+    t.weights = cut_halves(&more, TILE_KEYS * WIDE);
+    t.w.rows = cut(&more, rows_of(s->a));
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | FLUSHED);
     walk(&t.w, s->together, from, to, pack_queries, visit);
@@ -250,15 +238,8 @@ int attention_on_tiles(const Attention *a) {
     int64_t group = a->heads / a->kv_heads;
     int64_t together = group < TILED_TOGETHER ? TILED_TOGETHER / group : 1;
     int64_t most = (together * group + WIDE - 1) / WIDE * WIDE;
-    int64_t floats = most * (a->dim + a->dim / 2 + TILE_KEYS + a->dim + LANES + 2) +
-                     TILE_KEYS * a->dim + TILE_KEYS * WIDE / 2 + rows_of(a) + 12 * 16;
-    Shared s = {a, together, most, NULL, (floats + 15) / 16 * 16};
-    void *memory = malloc((size_t)(s.floats * a->threads) * sizeof(float) + 64);
-    if (!memory) return -1;
-    s.memory = (float *)(((uintptr_t)memory + 63) / 64 * 64);
-    int failed = run(a->threads, units_of(a, together), 1, attend, &s);
-    free(memory);
-    return failed;
+    int64_t floats = most * (1 + a->dim / 2) + TILE_KEYS * a->dim + TILE_KEYS * WIDE / 2 + rows_of(a);
+    return attend_all(a, attend, together, most, a->dim, floats, 6);
 }
 
 #if defined(__clang__)

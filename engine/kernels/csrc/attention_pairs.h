@@ -147,28 +147,16 @@ static void visit(const Walk *w, const Place *at, Tile *tile, const Tile *next) 
     }
 }
 
-typedef struct {
-    const Attention *a;
-    int64_t together, most;
-    float *memory;
-    int64_t floats; /* of each thread's memory */
-} Shared;
-
-static int attend(void *at, int64_t from, int64_t to, int seat) {
-    const Shared *s = at;
-    const Attention *a = s->a;
-    float *free_from = s->memory + seat * s->floats;
-    Paired t = {.w = {.a = a, .padded = a->dim}};
-    t.w.q = cut(&free_from, s->most * a->dim);
-    t.w.scores = cut(&free_from, s->most * TILE_KEYS);
-    t.w.sums = cut(&free_from, s->most * a->dim);
-    t.w.weight = cut(&free_from, s->most * LANES);
-    t.w.peak = cut(&free_from, s->most);
-    t.w.rows = cut(&free_from, rows_of_pairs(a));
-    t.queries = cut(&free_from, s->most * a->dim / 2);
-    t.keys = cut(&free_from, TILE_KEYS * a->dim / 2);
-    t.values = cut(&free_from, TILE_KEYS * a->dim / 2);
-    t.weights = cut(&free_from, QUERY_ROWS * PAIRS_OF_TILE);
+static int attend(void *shared, int64_t from, int64_t to, int seat) {
+    const Shared *s = shared;
+    const int64_t dim = s->a->dim;
+    float *more;
+    Paired t = {.w = begin_walk(s, seat, &more)};
+    t.w.rows = cut(&more, rows_of_pairs(s->a));
+    t.queries = cut(&more, s->most * dim / 2);
+    t.keys = cut(&more, TILE_KEYS * dim / 2);
+    t.values = cut(&more, TILE_KEYS * dim / 2);
+    t.weights = cut(&more, QUERY_ROWS * PAIRS_OF_TILE);
     walk(&t.w, s->together, from, to, round_queries, visit);
     return 0;
 }
@@ -177,13 +165,7 @@ static int attention_of_pairs(const Attention *a) {
     if (!a->halves || a->dim % TERMS) return kernels_avx512.attention(a);
     int64_t group = a->heads / a->kv_heads;
     int64_t together = group < TOGETHER ? TOGETHER / group : 1, most = together * group;
-    int64_t floats = most * (2 * a->dim + a->dim / 2 + TILE_KEYS + LANES + 1) + rows_of_pairs(a) +
-                     TILE_KEYS * a->dim + QUERY_ROWS * PAIRS_OF_TILE + 11 * 16;
-    Shared s = {a, together, most, NULL, (floats + 15) / 16 * 16};
-    void *memory = malloc((size_t)(s.floats * a->threads) * sizeof(float) + 64);
-    if (!memory) return -1;
-    s.memory = (float *)(((uintptr_t)memory + 63) / 64 * 64);
-    int failed = run(a->threads, units_of(a, together), 1, attend, &s);
-    free(memory);
-    return failed;
+    int64_t floats = rows_of_pairs(a) + most * a->dim / 2 + TILE_KEYS * a->dim +
+                     QUERY_ROWS * PAIRS_OF_TILE;
+    return attend_all(a, attend, together, most, a->dim, floats, 5);
 }

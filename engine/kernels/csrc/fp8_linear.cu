@@ -56,58 +56,6 @@ template <int kTiles, int kPieces> struct Weights {
     }
 };
 
-// Adds the products of a step, while the weights of the next one are in flight.
-template <int kTiles, int kHalves, int kPieces>
-__device__ __forceinline__ void multiply(const Weights<kTiles, kPieces>& weights, const bf16* x, int m,
-                                         int k, int piece, float (*sums)[kHalves][4]) {
-#pragma unroll
-    for (int p = 0; p < kPieces; p++)
-#pragma unroll
-        for (int part = 0; part < 2; part++) {
-            const int column = (piece + p * kWarps) * kPiece + part * 32 + lane_part() * 8;
-            uint4 low[kTiles], high[kTiles];
-#pragma unroll
-            for (int tile = 0; tile < kTiles; tile++) {
-                low[tile] = weights.at(p, tile, 0, part);
-                high[tile] = weights.at(p, tile, 1, part);
-            }
-#pragma unroll
-            for (int half = 0; half < kHalves; half++) {
-                const int r = lane_row() + kHalfRows * half;
-                const bool inside = is_inside(column, k) && r < m;
-                const int at = r * (k / 8) + column / 8;
-                const uint4 other =
-                    inside ? __ldg(reinterpret_cast<const uint4*>(x) + at) : zero16();
-                const unsigned b0[2] = {other.x, other.y}, b1[2] = {other.z, other.w};
-#pragma unroll
-                for (int tile = 0; tile < kTiles; tile++) {
-                    const unsigned first[4] = {low[tile].x, high[tile].x, low[tile].y, high[tile].y};
-                    const unsigned second[4] = {low[tile].z, high[tile].z, low[tile].w, high[tile].w};
-                    mma_bf16_16816(sums[tile][half], first, b0);
-                    mma_bf16_16816(sums[tile][half], second, b1);
-                }
-            }
-        }
-}
-
-// Computes the products of the block's weight rows with all rows of x, in `shared`.
-template <int kTiles, int kHalves>
-__device__ __forceinline__ void products(const bf16* x, const Narrow& w, const Tiles<kTiles>& tiles,
-                                         int m, int k, Sums<kTiles, kHalves>& shared) {
-    constexpr int kPieces = kTiles * kHalves == 1 ? 2 : 1;
-    const int warp = static_cast<int>(threadIdx.x / 32);
-    float sums[kTiles][kHalves][4] = {};
-    Weights<kTiles, kPieces> now, next;
-    now.load(w, tiles, k, warp);
-#pragma unroll 2
-    for (int piece = warp; piece * kPiece < k; piece += kWarps * kPieces) {
-        next.load(w, tiles, k, piece + kWarps * kPieces);
-        multiply<kTiles, kHalves, kPieces>(now, x, m, k, piece, sums);
-        now = next;
-    }
-    shared.put(sums);
-}
-
 // out = x W^T + bias, plus the content of out if `add`. bias: float32 or null. Rows of x beyond 16 are
 // computed in groups of 16 by neighbouring blocks, which find the weights in the cache.
 template <int kHalves, class Out>
@@ -119,17 +67,9 @@ __device__ __forceinline__ void linear(const bf16* x, const Narrow& w, const flo
     const int block = static_cast<int>(blockIdx.x) / parts;
     const int row = (static_cast<int>(blockIdx.x) - block * parts) * kTogether;
     const int first = block * kTileRows, rows = min(m - row, kTogether);
-    products<1, kHalves>(x + static_cast<long long>(row) * k, w, Tiles<1>{{first}, {n - first}}, rows,
-                         k, shared);
-    for (int i = static_cast<int>(threadIdx.x); i < kTileRows * rows; i += kThreads) {
-        const int r = i % kTileRows, at = i / kTileRows;
-        if (first + r >= n) continue;
-        float v = shared.total(r, at);
-        if (bias) v += bias[first + r];
-        Out* to = out + static_cast<long long>(row + at) * n + first + r;
-        if (add) v += load(to);
-        store(to, v);
-    }
+    products<Weights, 1, kHalves>(x + static_cast<long long>(row) * k, w, Tiles<1>{{first}, {n - first}},
+                                  rows, k, shared);
+    put_products<kTileRows>(shared, bias, out, first, row, rows, n, add);
 }
 
 #define FP8_LINEAR(halves, Out, name)                                                             \
@@ -154,15 +94,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     begin_after_previous();
     __shared__ Sums<2, 1> shared;
     const int first = static_cast<int>(blockIdx.x) * kTileRows;
-    products<2, 1>(x, Narrow{codes, scales, groups, pieces},
-                   Tiles<2>{{first, f + first}, {f - first, f - first}}, m, k, shared);
-    for (int i = static_cast<int>(threadIdx.x); i < kTileRows * m; i += kThreads) {
-        const int r = i % kTileRows, at = i / kTileRows;
-        if (first + r >= f) continue;
-        const float gate = bf16_to_float(float_to_bf16(shared.total(r, at)));
-        const float up = bf16_to_float(float_to_bf16(shared.total(kTileRows + r, at)));
-        out[static_cast<long long>(at) * f + first + r] = float_to_bf16(silu(gate) * up);
-    }
+    products<Weights, 2, 1>(x, Narrow{codes, scales, groups, pieces},
+                            Tiles<2>{{first, f + first}, {f - first, f - first}}, m, k, shared);
+    put_silu_mul<kTileRows>(shared, out, first, m, f);
 }
 
 // out[rows, K] = the bf16 weights of rows first, first + 1 .. of a Narrow matrix, for cuBLAS.

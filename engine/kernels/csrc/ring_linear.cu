@@ -78,14 +78,9 @@ __device__ __forceinline__ void multiply(const Ring<kTiles>& ring, const Part& x
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile++) {
         const uint4 low = *ring.at(stage, tile, 0), high = *ring.at(stage, tile, 1);
-        const unsigned first[4] = {low.x, high.x, low.y, high.y};
-        const unsigned second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
-        for (int half = 0; half < kHalves; half++) {
-            const unsigned b0[2] = {x.row[half].x, x.row[half].y}, b1[2] = {x.row[half].z, x.row[half].w};
-            mma_bf16_16816(sums[tile][half], first, b0);
-            mma_bf16_16816(sums[tile][half], second, b1);
-        }
+        for (int half = 0; half < kHalves; half++)
+            multiply_tile(sums[tile][half], low, high, x.row[half]);
     }
 }
 
@@ -140,15 +135,7 @@ __device__ __forceinline__ void linear(const bf16* x, const bf16* w, const float
     for (int tile = 0; tile < kTiles; tile++)
         tiles.first[tile] = first + tile * kTileRows, tiles.rows[tile] = n - tiles.first[tile];
     const auto& sums = products<kTiles>(shared, x, w, tiles, m, k);
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * m; i += kThreads) {
-        const int r = i % kRows, at = i / kRows;
-        if (first + r >= n) continue;
-        float v = sums.total(r, at);
-        if (bias) v += bias[first + r];
-        Out* to = out + static_cast<long long>(at) * n + first + r;
-        if (add) v += load(to);
-        store(to, v);
-    }
+    put_products<kRows>(sums, bias, out, first, 0, m, n, add);
 }
 
 // out[m, F] = silu(x G^T) * (x U^T), rounded as in skinny_linear.cu. The first half of a block's tiles are
@@ -167,13 +154,7 @@ __device__ __forceinline__ void linear_silu_mul(const bf16* x, const bf16* w, bf
         tiles.rows[tile] = tiles.rows[kTiles / 2 + tile] = f - row;
     }
     const auto& sums = products<kTiles>(shared, x, w, tiles, m, k);
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * m; i += kThreads) {
-        const int r = i % kRows, at = i / kRows;
-        if (first + r >= f) continue;
-        const float gate = bf16_to_float(float_to_bf16(sums.total(r, at)));
-        const float up = bf16_to_float(float_to_bf16(sums.total(kRows + r, at)));
-        out[static_cast<long long>(at) * f + first + r] = float_to_bf16(silu(gate) * up);
-    }
+    put_silu_mul<kRows>(sums, out, first, m, f);
 }
 
 #define LINEAR(tiles, Out, name)                                                                  \

@@ -16,6 +16,10 @@
 template <int kTiles, int kPieces> struct Weights {
     uint4 w[kPieces][kTiles][2][2];  // piece, tile, rows g and g + 8, first and second 32 columns
 
+    __device__ __forceinline__ const uint4& at(int p, int tile, int upper, int part) const {
+        return w[p][tile][upper][part];
+    }
+
     __device__ __forceinline__ void load(const bf16* all, const Tiles<kTiles>& tiles, int k, int piece) {
 #pragma unroll
         for (int p = 0; p < kPieces; p++)
@@ -37,59 +41,6 @@ template <int kTiles, int kPieces> struct Weights {
     }
 };
 
-// Adds the products of a step. The part of x is small and cached, while the weights of the next step
-// are in flight.
-template <int kTiles, int kHalves, int kPieces>
-__device__ __forceinline__ void multiply(const Weights<kTiles, kPieces>& weights, const bf16* x, int m,
-                                         int k, int piece, float (*sums)[kHalves][4]) {
-#pragma unroll
-    for (int p = 0; p < kPieces; p++)
-#pragma unroll
-        for (int part = 0; part < 2; part++) {
-            const int column = (piece + p * kWarps) * kPiece + part * 32 + lane_part() * 8;
-#pragma unroll
-            for (int half = 0; half < kHalves; half++) {
-                const int r = lane_row() + kHalfRows * half;
-                const bool inside = is_inside(column, k) && r < m;
-                const int at = r * (k / 8) + column / 8;
-                const uint4 other =
-                    inside ? __ldg(reinterpret_cast<const uint4*>(x) + at) : zero16();
-                const unsigned b0[2] = {other.x, other.y}, b1[2] = {other.z, other.w};
-#pragma unroll
-                for (int tile = 0; tile < kTiles; tile++) {
-                    const uint4 &low = weights.w[p][tile][0][part],
-                                &high = weights.w[p][tile][1][part];
-                    const unsigned first[4] = {low.x, high.x, low.y, high.y};
-#ifdef BATON_PLANT_LINEAR_ORDER
-                    const unsigned second[4] = {low.z, low.w, high.z, high.w};
-#else
-                    const unsigned second[4] = {low.z, high.z, low.w, high.w};
-#endif
-                    mma_bf16_16816(sums[tile][half], first, b0);
-                    mma_bf16_16816(sums[tile][half], second, b1);
-                }
-            }
-        }
-}
-
-// Computes the products of the block's weight rows with all rows of x, in `shared`.
-template <int kTiles, int kHalves>
-__device__ __forceinline__ void products(const bf16* x, const bf16* w, const Tiles<kTiles>& tiles, int m,
-                                         int k, Sums<kTiles, kHalves>& shared) {
-    constexpr int kPieces = kTiles * kHalves == 1 ? 2 : 1;  // as many as fit into 128 registers
-    const int warp = static_cast<int>(threadIdx.x / 32);
-    float sums[kTiles][kHalves][4] = {};
-    Weights<kTiles, kPieces> now, next;
-    now.load(w, tiles, k, warp);
-#pragma unroll 2
-    for (int piece = warp; piece * kPiece < k; piece += kWarps * kPieces) {
-        next.load(w, tiles, k, piece + kWarps * kPieces);
-        multiply<kTiles, kHalves, kPieces>(now, x, m, k, piece, sums);
-        now = next;
-    }
-    shared.put(sums);
-}
-
 // out = x W^T + bias, plus the content of out if `add`. bias: float32 or null.
 template <int kTiles, int kHalves, class Out>
 __device__ __forceinline__ void linear(const bf16* x, const bf16* w, const float* bias, Out* out, int m,
@@ -101,16 +52,8 @@ __device__ __forceinline__ void linear(const bf16* x, const bf16* w, const float
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile++)
         tiles.first[tile] = first + tile * kTileRows, tiles.rows[tile] = n - tiles.first[tile];
-    products<kTiles, kHalves>(x, w, tiles, m, k, shared);
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * m; i += kThreads) {
-        const int r = i % kRows, at = i / kRows;
-        if (first + r >= n) continue;
-        float v = shared.total(r, at);
-        if (bias) v += bias[first + r];
-        Out* to = out + static_cast<long long>(at) * n + first + r;
-        if (add) v += load(to);
-        store(to, v);
-    }
+    products<Weights, kTiles, kHalves>(x, w, tiles, m, k, shared);
+    put_products<kRows>(shared, bias, out, first, 0, m, n, add);
 }
 
 // out[m, F] = silu(x G^T) * (x U^T) with W[2 F, K] holding the rows of G, then those of U. Both products
@@ -120,14 +63,8 @@ __device__ __forceinline__ void linear_silu_mul(const bf16* x, const bf16* w, bf
                                                 int k) {
     __shared__ Sums<2, kHalves> shared;
     const int first = static_cast<int>(blockIdx.x) * kTileRows;
-    products<2, kHalves>(x, w, Tiles<2>{{first, f + first}, {f - first, f - first}}, m, k, shared);
-    for (int i = static_cast<int>(threadIdx.x); i < kTileRows * m; i += kThreads) {
-        const int r = i % kTileRows, at = i / kTileRows;
-        if (first + r >= f) continue;
-        const float gate = bf16_to_float(float_to_bf16(shared.total(r, at)));
-        const float up = bf16_to_float(float_to_bf16(shared.total(kTileRows + r, at)));
-        out[static_cast<long long>(at) * f + first + r] = float_to_bf16(silu(gate) * up);
-    }
+    products<Weights, 2, kHalves>(x, w, Tiles<2>{{first, f + first}, {f - first, f - first}}, m, k, shared);
+    put_silu_mul<kTileRows>(shared, out, first, m, f);
 }
 
 #define LINEAR(tiles, halves, Out, name)                                                          \

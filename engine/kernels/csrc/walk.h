@@ -101,3 +101,38 @@ static float *cut(float **from, int64_t floats) {
     *from += (floats + 15) / 16 * 16;
     return piece;
 }
+
+typedef int Attend(void *shared, int64_t from, int64_t to, int seat);
+typedef struct {
+    const Attention *a;
+    int64_t together, most, padded;
+    float *memory;
+    int64_t floats; /* of each thread's memory */
+} Shared;
+
+/* Cut the memory of a walk, except tile and rows, from that of the thread. */
+static Walk begin_walk(const Shared *s, int seat, float **more) {
+    *more = s->memory + seat * s->floats;
+    Walk w = {.a = s->a, .padded = s->padded};
+    w.q = cut(more, s->most * s->a->dim);
+    w.scores = cut(more, s->most * TILE_KEYS);
+    w.sums = cut(more, s->most * s->padded);
+    w.weight = cut(more, s->most * LANES);
+    w.peak = cut(more, s->most);
+    return w;
+}
+#define PIECES_OF_WALK 5
+
+/* Divide the walk among threads. `most`: queries together; `floats`: a thread's memory beside its walk,
+ * which `attend` cuts into so many `pieces`. -1 without memory. */
+static int attend_all(const Attention *a, Attend *attend, int64_t together, int64_t most,
+                      int64_t padded, int64_t floats, int64_t pieces) {
+    floats += most * (a->dim + TILE_KEYS + padded + LANES + 1) + (PIECES_OF_WALK + pieces) * 16;
+    Shared s = {a, together, most, padded, NULL, (floats + 15) / 16 * 16};
+    void *memory = malloc((size_t)(s.floats * a->threads) * sizeof(float) + 64);
+    if (!memory) return -1;
+    s.memory = (float *)(((uintptr_t)memory + 63) / 64 * 64);
+    int failed = run(a->threads, units_of(a, together), 1, attend, &s);
+    free(memory);
+    return failed;
+}
