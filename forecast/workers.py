@@ -19,7 +19,8 @@ from baton.loadgen.traces import BLOCK_TOKENS, Arrival
 from baton.proto.layout import KVLayout, ModelCard
 from baton.proto.wire.messages import Buckets, Hello, WorkerLoad
 from baton.router.policy import PrefixIndex
-from baton.router.records import Attempt, Worker, WorkerState
+from baton.router.records import Attempt, Worker
+from baton.router.states import WorkerState
 from baton.runtime.metrics.families import STEP_SECONDS
 from baton.worker.start_order import Pace, StartOrder, latest_start
 

@@ -51,8 +51,9 @@ from .events import (
 from .lifecycle import Lifecycle
 from .own_errors import TEXT
 from .queries import Queries, merge_queries
-from .records import Attempt, Request, State
+from .records import Attempt, Request
 from .state import RouterState
+from .states import State
 from .stories import MAX_ORIGIN_CHARS
 from .takeover import Takeover
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .placement import HEARD_S
-from .records import Request, State, Worker, WorkerState
+from .records import Request, Worker
 from .state import RouterState
+from .states import State, WorkerState
 
 SHORTEST_S = 0.5
 """Shortest wait at a suspect worker, in seconds; most pauses end within it."""

@@ -35,8 +35,9 @@ from .config import RouterConfig
 from .handoffs import HandoffMetrics
 from .metrics import CANCELLED, MISSED, OK, OWNERS, Metrics
 from .placement import NO_PREFILL
-from .records import Worker, WorkerState
+from .records import Worker
 from .registry import Registry
+from .states import WorkerState
 from .worker_totals import COUNTERS, WorkerTotals
 
 _WORKER = ("worker", "role")

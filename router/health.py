@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable
 from baton.runtime.liveness import suspect_after
 
 from .config import RouterConfig
-from .records import CONNECTION_CLOSED, NO_HEARTBEAT, Worker, WorkerState
+from .records import Worker
+from .states import CONNECTION_CLOSED, NO_HEARTBEAT, WorkerState
 
 ALL_SILENT_FACTOR = 6
 """Factor of the worker timeout while all workers are silent.

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from baton.proto.errors import InternalError
 
-from .records import Request, State
+from .records import Request
+from .states import State
 
 YES, NO, MAYBE = True, False, None
 

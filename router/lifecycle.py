@@ -65,9 +65,10 @@ from baton.proto.wire.token_runs import messages_of
 from .clients import runs_from
 from .config import STEP_SHARE
 from .events import Log, NotSent, ToClient, ToWorker
-from .records import BEFORE_DECODE, ENDED_KEEP_S, NEVER, PLACED, Request, State, Step, Worker
+from .records import ENDED_KEEP_S, NEVER, Request, Worker
 from .served import served_times
 from .state import RouterState
+from .states import BEFORE_DECODE, PLACED, State, Step
 from .stories import MAX_CAUSE_CHARS, MAX_MESSAGE_CHARS, MAX_PAST
 
 POISON_BLAME = 1.5

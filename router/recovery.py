@@ -50,8 +50,9 @@ from functools import partial
 from baton.proto.wire.messages import PeerDead
 
 from .events import Log, ToWorker
-from .records import Request, State, Worker, WorkerState
+from .records import Request, Worker
 from .state import Life, RouterState
+from .states import State, WorkerState
 
 Losses = Sequence[tuple[Worker, str]]
 """Workers, each with the reason."""

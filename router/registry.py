@@ -34,15 +34,8 @@ from baton.runtime.metrics.families import STEP_SECONDS
 
 from .config import RouterConfig
 from .majority import Claims, joint_card, keys_of, votes
-from .records import (
-    CONNECTION_CLOSED,
-    NO_KEY,
-    SILENCES,
-    Worker,
-    WorkerCaller,
-    WorkerState,
-    roles_for,
-)
+from .records import NO_KEY, Worker, WorkerCaller, roles_for
+from .states import CONNECTION_CLOSED, SILENCES, WorkerState
 from .worker_totals import WorkerTotals
 
 KEEP_GONE = 64

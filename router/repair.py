@@ -15,8 +15,9 @@ from baton.proto.wire.messages import Terminal, Tokens
 from .events import ToClient
 from .integrity import check_request
 from .own_errors import TEXT
-from .records import ENDED_KEEP_S, PLACED, Request, State, Worker, WorkerState
+from .records import ENDED_KEEP_S, Request, Worker
 from .state import RouterState
+from .states import PLACED, State, WorkerState
 
 AGAIN_S = 1.0
 """Seconds until the terminal of a harmed request is sent again."""

@@ -16,8 +16,9 @@ from .handoffs import Transferred
 from .history import History
 from .metrics import CANCELLED, FAILED, OK
 from .pairs import FailedPair
-from .records import ANYBODY, Caller, State, Worker
+from .records import ANYBODY, Caller, Worker
 from .state import RouterState
+from .states import State
 from .stories import Story, names, story_of
 from .story_report import Record, story_record
 

@@ -42,8 +42,9 @@ from __future__ import annotations
 from baton.proto.wire.messages import Abort, Adopt, Moved, RequestState
 
 from .events import ToClient, ToWorker
-from .records import NEVER, OpenSearch, Request, State, Step, Worker
+from .records import NEVER, OpenSearch, Request, Worker
 from .state import Life, RouterState
+from .states import State, Step
 
 SEARCH_S = 2.5
 """Longest search in seconds; after it the request is replayed."""

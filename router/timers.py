@@ -13,9 +13,10 @@ from .early_moves import EarlyMoves
 from .events import Tick, ToWorker
 from .history import History
 from .lifecycle import Lifecycle
-from .records import NEVER, Request, State, Worker
+from .records import NEVER, Request, Worker
 from .recovery import WorkerLosses
 from .state import RouterState
+from .states import State
 from .takeover import Takeover
 
 WORKERS_EVERY_S = 0.05

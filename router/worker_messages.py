@@ -7,8 +7,7 @@ One message carries a step's tokens for one client, with the runs as received.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from baton.proto.errors import DeadlineExceeded, HandoffFailed, InternalError
 from baton.proto.wire.messages import (
@@ -38,10 +37,12 @@ from baton.runtime.tables import RecentMap
 from .authorization import Proofs
 from .events import FromWorker, ToClient, ToWorker
 from .lifecycle import Lifecycle
-from .records import NEVER, PLACED, Client, Request, State, Step, Worker, WorkerCaller
+from .records import NEVER, Client, Request, Worker
 from .served import begun
 from .state import RouterState
+from .states import PLACED, State, Step
 from .takeover import Takeover
+from .worker_registration import WorkerRegistration
 
 _ASSIGNED = State.ASSIGNED  # before Python 3.12, Enum member access is slow
 _QUEUED = State.QUEUED
@@ -49,24 +50,6 @@ _PREFILLING = State.PREFILLING
 _FOLLOWED = State.FOLLOWED
 _DECODING = State.DECODING
 REMEMBER_REPORTS = 4096
-
-
-class Registration(Protocol):
-    """What handles the other messages: :class:`.worker_registration.WorkerRegistration`."""
-
-    def hello(self, identity: bytes, hello: Hello, now: float, caller: WorkerCaller) -> None:
-        """Register a new worker, a known one again, or a successor."""
-
-    def heartbeat(self, worker: Worker, beat: Heartbeat, now: float) -> None:
-        """Note a heartbeat."""
-
-    def drained(self, worker: Worker, message: Drained, _now: float) -> None:
-        """Note that a worker has finished its requests."""
-
-    def certified(
-        self, identity: bytes, certificates: Sequence[DeathCertificate], now: float
-    ) -> None:
-        """Declare workers dead whose supervisor certifies the end of their process."""
 
 
 class WorkerMessages:
@@ -77,7 +60,7 @@ class WorkerMessages:
         state: RouterState,
         lifecycle: Lifecycle,
         takeover: Takeover,
-        registration: Registration,
+        registration: WorkerRegistration,
     ) -> None:
         self._config = state.config
         self._out = state.out

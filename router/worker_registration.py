@@ -22,9 +22,10 @@ from baton.proto.wire.proofs import seal_of, worker_key
 from baton.runtime.tables import RecentMap
 
 from .events import Log, ToWorker, WorkerInputRejected, WorkersGone
-from .records import NEVER, Worker, WorkerCaller, WorkerState
+from .records import NEVER, Worker, WorkerCaller
 from .recovery import WorkerLosses
 from .state import RouterState
+from .states import WorkerState
 from .takeover import Takeover
 
 REMEMBER_REFUSED = 256

@@ -7,7 +7,7 @@ table may still have an entry long after the last request.
 from __future__ import annotations
 
 from baton.client import events as client
-from baton.router.records import WorkerState
+from baton.router.states import WorkerState
 
 from .cluster import Cluster
 from .keys import is_rogue

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from baton.kv_transfer import grants, sender_handoff
-from baton.router import records
+from baton.router import states
 
 DIGEST_BYTES = 12
 K = TypeVar("K")
@@ -101,14 +101,14 @@ class _Noting(dict[K, V], Generic[K, V]):
         return {_label(name, key) for key in self.used}, {_label(name, key) for key in self}
 
 
-class _NotingSet(frozenset[records.WorkerState]):
+class _NotingSet(frozenset[states.WorkerState]):
     """A set that records which of its members are looked up."""
 
-    used: set[records.WorkerState]
+    used: set[states.WorkerState]
 
     def __contains__(self, member: object) -> bool:
         found = super().__contains__(member)
-        if found and isinstance(member, records.WorkerState):
+        if found and isinstance(member, states.WorkerState):
             self.used.add(member)
         return found
 
@@ -120,10 +120,10 @@ class Coverage:
         self._tables: dict[str, _Noting[Any, Any]] = {
             "receiver": _Noting(grants.TRANSITIONS),
             "sender": _Noting(sender_handoff.TRANSITIONS),
-            "request": _Noting(records.TRANSITIONS),
+            "request": _Noting(states.TRANSITIONS),
         }
-        self._workers: dict[records.WorkerState, _NotingSet] = {}
-        for state, targets in records.WORKER_TRANSITIONS.items():
+        self._workers: dict[states.WorkerState, _NotingSet] = {}
+        for state, targets in states.WORKER_TRANSITIONS.items():
             self._workers[state] = _NotingSet(targets)
             self._workers[state].used = set()
 
@@ -131,8 +131,8 @@ class Coverage:
         """Replace the tables of the state machines by the recording tables."""
         grants.TRANSITIONS = self._tables["receiver"]
         sender_handoff.TRANSITIONS = self._tables["sender"]
-        records.TRANSITIONS = self._tables["request"]
-        records.WORKER_TRANSITIONS = dict(self._workers)
+        states.TRANSITIONS = self._tables["request"]
+        states.WORKER_TRANSITIONS = dict(self._workers)
 
     def report(self) -> tuple[set[str], set[str]]:
         """Return the names of the taken steps and of the missing steps."""
@@ -154,8 +154,8 @@ def observed() -> Iterator[Coverage]:
     before = (
         grants.TRANSITIONS,
         sender_handoff.TRANSITIONS,
-        records.TRANSITIONS,
-        records.WORKER_TRANSITIONS,
+        states.TRANSITIONS,
+        states.WORKER_TRANSITIONS,
     )
     coverage = Coverage()
     coverage.install()
@@ -163,7 +163,7 @@ def observed() -> Iterator[Coverage]:
         yield coverage
     finally:
         grants.TRANSITIONS, sender_handoff.TRANSITIONS = before[0], before[1]
-        records.TRANSITIONS, records.WORKER_TRANSITIONS = before[2], before[3]
+        states.TRANSITIONS, states.WORKER_TRANSITIONS = before[2], before[3]
 
 
 def _label(name: str, key: object) -> str:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from baton.engine.kernels.backend import Gpu
-from baton.engine.kernels.cuda.cupy_device import MIG, VISIBLE, instances_problem
+from baton.engine.kernels.cuda.gpus import MIG, VISIBLE, instances_problem
 from baton.proto.errors import ConfigError
 
 _LISTER = "nvidia-smi"

@@ -13,12 +13,7 @@ from pathlib import Path
 import msgspec
 
 from baton.engine.kernels.backend import Gpu
-from baton.engine.kernels.cuda.cupy_device import (
-    INSTALL_CUPY,
-    VISIBLE,
-    checked_gpu,
-    cupy_is_installed,
-)
+from baton.engine.kernels.cuda.gpus import INSTALL_CUPY, VISIBLE, checked_gpu, cupy_is_installed
 from baton.engine.kernels.load import BUILD_KERNELS, compiled_kernels_problem
 from baton.engine.kernels.shared_weights import has_huge_pages
 from baton.engine.loading.checkpoint import load_checkpoint
@@ -213,7 +208,7 @@ def _gpus_of_child(shown: str | None) -> tuple[Gpu, ...]:
     Another process asks CUDA, so that none of it stays in a supervisor, which runs for months.
     """
     named = {} if shown is None else {VISIBLE: shown}
-    command = [sys.executable, "-P", "-m", "baton.engine.kernels.cuda.cupy_device"]
+    command = [sys.executable, "-P", "-m", "baton.engine.kernels.cuda.gpus"]
     try:
         ended = subprocess.run(  # noqa: S603 -- our own interpreter and module
             command,

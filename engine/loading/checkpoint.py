@@ -15,11 +15,12 @@ import msgspec
 from baton.proto.errors import CheckpointError
 
 from .fp8 import read_fp8
+from .generation_config import GenerationConfig, load_generation_config
 from .gguf import gguf_file, open_parts
 from .gguf_folder import local_folder
 from .gguf_tensors import GgufTensors
 from .json_files import read_json
-from .model_config import GenerationConfig, ModelConfig, load_generation_config, load_model_config
+from .model_config import ModelConfig, load_model_config
 from .safetensors import SINGLE_NAME, TensorStore, Weights
 
 _SAMPLE_BYTES = 4096

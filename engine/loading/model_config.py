@@ -14,13 +14,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from baton.proto.errors import CheckpointError, InputError
-from baton.proto.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, MAX_TOP_K
-from baton.proto.sampling import (
-    SamplingParams,
-    SamplingParamsGenerationConfigDefaults,
-    SamplingParamsInput,
-)
+from baton.proto.errors import CheckpointError
+from baton.proto.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 
 from ..models.rope import RopeConfig, parse_rope
 from .family_defaults import FAMILY_DEFAULTS, PHI3
@@ -186,13 +181,6 @@ def stated_sizes(config: ModelConfig) -> str:
     return f"config.json: {', '.join(text)}; vision_config: {', '.join(vision)}"
 
 
-class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """generation_config.json: ids that end a text, defaults for unset sampling parameters."""
-
-    eos_token_ids: tuple[int, ...]
-    defaults: SamplingParamsGenerationConfigDefaults
-
-
 Size = Annotated[int, Meta(le=MAX_SIZE)]
 """A dimension. Whether it is positive is checked later, with a readable message."""
 Layers = Annotated[int, Meta(le=MAX_LAYERS)]
@@ -229,17 +217,6 @@ class _Raw(msgspec.Struct, kw_only=True):
     torch_dtype: str | None = None
 
 
-class _RawGeneration(msgspec.Struct, kw_only=True):
-    eos_token_id: Token | list[Token] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    do_sample: bool | None = None
-
-
 def load_model_config(folder: Path) -> ModelConfig:
     """Read ``config.json``. Raises :class:`CheckpointError` if the model is not supported."""
     path = folder / "config.json"
@@ -268,33 +245,6 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: {error}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-
-
-def load_generation_config(folder: Path, config: ModelConfig) -> GenerationConfig:
-    """Read ``generation_config.json``. If it is missing: ids of config.json, no defaults.
-
-    A ``top_k`` above the limit for requests is lowered to that limit (docs/sampling.md);
-    other values outside the limits for requests raise CheckpointError.
-    """
-    path = folder / "generation_config.json"
-    try:
-        raw = msgspec.convert(read_json(path) if path.is_file() else {}, _RawGeneration)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    eos = _ids(raw.eos_token_id) or config.eos_token_ids
-    if any(not 0 <= token < config.vocab_size for token in eos):
-        raise CheckpointError(
-            f"{folder}: eos_token_id {list(eos)} is outside the vocabulary of {config.vocab_size}"
-        )
-    fields = {f: getattr(raw, f) for f in raw.__struct_fields__ if f != "eos_token_id"}
-    if raw.top_k is not None:
-        fields["top_k"] = min(raw.top_k, MAX_TOP_K)
-    defaults = SamplingParamsGenerationConfigDefaults(**fields)
-    try:
-        SamplingParams.from_input_and_generation_config(SamplingParamsInput(), defaults)
-    except InputError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    return GenerationConfig(eos_token_ids=eos, defaults=defaults)
 
 
 def parse_model_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
@@ -414,7 +364,7 @@ def _image_token(raw: dict[str, Any], architecture: str) -> int:
 
 def _end_tokens(raw: dict[str, Any], fields: _Raw) -> tuple[int, ...]:
     """Return the stated ids, or the family's; a small vocabulary may not have the latter."""
-    ids = _ids(fields.eos_token_id)
+    ids = token_ids(fields.eos_token_id)
     return ids if "eos_token_id" in raw else tuple(i for i in ids if i < fields.vocab_size)
 
 
@@ -597,7 +547,7 @@ def _windows_by_type(types: list[str], layers: int, window: int | None) -> tuple
     return tuple(w or 0 for w in windows)
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """Return token ids given as one number, as a list, or not at all."""
     if value is None:
         return ()

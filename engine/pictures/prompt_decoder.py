@@ -15,7 +15,8 @@ from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
 from ..kernels.backend import F32
 from ..kernels.host_backend import PictureBackend
 from ..loading.checkpoint import Checkpoint
-from ..loading.model_config import GenerationConfig, ModelConfig
+from ..loading.generation_config import GenerationConfig
+from ..loading.model_config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.weights import Progress, WeightLoader
 from ..pipeline.model import ModelInputs, lay_out, shared_layers

@@ -292,27 +292,15 @@ class TokenBuffer:
     def state(self) -> list[int]:
         """Length, windows, offset and prompt length; see :meth:`from_state`."""
         return [
-            self._length,
-            self._start,
-            self._end,
-            self._offset,
-            self._completion_start,
-            self._completion_end,
-            self._prompt,
-            1 if self._chunked else 0,
-        ]
+            self._length, self._start, self._end, self._offset, self._completion_start,
+            self._completion_end, self._prompt, 1 if self._chunked else 0,
+        ]  # fmt: skip
 
     def _set_state(self, state: Sequence[int]) -> None:
         (
-            self._length,
-            self._start,
-            self._end,
-            self._offset,
-            self._completion_start,
-            self._completion_end,
-            self._prompt,
-            chunked,
-        ) = state
+            self._length, self._start, self._end, self._offset, self._completion_start,
+            self._completion_end, self._prompt, chunked,
+        ) = state  # fmt: skip
         self._chunked = bool(chunked)
 
     # ------------------------------------------------------------------ views

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import pytest
 
 from baton.benchmarks.checkpoints import Shape, write_checkpoint
-from baton.engine.kernels.cuda.cupy_device import CupyDevice, cuda_is_available
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
 from baton.engine.kernels.cuda.device import Device
+from baton.engine.kernels.cuda.gpus import cuda_is_available
 
 from .host.builder import prune, sanitizer, why_not
 from .host_device import VARIANT, HostDevice

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from baton.engine.kernels.cuda import cupy_device
-from baton.engine.kernels.cuda.cupy_device import CupyDevice, cuda_is_available
+from baton.engine.kernels.cuda import gpus
+from baton.engine.kernels.cuda.cupy_device import CupyDevice
+from baton.engine.kernels.cuda.gpus import cuda_is_available
 from baton.proto.errors import ConfigError
 
 ON_THE_CPU = """
@@ -37,7 +38,7 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch):
 
 def test_without_a_gpu_the_error_says_so(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(cupy_device, "cuda_is_available", lambda: False)
+    monkeypatch.setattr(gpus, "cuda_is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^CuPy finds no CUDA device: no GPU, or its driver"):
         CupyDevice()
 

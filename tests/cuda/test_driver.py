@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.kernels.cuda.cupy_device import address_range, check_allocation, described
+from baton.engine.kernels.cuda.driver import address_range, check_allocation
+from baton.engine.kernels.cuda.gpus import described
 
 
 @pytest.mark.parametrize(

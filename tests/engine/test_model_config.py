@@ -4,11 +4,8 @@ from pathlib import Path
 import pytest
 
 from baton.engine.loading.checkpoint import load_checkpoint, require_tokenizer
-from baton.engine.loading.model_config import (
-    SUPPORTED_ARCHITECTURES,
-    load_generation_config,
-    load_model_config,
-)
+from baton.engine.loading.generation_config import load_generation_config
+from baton.engine.loading.model_config import SUPPORTED_ARCHITECTURES, load_model_config
 from baton.engine.models.contexts import CONTEXTS
 from baton.engine.models.registry import ARCHITECTURES
 from baton.proto.errors import CheckpointError

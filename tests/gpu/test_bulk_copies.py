@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from baton.engine.kernels.cuda.cupy_device import driver_tensor_map
+from baton.engine.kernels.cuda.driver import driver_tensor_map
 from baton.proto.errors import ConfigError
 
 PROMPTS = """

@@ -48,7 +48,8 @@ from baton.router.events import (
     ToWorker,
     WorkersGone,
 )
-from baton.router.records import ANYBODY, Authentication, Caller, State
+from baton.router.records import ANYBODY, Authentication, Caller
+from baton.router.states import State
 
 M = TypeVar("M", bound=Message)
 

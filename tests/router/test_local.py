@@ -38,7 +38,7 @@ from baton.router.decider import (
     at_prefill,
 )
 from baton.router.placement import NO_PREFILL
-from baton.router.records import State
+from baton.router.states import State
 from baton.router.story_report import request_line
 from baton.router.story_slices import slices_of
 

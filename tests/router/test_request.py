@@ -18,16 +18,8 @@ from baton.proto.work import work_of
 from baton.router.admission import context_bytes
 from baton.router.clients import runs_from
 from baton.router.integrity import HOLDINGS, check_request
-from baton.router.records import (
-    PLACED,
-    RUNNING,
-    TAKEOVER,
-    TRANSITIONS,
-    Attempt,
-    Request,
-    State,
-    Step,
-)
+from baton.router.records import TAKEOVER, Attempt, Request
+from baton.router.states import PLACED, RUNNING, TRANSITIONS, State, Step
 
 
 @pytest.mark.parametrize(("state", "step"), list(itertools.product(State, Step)))

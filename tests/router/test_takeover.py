@@ -24,7 +24,8 @@ from baton.proto.wire.messages import (
     Welcome,
 )
 from baton.router.events import StopRequested
-from baton.router.records import TAKEOVER, State
+from baton.router.records import TAKEOVER
+from baton.router.states import State
 
 from .conftest import KEY
 

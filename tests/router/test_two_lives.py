@@ -13,7 +13,7 @@ import pytest
 
 from baton.proto.wire.messages import Heartbeat, PeerDead, Rejected, RequestState
 from baton.router.events import Tick, WorkersGone
-from baton.router.records import WorkerState
+from baton.router.states import WorkerState
 
 from .conftest import Bench, make_config
 

@@ -29,10 +29,11 @@ from baton.proto.wire.messages import Committed, Drain, TokenRun, Tokens
 from baton.router.client_messages import ClientMessages
 from baton.router.lifecycle import Lifecycle
 from baton.router.queries import Queries
-from baton.router.records import NEVER, State
+from baton.router.records import NEVER
 from baton.router.recovery import WorkerLosses
 from baton.router.registry import Registry
 from baton.router.repair import Repair as RouterRepair
+from baton.router.states import State
 from baton.router.takeover import UnclaimedRequests
 from baton.router.worker_messages import WorkerMessages
 from baton.router.worker_registration import WorkerRegistration

@@ -15,16 +15,6 @@ MAX_PARAMETERS = 7
 MAX_LINES = 600
 # Only modules with such a signature are parsed, because parsing all takes seconds.
 _MAYBE_WIDE = re.compile(rf"def __init__\((?:(?:(?!:\n)[^,])*,){{{MAX_PARAMETERS + 1}}}")
-# Modules that may be longer. Take a name out when its module has become short; add none.
-LONG_MODULES = frozenset(
-    {
-        "engine/kernels/cuda/cupy_device.py",
-        "engine/loading/model_config.py",
-        "proto/contexts/tokens.py",
-        "router/records.py",
-        "router/worker_messages.py",
-    }
-)
 
 
 def imports_of(package: str) -> dict[str, set[str]]:

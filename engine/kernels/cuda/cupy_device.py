@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import importlib.util
 import os
 import re
-import sys
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from baton.proto.errors import ConfigError
 
-from ..backend import Gpu
 from . import dependent
 from .cublas import WORKSPACE_BYTES, Cublas, CublasFailed, find_library
 from .device import (
-    TENSOR_MAP,
     Argument,
     Array,
     CaptureFailed,
@@ -34,6 +27,8 @@ from .device import (
     Event,
     Kernel,
 )
+from .driver import check_allocation, driver_tensor_map
+from .gpus import INSTALL_CUPY, VISIBLE, checked_gpu, visible_gpus
 from .tuning import Tuning, tuning_of
 
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -44,101 +39,12 @@ _OWN_OPTIONS = {
     "prefill_bulk.cu": ("-arch=sm_90a",),
 }
 """Of some sources; the compiler takes the first target, and CuPy's own comes later."""
-INSTALL_CUPY = "pip install 'baton-serve[cuda]'"
-"""Installs CuPy with NVRTC, which compiles the kernels."""
 _PROOF = '#line 1 "proof.cu"\nextern "C" __global__ void proof() {}\n'
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _ONCE = "#pragma once\n"
-_LIBRARY = "libcuda.so.1"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""The variable that limits which GPUs a process sees."""
-MIG = "MIG"
-"""In the UUID and in the name of an instance of a GPU that is split (Multi-Instance GPU)."""
-_UUID_BYTES = 16
 _LAZY_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess: mapping another GPU's memory makes it readable here."""
 _MOST_MAPS = 4096
-_MAP_ALIGNED, _MAP_COLUMNS = 64, 64
-# CUtensorMapDataType, -Interleave, -Swizzle, -L2promotion, -FloatOOBfill
-_MAP_UINT16, _MAP_NO_INTERLEAVE, _MAP_SWIZZLE_128, _MAP_L2_256, _MAP_ZEROS_OUTSIDE = 1, 0, 3, 3, 0
-AddressRange = Callable[[int], tuple[int, int]]
-"""Returns start and size of the allocation at a device address; raises OSError if none exists."""
-
-
-def cupy_is_installed() -> bool:
-    """True if CuPy is installed; it may still find no GPU."""
-    return importlib.util.find_spec("cupy") is not None
-
-
-def cuda_is_available() -> bool:
-    """True if CuPy is installed and finds a GPU; never raises."""
-    if not cupy_is_installed():
-        return False
-    import cupy  # pyright: ignore[reportMissingImports]
-
-    return bool(cupy.cuda.is_available())
-
-
-def visible_gpus() -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, by ordinal.
-
-    An instance of a split GPU (MIG) counts as a GPU. CUDA shows one of them to a process, whatever
-    the variable names. Raises ConfigError without CuPy or a GPU, and if the variable names an
-    instance and something else. Creates no CUDA context.
-    """
-    if not cupy_is_installed():
-        raise ConfigError(f"--device cuda needs CuPy: {INSTALL_CUPY}")
-    shown = os.environ.get(VISIBLE)
-    if problem := instances_problem(shown):
-        raise ConfigError(problem)
-    if not cuda_is_available():
-        hides = "" if shown is None else f", or {VISIBLE}={shown[:80]} names none of this machine"
-        raise ConfigError(
-            f"CuPy finds no CUDA device: no GPU, or its driver is missing or old{hides}"
-        )
-    import cupy  # pyright: ignore[reportMissingImports]
-
-    runtime = cupy.cuda.runtime
-    found = [runtime.getDeviceProperties(each) for each in range(runtime.getDeviceCount())]
-    return [described(ordinal, one) for ordinal, one in enumerate(found)]
-
-
-def described(
-    ordinal: int, properties: dict[str, Any], ask: Callable[[int], bytes] | None = None
-) -> Gpu:
-    """Return a GPU by its properties from the CUDA runtime; ``ask`` returns the UUID of an ordinal.
-
-    CuPy 14 ends a UUID at its first zero byte, which every sixteenth GPU has. The driver is asked
-    for such a UUID.
-    """
-    name, number = properties["name"].decode(), bytes(properties["uuid"])
-    if len(number) != _UUID_BYTES:
-        number = (ask or driver_uuid)(ordinal)
-    kind = MIG if MIG in name.split() else "GPU"
-    return Gpu(ordinal, f"{kind}-{uuid.UUID(bytes=number)}", name)
-
-
-def instances_problem(shown: str | None) -> str:
-    """Return why CUDA would ignore a part of a CUDA_VISIBLE_DEVICES, or "".
-
-    A process sees one MIG instance, the first of the list, and no other device beside it.
-    """
-    parts = [part.strip() for part in (shown or "").split(",") if part.strip()]
-    instances = sum(part.startswith(f"{MIG}-") for part in parts)
-    if not instances or len(parts) == 1:
-        return ""
-    return (
-        f"{VISIBLE} has {len(parts)} entries, {instances} of them MIG instances, but CUDA shows a "
-        "process one MIG instance: name one, or only instances for `baton serve`, which gives each "
-        "worker one"
-    )
-
-
-def checked_gpu(ordinal: int, gpus: Sequence[Gpu]) -> Gpu:
-    """Return the GPU with this ordinal. Raises ConfigError if there is none."""
-    if not 0 <= ordinal < len(gpus):
-        raise ConfigError(f"device {ordinal} does not exist, this machine has {len(gpus)}")
-    return gpus[ordinal]
 
 
 @cache
@@ -603,83 +509,3 @@ def _as_passed(argument: Argument) -> Any:
     if argument is None:
         return np.uint64(0)
     return np.array([argument]) if isinstance(argument, np.void) else argument
-
-
-def driver_uuid(ordinal: int) -> bytes:
-    """Ask the driver for the UUID of a GPU, 16 bytes; of an instance of a split GPU, its own.
-
-    The CUDA runtime must have been used before. Raises ConfigError if the driver refuses.
-    """
-    library = ctypes.CDLL(_LIBRARY)
-    device, number = ctypes.c_int(), ctypes.create_string_buffer(_UUID_BYTES)
-    failure = library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(ordinal))
-    failure = failure or library.cuDeviceGetUuid_v2(number, device)
-    if failure:
-        raise ConfigError(f"the CUDA driver names no UUID for device {ordinal}: error {failure}")
-    return number.raw
-
-
-def driver_tensor_map(pointer: int, rows: int, columns: int, box_rows: int) -> np.void:
-    """Ask the driver for a map of a bf16 matrix, with boxes of 64 columns that arrive swizzled.
-
-    Raises ConfigError if the driver refuses, as without a GPU that has the bulk copy engine.
-    """
-    try:
-        encode = ctypes.CDLL(_LIBRARY).cuTensorMapEncodeTiled
-    except (OSError, AttributeError) as error:
-        raise ConfigError(f"the CUDA driver has no maps for bulk copies: {error}") from None
-    room = np.zeros(TENSOR_MAP.itemsize + _MAP_ALIGNED, np.uint8)
-    place = room[-room.ctypes.data % _MAP_ALIGNED :][: TENSOR_MAP.itemsize]
-    sizes = (ctypes.c_uint64 * 2)(columns, rows)
-    strides = (ctypes.c_uint64 * 1)(2 * columns)
-    box, steps = (ctypes.c_uint32 * 2)(_MAP_COLUMNS, box_rows), (ctypes.c_uint32 * 2)(1, 1)
-    failure = encode(
-        ctypes.c_void_p(place.ctypes.data), _MAP_UINT16, ctypes.c_uint32(2),
-        ctypes.c_void_p(pointer), sizes, strides, box, steps, _MAP_NO_INTERLEAVE,
-        _MAP_SWIZZLE_128, _MAP_L2_256, _MAP_ZEROS_OUTSIDE,
-    )  # fmt: skip
-    if failure:
-        raise ConfigError(f"the CUDA driver makes no map for bulk copies: error {failure}")
-    found: np.void = place.view(TENSOR_MAP)[0].copy()
-    return found
-
-
-def address_range(pointer: int) -> tuple[int, int]:
-    """Ask the driver (cuMemGetAddressRange); the calling thread needs a current context.
-
-    CuPy has no function for this.
-    """
-    query = ctypes.CDLL(_LIBRARY).cuMemGetAddressRange_v2
-    query.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
-    start, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-    failure = query(ctypes.byref(start), ctypes.byref(nbytes), pointer)
-    if failure:
-        raise OSError(f"no CUDA allocation at this address: error {failure}")
-    return start.value, nbytes.value
-
-
-def check_allocation(pointer: int, needed: int, ask: AddressRange = address_range) -> None:
-    """Raise ValueError unless ``needed`` bytes from ``pointer`` lie in one allocation.
-
-    The size comes from another process and is not trusted: a read past the end would kill this
-    process. Raises OSError if the driver does not know the allocation.
-    """
-    start, nbytes = ask(pointer)
-    room = start + nbytes - pointer
-    if needed > room:
-        raise ValueError(f"the allocation has {room} bytes, its ticket says {needed}")
-
-
-def main() -> int:
-    """Print the visible GPUs as JSON, or on standard error why there are none."""
-    try:
-        found = visible_gpus()
-    except ConfigError as problem:
-        sys.stderr.write(f"{problem}\n")
-        return 2
-    sys.stdout.write(msgspec.json.encode(found).decode())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
