@@ -25,6 +25,7 @@ from .connections import Phase, Place, nothing
 from .exchange import Exchange
 
 MAX_HEAD_BYTES = 16 << 10
+_WHITE = b" \t"
 _LONG_HEAD = "the request's head is too long"
 _CODING = "the only transfer coding that this server knows is chunked"
 _LINGER_S = 1.0
@@ -143,7 +144,7 @@ class LimitedHttp(HttpToolsProtocol):
         """Keep a header; ignore a trailer. Raises ValueError for a coding that is not read."""
         if not self._in_head:
             return
-        name = name.lower()
+        name, value = name.lower(), value.rstrip(_WHITE)  # the parser removes what is in front
         if name == b"transfer-encoding":
             # The parser accepts any list that ends with chunked, and removes this coding alone.
             self._codings += value.lower()

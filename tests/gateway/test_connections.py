@@ -287,6 +287,17 @@ def test_http_1_0_needs_no_host_and_identity_is_no_encoding():
     assert peer.out.count(b"HTTP/1.1 200 ") == 3
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_white_space_around_a_value_is_no_part_of_it(size):
+    """RFC 9110, 5.5: else a Host, key or id that ends with a space is another one."""
+    text = b"GET / HTTP/1.1\r\nHost: \t localhost \t\r\nX-Request-Id: a b  \r\nEmpty: \t\r\n\r\n"
+    protocol, peer, _ = talk(*(text[at : at + size] for at in range(0, len(text), size)))
+    assert peer.out.startswith(b"HTTP/1.1 200 ")
+    assert protocol.headers == [(b"host", b"localhost"), (b"x-request-id", b"a b"), (b"empty", b"")]
+    identity = GET[:-2] + b"content-encoding: identity \r\n\r\n"
+    assert talk(identity)[1].out.startswith(b"HTTP/1.1 200 ")
+
+
 UPGRADES = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n",
     b"Connection: upgrade\r\nUpgrade: websocket\r\n",
