@@ -231,6 +231,8 @@ class Registry:
         if mismatch:
             field, ours, theirs = mismatch
             reason = f"{field} is {theirs}, the cluster has {ours}"
+            if field == "fingerprint":
+                reason += ": the files are not those of the model that the cluster serves"
             return self._outvote(hello, now, caller, reason)
         return replaced
 

@@ -415,7 +415,9 @@ def test_another_model_under_a_dead_name_is_refused_while_others_serve(bench):
     decode.gone()
     other = msgspec.structs.replace(decode.hello.model, fingerprint="another")
     bench.hear(b"newcomer", hello_of(decode, model=other))
-    assert bench.one(b"newcomer", Rejected).code == "model_mismatch"
+    rejected = bench.one(b"newcomer", Rejected)
+    assert rejected.code == "model_mismatch"
+    assert "the files are not those of the model that the cluster serves" in rejected.message
     hello_again(decode)
     assert states(bench)["decode-0"] == "ready"
 
