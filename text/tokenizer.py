@@ -24,7 +24,7 @@ import numpy.typing as npt
 from baton.proto.errors import CheckpointError, InputError
 
 from .guarded import GuardedRenderer, GuardedTokenizer
-from .model_files import TOKENIZER_FILES, TokenizerSettings
+from .model_files import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILES, TokenizerSettings
 from .plain_tokenizers import is_plain
 from .sandbox import MAX_OUTPUT_CHARS, RenderError, render
 from .stated_tokens import StatedToken
@@ -223,7 +223,10 @@ class Tokenizer:
 
         """
         if "tokenizer.json" not in files:
-            raise CheckpointError(f"{origin} has no tokenizer.json; give prompts as token ids")
+            raise CheckpointError(
+                f"{origin} has no tokenizer.json, which texts, chats, stop strings and the routes "
+                "over HTTP need; the Python client also takes prompts as token ids"
+            )
         settings = TokenizerSettings(files, origin)
         guard = None if trusted else GuardedRenderer()
         core = _load_core(files["tokenizer.json"], settings.stated_tokens, origin, trusted=trusted)
@@ -348,6 +351,8 @@ def _load_core(
     content: bytes, stated: Sequence[StatedToken], origin: str, *, trusted: bool
 ) -> TokenizerCore:
     """Load the library's tokenizer, guarded if needed. Raises CheckpointError."""
+    if content.startswith(LFS_POINTER):
+        raise CheckpointError(f"{origin}: tokenizer.json {IS_LFS_POINTER}")
     try:
         text = content.decode("utf-8")
         if trusted or is_plain(content):

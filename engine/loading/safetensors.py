@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
+from baton.text.model_files import IS_LFS_POINTER, LFS_POINTER
 
 from ..kernels.fp8 import DTYPE as FP8
 from ..kernels.fp8 import dequantized
@@ -257,11 +258,14 @@ def map_file(path: Path) -> mmap.mmap:
     """Map a file for reading. Raises CheckpointError if that is impossible."""
     try:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # an empty file cannot be mapped
         raise CheckpointError(f"{path}: the file is empty") from error
+    if content[: len(LFS_POINTER)] == LFS_POINTER:
+        raise CheckpointError(f"{path} {IS_LFS_POINTER}")
+    return content
 
 
 def _header_length(path: Path, data: mmap.mmap) -> int:

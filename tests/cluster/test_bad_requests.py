@@ -144,7 +144,7 @@ def test_the_client_refuses_what_cannot_be_asked(client):
         SamplingParams(max_new_tokens=0)
     with pytest.raises(InputError, match="cannot be sent"):
         ask(client, Job(job.prompt, SamplingParams(logits_processors=[lambda row: None])))
-    with pytest.raises(BatonError, match="give prompts as token ids"):
+    with pytest.raises(BatonError, match="takes prompts as token ids"):
         client.generate("text for a model without a tokenizer")
     with pytest.raises(TaskMismatch, match="generation model"):
         client.embed([[5, 6]])

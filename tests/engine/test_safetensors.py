@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.engine.loading.gguf import GgufFile
 from baton.engine.loading.safetensors import SafetensorsFile, TensorStore
 from baton.proto.errors import CheckpointError
+from baton.text.tokenizer import Tokenizer
 
 
 def pack(header: object, data: bytes, length: int | None = None) -> bytes:
@@ -90,6 +92,18 @@ def test_damage_is_one_clear_error(tmp_path, name):
     with pytest.raises(CheckpointError) as caught:
         SafetensorsFile(path)
     assert str(path) in str(caught.value)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1841368\n"
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    """What a clone without Git LFS has in the place of each large file."""
+    for opened in (SafetensorsFile, GgufFile):
+        with pytest.raises(CheckpointError, match=r"pointer of Git LFS.* git lfs pull"):
+            opened(write(tmp_path, POINTER))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a pointer of Git LFS"):
+        Tokenizer.from_files({"tokenizer.json": POINTER}, origin="folder")
 
 
 @pytest.mark.parametrize("name", ["past the end", "overlap", "gap", "unknown dtype"])
