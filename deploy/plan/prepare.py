@@ -96,7 +96,7 @@ def check_model(settings: ServeSettings) -> None:
     if task == EMBED:
         _check_embeds(settings)
     if task != DRAW:
-        load_checkpoint(folder)  # also the headers of its weights
+        load_checkpoint(folder).served_length(settings.max_model_len)  # reads the headers too
         return
     if settings.mode == COLOCATED:
         raise ConfigError("mode colocated cannot serve a picture model, which needs both pools")
@@ -298,10 +298,9 @@ def served_context(settings: ServeSettings) -> int:
         folder = model_folder(settings)
         if folder_task(folder, settings.task) == DRAW:
             return settings.max_model_len or longest_row(settings.block_size, USUAL_PROMPT_TOKENS)
-        rope = load_checkpoint(folder).config.rope
+        return load_checkpoint(folder).served_length(settings.max_model_len)
     except BatonError:
         return 0  # the workers report the error
-    return settings.max_model_len or rope.default_length()
 
 
 def kv_kind(settings: ServeSettings, role: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.proto.errors import CheckpointError
+from baton.proto.errors import CheckpointError, ConfigError
 
 from .fp8 import read_fp8
 from .generation_config import GenerationConfig, load_generation_config
@@ -47,6 +47,18 @@ class Checkpoint:
         Raises :class:`CheckpointError` with the tensor's name, the expected and the found shape.
         """
         return self.tensors.take(name, shape)
+
+    def served_length(self, wanted: int) -> int:
+        """Return the context length to serve; ``wanted`` 0: the model's usual one.
+
+        Raises :class:`ConfigError` if the model has fewer positions.
+        """
+        rope = self.config.rope
+        if not 0 <= wanted <= rope.ceiling():
+            raise ConfigError(
+                f"max_model_len {wanted} is more than the {rope.ceiling()} tokens of {self.folder}"
+            )
+        return wanted or rope.default_length()
 
     def weight_dtypes(self) -> tuple[str, ...]:
         """Return the dtypes of the tensors in the file, sorted."""

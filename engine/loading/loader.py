@@ -114,7 +114,7 @@ def load_runner(
     own = own_family()
     if make is None or _task(checkpoint, config) != GENERATE:
         raise ConfigError(f"{checkpoint.folder} is an embedding model; it cannot generate text")
-    length = _served_length(config, checkpoint)
+    length = checkpoint.served_length(config.max_length)
     backend = backend or _load_backend(config)
     if own is not None:
         if not backend.on_host:
@@ -319,17 +319,8 @@ def load_embedder(
 def _embedded_length(
     config: RunnerConfig, checkpoint: Checkpoint, settings: EmbeddingSettings
 ) -> int:
-    length = _served_length(config, checkpoint)
+    length = checkpoint.served_length(config.max_length)
     return length if config.max_length else min(length, settings.max_length or length)
-
-
-def _served_length(config: RunnerConfig, checkpoint: Checkpoint) -> int:
-    rope = checkpoint.config.rope
-    if not 0 <= config.max_length <= rope.ceiling():
-        raise ConfigError(
-            f"max_model_len {config.max_length} outside 1..{rope.ceiling()} of {checkpoint.folder}"
-        )
-    return config.max_length or rope.default_length()
 
 
 def _layout(config: RunnerConfig, checkpoint: Checkpoint, backend: Backend) -> KVLayout:

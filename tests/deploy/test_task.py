@@ -12,6 +12,7 @@ from baton.deploy.local.cluster import check_model, make_plan
 from baton.deploy.plan import prepare
 from baton.deploy.plan.folders import folder_memory
 from baton.deploy.plan.memory import LEAST_BYTES, PROCESS_BYTES, picture_share
+from baton.engine.loading.checkpoint import load_checkpoint
 from baton.proto.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -69,6 +70,15 @@ def test_tasks_a_model_cannot_do_are_refused_before_anything_starts():
         check_model(ServeSettings(model=str(DATA / "embedders/bert"), task="generate"))
     with pytest.raises(ConfigError, match="task must be one of"):
         check(ServeSettings(task="sing"))
+
+
+@pytest.mark.parametrize("model", ["embedders/bert", "checkpoints/qwen3"])
+def test_a_context_longer_than_the_model_s_is_refused_before_anything_starts(model):
+    folder = str(DATA / model)
+    most = load_checkpoint(folder).config.rope.ceiling()
+    check_model(ServeSettings(model=folder, max_model_len=most))
+    with pytest.raises(ConfigError, match=f"max_model_len {most + 1} is more than the {most} "):
+        check_model(ServeSettings(model=folder, max_model_len=most + 1))
 
 
 @pytest.mark.parametrize(
