@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from baton.engine.kernels.cuda import blocks
-from baton.engine.kernels.cuda.payload import PayloadLayout
 
 from .lines import Line
 from .races import (
@@ -27,7 +26,7 @@ from .stage import Stage
 
 
 def moving(stage: Stage) -> Iterator[Line]:
-    """Gather, scatter, re-slice, copy and sum; conversions."""
+    """Gather, scatter, copy and sum."""
     ceiling = copy_bandwidth(stage)
     yield Line("copy bandwidth", f"{ceiling / 1e12:.2f} TB/s", figures={"bytes_per_s": ceiling})
     layers, count, heads = stage.size(32, 2), stage.size(512, 4), stage.size(8, 2)
@@ -35,18 +34,8 @@ def moving(stage: Stage) -> Iterator[Line]:
     target = stage.random_bf16((layers, 2 * count, 2, heads, 16, 128))
     order = np.random.default_rng(6).permutation(2 * count)
     bench = _Bench(stage, pool, target, order[:count], ceiling)
-    yield bench.move("gather", PayloadLayout(layers, count, heads, 16, 128))
-    yield bench.move("scatter", PayloadLayout(layers, count, heads, 16, 128), back=True)
-    half = PayloadLayout(layers, count, heads // 2, 16, 128)
-    yield bench.move("gather, half the heads", half, head_start=heads // 2)
-    yield bench.move("scatter, half the heads", half, back=True, head_start=heads // 2)
-    wide = PayloadLayout(layers, count // 2, heads, 32, 128)
-    yield bench.move("gather, blocks of 32", wide)
-    yield bench.move("scatter, blocks of 32", wide, back=True)
-    for name in ("fp16", "fp8_head", "fp8_token", "int8_head", "int8_token"):
-        layout = PayloadLayout(layers, count, heads, 16, 128, name)
-        yield bench.move(f"gather as {name}", layout)
-        yield bench.move(f"scatter from {name}", layout, back=True)
+    yield bench.move("gather")
+    yield bench.move("scatter", back=True)
     yield bench.pools()
     yield bench.sum()
 
@@ -60,30 +49,23 @@ class _Bench:
         self.ids = blocks.upload_ids(stage.device, ids)
         self.digest = stage.device.zeros((1,), np.uint64)
         self.space = stage.device.zeros((blocks.WORKSPACE_WORDS,), np.uint64)
-        self.payload: Any = None
+        self.layers = blocks.Layers(0, pool.shape[0])
+        self.nbytes = blocks.payload_bytes(pool, pool.shape[0], len(ids))
+        self.payload = stage.device.zeros((self.nbytes,), np.uint8)
 
-    def move(
-        self, what: str, layout: PayloadLayout, *, back: bool = False, head_start: int = 0
-    ) -> Line:
+    def move(self, what: str, *, back: bool = False) -> Line:
         """A gather, or its inverse, which scatters the payload of the gather before."""
         stage, rest = self.stage, (self.digest, self.space)
-        if self.payload is None or self.payload.shape != (layout.nbytes,):
-            self.payload = stage.device.zeros((layout.nbytes,), np.uint8)
-        payload = self.payload
         if back:
             work = lambda: blocks.scatter_blocks(  # noqa: E731
-                stage.device, payload, layout, self.ids, self.pool, *rest, head_start=head_start
+                stage.device, self.payload, self.layers, self.ids, self.pool, *rest
             )
         else:
             work = lambda: blocks.gather_blocks(  # noqa: E731
-                stage.device, self.pool, self.ids, layout, payload, *rest, head_start=head_start
+                stage.device, self.pool, self.ids, self.layers, self.payload, *rest
             )
-        elements = layout.element_bytes // layout.how.dtype.itemsize
-        floor = (2 * elements + layout.nbytes) / self.ceiling
-        whole = layout.encoding == "bf16" and layout.heads == self.pool.shape[3]
-        bars = Bars(floor, 0.85 if layout.how.largest else 0.9, ahead=whole)
-        peers = self._peers(back) if whole and layout.block_size == 16 else {}
-        runners, refused = entered(peers)
+        bars = Bars(2 * self.nbytes / self.ceiling, 0.9, ahead=True)
+        runners, refused = entered(self._peers(back))
         return verdict(what, race(stage, [own(stage, [work], 4), *runners]), bars, refused)
 
     def _peers(self, back: bool) -> Peers:
@@ -106,22 +88,19 @@ class _Bench:
 
     def pools(self) -> Line:
         """From pool to pool, as a decode worker reads a prefill worker's."""
-        stage, layers = self.stage, self.pool.shape[0]
+        stage = self.stage
         work = lambda: blocks.copy_blocks(  # noqa: E731
-            stage.device, self.pool, self.ids, self.target, self.ids, self.digest, self.space,
-            layer_count=layers,
+            stage.device, self.pool, self.ids, self.target, self.ids, self.layers, self.digest,
+            self.space,
         )  # fmt: skip
-        floor = 2 * self._nbytes() / self.ceiling
+        floor = 2 * self.nbytes / self.ceiling
         return verdict("pool to pool", race(stage, [own(stage, [work], 4)]), Bars(floor, 0.9))
 
     def sum(self) -> Line:
         """The digest alone, which reads and writes nothing."""
-        stage, layers = self.stage, self.pool.shape[0]
+        stage = self.stage
         work = lambda: blocks.sum_blocks(  # noqa: E731
-            stage.device, self.pool, self.ids, self.digest, self.space, layer_count=layers
+            stage.device, self.pool, self.ids, self.layers, self.digest, self.space
         )
-        floor = self._nbytes() / self.ceiling
+        floor = self.nbytes / self.ceiling
         return verdict("digest of the blocks", race(stage, [own(stage, [work], 4)]), Bars(floor))
-
-    def _nbytes(self) -> int:
-        return int(self.pool.nbytes) * self.ids.count // int(self.pool.shape[1])

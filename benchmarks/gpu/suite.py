@@ -26,7 +26,7 @@ def attention(stage: Stage) -> Iterator[Line]:
 
 
 def blocks(stage: Stage) -> Iterator[Line]:
-    """Gather, scatter, re-slice, conversion and digests."""
+    """Gather, scatter, copies and digests."""
     return _suite(stage, ["test_blocks.py"])
 
 

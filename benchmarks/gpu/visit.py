@@ -66,7 +66,7 @@ PLAN = (
     Planned(_part("model", 110), 45, "steps, also with dependent launches, prefill, loading"),
     Planned(_part("serving", 40), 6, "tokens of a cluster beside the CPU's"),
     Planned(_part("others", 60), 15, "all other kernels"),
-    Planned(_part("blocks", 30), 4, "gather, scatter and conversions"),
+    Planned(_part("blocks", 30), 4, "gather and scatter"),
     Planned(_part("handoffs", 40), 7, "1,000 handoffs between two processes"),
     Planned(_part("values", 40), 13, "attention over 16,384 tokens"),
     Planned(_part("sweep", 45), 15, "variants of this card; writes its entry, so it is late"),

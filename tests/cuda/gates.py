@@ -55,11 +55,8 @@ GATES: dict[str, dict[str, Gate]] = {
         "soft_clip": Gate(32, forbids=(CALL,)),
     },
     "blocks.cu": {
-        "(gather|scatter|copy|reslice)_(bf16|fp16)": Gate(64, needs=(LOAD_16, STORE_16)),
+        "(gather|scatter|copy)_bf16": Gate(64, needs=(LOAD_16, STORE_16)),
         "sum_bf16": Gate(64, needs=(LOAD_16,), forbids=(STORE_16,)),
-        "scatter_(fp8|int8)_(head|token)": Gate(64, needs=(LOAD_8, STORE_16)),
-        # 64 up to sm_90, where two blocks fit.
-        "gather_(fp8|int8)_(head|token)": Gate(120, needs=(LOAD_16, STORE_8, "REDUX.*|SHFL.*")),
     },
     "decode_attention.cu": {
         # Shared memory admits two blocks of 128 threads on a multiprocessor, so may registers.

@@ -6,14 +6,6 @@
 // (BATON_CUDA_HOST), the functions written in PTX are replaced by host versions.
 #pragma once
 
-// Blocks of 512 threads per multiprocessor for kernels that keep a tile in registers. From sm_100 on,
-// NVRTC 13.0 does not fit them into 64 registers, as two blocks would need.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#define BATON_TILE_BLOCKS 1
-#else
-#define BATON_TILE_BLOCKS 2
-#endif
-
 #ifndef BATON_CUDA_HOST
 
 // With BATON_DEPENDENT a kernel of a graph may begin before the one before it has ended (programmatic

@@ -6,7 +6,6 @@
 //
 // One tile of 16 weight rows, except that gate and up are one each: with more, or with 16 rows of x for
 // two tiles, some compilers spill.
-#include "codes.cuh"
 #include "skinny.cuh"
 
 // e4m3 [N, K rounded up to pieces of 64 columns], zeros behind K. Of a piece, the 16 bytes of a lane are
@@ -17,6 +16,15 @@ struct Narrow {
     int groups, pieces;
 };
 
+__device__ __forceinline__ unsigned widen_two(unsigned codes, float scale) {
+    const float2 pair = unpack_fp8(codes);
+    return pack_bf16(pair.x * scale, pair.y * scale);
+}
+__device__ __forceinline__ uint4 widen(const uint2& codes, float scale) {
+    return make_uint4(widen_two(codes.x, scale), widen_two(codes.x >> 16, scale),
+                      widen_two(codes.y, scale), widen_two(codes.y >> 16, scale));
+}
+
 // Holds 16 rows of each tile in kPieces pieces of 64 columns.
 template <int kTiles, int kPieces> struct Weights {
     uint4 w[kPieces][kTiles][2];  // piece, tile, rows g and g + 8
@@ -25,7 +33,7 @@ template <int kTiles, int kPieces> struct Weights {
     __device__ __forceinline__ uint4 at(int p, int tile, int upper, int part) const {
         const uint4& both = w[p][tile][upper];
         const uint2 codes = part ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y);
-        return Fp8::unpack(codes, scale[p][tile][upper]);
+        return widen(codes, scale[p][tile][upper]);
     }
 
     __device__ __forceinline__ void load(const Narrow& matrix, const Tiles<kTiles>& tiles, int k,
@@ -112,6 +120,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const float scale = scales[row * groups + place / pieces];
     uint4* to = out + static_cast<long long>(r) * (k / 8);
     const int column = place * 8 + i % 4;  // in eights: of the first 32 columns; 4 more for the others
-    if (column < k / 8) stg16(to + column, Fp8::unpack(make_uint2(both.x, both.y), scale));
-    if (column + 4 < k / 8) stg16(to + column + 4, Fp8::unpack(make_uint2(both.z, both.w), scale));
+    if (column < k / 8) stg16(to + column, widen(make_uint2(both.x, both.y), scale));
+    if (column + 4 < k / 8) stg16(to + column + 4, widen(make_uint2(both.z, both.w), scale));
 }

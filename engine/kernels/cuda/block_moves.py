@@ -29,14 +29,15 @@ from ..digest import payload_digest
 from .blocks import (
     WORKSPACE_WORDS,
     BlockIds,
+    Layers,
     copy_blocks,
     gather_blocks,
+    payload_bytes,
     scatter_blocks,
     sum_blocks,
     upload_ids,
 )
 from .device import Device, DeviceArray, Event
-from .payload import PayloadLayout
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
@@ -51,25 +52,28 @@ class BlockMover:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._digest = device.zeros((1,), np.uint64)
-        self._workspace = device.zeros((WORKSPACE_WORDS,), np.uint64)
+        # The digest, and a workspace.
+        self._words = (device.zeros((1,), np.uint64), device.zeros((WORKSPACE_WORDS,), np.uint64))
 
     def gather(self, pool: DeviceArray, start: int, count: int, ids: I32, out: U8) -> int:
         """Copy blocks ``ids`` of layers ``start..`` into ``out``; return the digest."""
-        layout = _layout(pool, count, len(ids))
-        if out.nbytes != layout.nbytes:
-            raise ValueError(f"out has {out.nbytes} bytes, the blocks {layout.nbytes}")
-        staging = self._packed(pool, start, layout, ids)
-        out[:] = self._device.download(staging)
+        nbytes = payload_bytes(pool, count, len(ids))
+        if out.nbytes != nbytes:
+            raise ValueError(f"out has {out.nbytes} bytes, the blocks {nbytes}")
+        device = self._device
+        staging, table = device.empty((nbytes,), np.uint8), upload_ids(device, ids)
+        gather_blocks(device, pool, table, Layers(start, count), staging, *self._words)
+        out[:] = device.download(staging)
         return self._sum()
 
     def scatter(self, pool: DeviceArray, start: int, count: int, ids: I32, payload: U8) -> int:
         """Inverse of :meth:`gather`; return the digest of the written bytes."""
-        layout = _layout(pool, count, len(ids))
-        if payload.nbytes != layout.nbytes:
-            raise ValueError(f"the payload has {payload.nbytes} bytes, the blocks {layout.nbytes}")
-        staging = self._device.upload(payload.reshape(-1))
-        self._unpack(staging, layout, pool, start, ids)
+        nbytes = payload_bytes(pool, count, len(ids))
+        if payload.nbytes != nbytes:
+            raise ValueError(f"the payload has {payload.nbytes} bytes, the blocks {nbytes}")
+        device = self._device
+        staging, table = device.upload(payload.reshape(-1)), upload_ids(device, ids)
+        scatter_blocks(device, staging, Layers(start, count), table, pool, *self._words)
         return self._sum()
 
     def copy(
@@ -83,75 +87,22 @@ class BlockMover:
     ) -> int:
         """Copy blocks from one pool of the device to another; return the digest."""
         device = self._device
-        copy_blocks(
-            device,
-            source,
-            upload_ids(device, source_ids),
-            target,
-            upload_ids(device, target_ids),
-            self._digest,
-            self._workspace,
-            layer_start=start,
-            layer_count=count,
-        )
+        theirs, ours = upload_ids(device, source_ids), upload_ids(device, target_ids)
+        copy_blocks(device, source, theirs, target, ours, Layers(start, count), *self._words)
         return self._sum()
 
     def sum(self, pool: DeviceArray, start: int, count: int, ids: I32) -> int:
         """Return the digest that :meth:`gather` would return."""
-        sum_blocks(
-            self._device,
-            pool,
-            upload_ids(self._device, ids),
-            self._digest,
-            self._workspace,
-            layer_start=start,
-            layer_count=count,
-        )
+        table = upload_ids(self._device, ids)
+        sum_blocks(self._device, pool, table, Layers(start, count), *self._words)
         return self._sum()
 
     def digest(self, payload: U8) -> int:
         """Return the digest of bytes in host memory."""
         return _host_digest()(payload)
 
-    def _packed(
-        self, pool: DeviceArray, start: int, layout: PayloadLayout, ids: I32
-    ) -> DeviceArray:
-        device = self._device
-        staging = device.empty((layout.nbytes,), np.uint8)
-        gather_blocks(
-            device,
-            pool,
-            upload_ids(device, ids),
-            layout,
-            staging,
-            self._digest,
-            self._workspace,
-            layer_start=start,
-        )
-        return staging
-
-    def _unpack(
-        self,
-        staging: DeviceArray,
-        layout: PayloadLayout,
-        pool: DeviceArray,
-        start: int,
-        ids: I32,
-    ) -> None:
-        device = self._device
-        scatter_blocks(
-            device,
-            staging,
-            layout,
-            upload_ids(device, ids),
-            pool,
-            self._digest,
-            self._workspace,
-            layer_start=start,
-        )
-
     def _sum(self) -> int:
-        return int(self._device.download(self._digest)[0])
+        return int(self._device.download(self._words[0])[0])
 
 
 class LayerMarks:
@@ -280,13 +231,12 @@ class BlockStream:
         if slot is None:
             return None
         with _Returning(self, slot):
-            layout = _layout(self._pool, count, len(ids))
-            staging, payload = slot.payload(layout.nbytes)
+            staging, payload = slot.payload(payload_bytes(self._pool, count, len(ids)))
             self._wait_for_layers(start + count)
             (table,) = slot.upload_ids(ids)
             gather_blocks(
-                self._device, self._pool, table, layout, staging, slot.digest, self._workspace,
-                layer_start=start,
+                self._device, self._pool, table, Layers(start, count), staging, slot.digest,
+                self._workspace,
             )  # fmt: skip
             self._device.read(staging, payload)
             return self._finish(slot, payload)
@@ -297,17 +247,16 @@ class BlockStream:
         if slot is None:
             return None
         with _Returning(self, slot):
-            layout = _layout(self._pool, count, len(ids))
-            if payload.nbytes != layout.nbytes:
-                text = f"the payload has {payload.nbytes} bytes, the blocks {layout.nbytes}"
-                raise ValueError(text)
-            staging, pinned = slot.payload(layout.nbytes)
+            nbytes = payload_bytes(self._pool, count, len(ids))
+            if payload.nbytes != nbytes:
+                raise ValueError(f"the payload has {payload.nbytes} bytes, the blocks {nbytes}")
+            staging, pinned = slot.payload(nbytes)
             pinned[:] = payload.reshape(-1)
             (table,) = slot.upload_ids(ids)
             self._device.write(staging, pinned)
             scatter_blocks(
-                self._device, staging, layout, table, self._pool, slot.digest, self._workspace,
-                layer_start=start,
+                self._device, staging, Layers(start, count), table, self._pool, slot.digest,
+                self._workspace,
             )  # fmt: skip
             return self._finish(slot)
 
@@ -321,8 +270,8 @@ class BlockStream:
         with _Returning(self, slot):
             theirs, ours = slot.upload_ids(source_ids, ids)
             copy_blocks(
-                self._device, source, theirs, self._pool, ours, slot.digest, self._workspace,
-                layer_start=start, layer_count=count,
+                self._device, source, theirs, self._pool, ours, Layers(start, count), slot.digest,
+                self._workspace,
             )  # fmt: skip
             return self._finish(slot)
 
@@ -335,9 +284,8 @@ class BlockStream:
             self._wait_for_layers(start + count)
             (table,) = slot.upload_ids(ids)
             sum_blocks(
-                self._device, self._pool, table, slot.digest, self._workspace,
-                layer_start=start, layer_count=count,
-            )  # fmt: skip
+                self._device, self._pool, table, Layers(start, count), slot.digest, self._workspace
+            )
             return self._finish(slot)
 
     def _take(self) -> _Slot | None:
@@ -375,8 +323,3 @@ def _host_digest() -> Callable[[U8], int]:
     except ImportError:
         return payload_digest
     return CpuBackend(None).payload_digest
-
-
-def _layout(pool: DeviceArray, layers: int, blocks: int) -> PayloadLayout:
-    _, _, _, heads, block_size, head_dim = pool.shape
-    return PayloadLayout(layers, blocks, heads, block_size, head_dim)
