@@ -113,7 +113,7 @@ HELP = {
     "block_size": "tokens per KV block",
     "kv_type": "type of keys and values in KV memory; auto: bfloat16 for models with bfloat16 or "
     "quantized weights, else float32; int8: half of bfloat16's memory, slightly less exact; device "
-    "cuda: bfloat16",
+    "cuda: bfloat16 or int8",
     "kv_blocks": "KV blocks per worker (0: from kv_memory)",
     "kv_memory": "memory for KV blocks per worker, such as 512MiB (default: from free memory)",
     "max_num_batched_tokens": "maximum prompt tokens per step of a prefill worker, outside mode "

@@ -30,6 +30,8 @@ from baton.runtime.process.cores import MAX_THREADS
 from baton.worker.kv_publisher import check_address, next_port
 from baton.worker.labels import parse_labels
 
+from .roles import POOLS
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 TRANSPORTS = ("ipc", "tcp")
@@ -272,8 +274,11 @@ def _check_kv(settings: ServeSettings) -> None:
     if settings.device == "cpu":
         return
     for name in ("kv_type", "prefill_kv_type", "decode_kv_type"):
-        known = getattr(settings, name) in ("", "auto", "bfloat16")
-        _require(known, name, "must be auto or bfloat16 with device cuda")
+        known = getattr(settings, name) in ("", "auto", "bfloat16", "int8")
+        _require(known, name, "must be auto, bfloat16 or int8 with device cuda")
+    kinds = {kv_type(settings, role) for role in POOLS}
+    one = len({kind.replace("auto", "bfloat16") for kind in kinds}) == 1
+    _require(one, "decode_kv_type", "and prefill_kv_type must be equal with device cuda")
     for name in ("prefill_block_size", "decode_block_size"):
         _require(not getattr(settings, name), name, "needs device cpu; give block_size")
 

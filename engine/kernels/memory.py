@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from baton.proto.layout import ELEMENTS
+from baton.proto.layout import ELEMENTS, KVLayout
 
 from .backend import F32, U8
 
@@ -69,3 +69,24 @@ def host_pool(
     """
     element = np.dtype(ELEMENTS[dtype])
     return cast(F32, allocate(element.itemsize * math.prod(shape)).view(element).reshape(shape))
+
+
+def widened_bytes(layout: KVLayout, length: int) -> int:
+    """Return the bytes that a context's keys and values of one layer take as bfloat16 on a GPU.
+
+    Prefill attention reads them there if the pool is int8; 0 for other pools.
+    """
+    if layout.dtype != "int8":
+        return 0
+    _, heads, size, _ = layout.block_shape
+    return layout.blocks_for(length) * 2 * heads * size * layout.head_dim * 2
+
+
+def blocks_beside_widened(nbytes: int, layout: KVLayout, length: int) -> int:
+    """Return the blocks of a pool that fit beside the widened blocks of the longest context.
+
+    ``length``: of the model; a pool with fewer tokens bounds the context.
+    """
+    block = layout.num_layers * layout.block_bytes
+    all_widened = (nbytes - widened_bytes(layout, length)) // block
+    return max(all_widened, nbytes // (block + widened_bytes(layout, layout.block_size)))

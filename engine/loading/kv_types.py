@@ -44,15 +44,19 @@ def set_kv_type(
     """Let a backend keep keys and values in the ``wanted`` type.
 
     ``pools``: the types that the cluster's pools want. Raises ConfigError for a type that the
-    kernels lack.
+    kernels lack, and on a GPU for pools of several types.
     """
     if not backend.on_host:
-        types = [one for one in (wanted, *pools) if one not in (AUTO, *backend.kv_types)]
-        if types:
-            has = ", ".join(backend.kv_types)
-            raise ConfigError(f"kv_type {types[0]}: device cuda keeps keys and values in {has}")
-        return
-    floats = backend.wide_weights
-    kinds = [kv_type_of(checkpoint, one, floats=floats) for one in (wanted, *pools)]
+        kinds = [backend.kv_types[0] if one == AUTO else one for one in (wanted, *pools)]
+        lacking = [one for one in kinds if one not in backend.kv_types]
+        if lacking:
+            has = " or ".join(backend.kv_types)
+            raise ConfigError(f"kv_type {lacking[0]}: device cuda keeps keys and values in {has}")
+        if len(set(kinds)) > 1:
+            found = " and ".join(sorted(set(kinds)))
+            raise ConfigError(f"kv_type: all pools on device cuda have one type, not {found}")
+    else:
+        floats = backend.wide_weights
+        kinds = [kv_type_of(checkpoint, one, floats=floats) for one in (wanted, *pools)]
     backend.kv_dtype = kinds[0]
     backend.kv_rounding = max(kinds, key=KV_TYPES.index)

@@ -28,7 +28,7 @@ from ..kernels.backend import Backend
 from ..kernels.fp8 import DTYPE as FP8
 from ..kernels.host_backend import HostBackend
 from ..kernels.load import load_backend
-from ..kernels.memory import Allocate, aligned_zeros
+from ..kernels.memory import Allocate, aligned_zeros, blocks_beside_widened, widened_bytes
 from ..kernels.quantized import NUMERICS as QUANTIZED_NUMERICS
 from ..models.contexts import contexts_of
 from ..models.cross_decoder import CrossDecoder
@@ -147,16 +147,18 @@ def load_runner(
             ),
             tower=not extra,
         )
-    kv_bytes = config.kv_bytes
-    if not backend.on_host and not kv_bytes:
+    count, kv_bytes = config.num_blocks, config.kv_bytes
+    if not backend.on_host and not count and not kv_bytes:
         kv_bytes = device_bytes(config, backend) - model.weights_bytes
-    blocks = _num_blocks(config.num_blocks, kv_bytes, layout)
+        count = max(0, blocks_beside_widened(kv_bytes, layout, length))
+    blocks = _num_blocks(count, kv_bytes, layout)
     size = blocks * layout.block_bytes * layout.num_layers
+    served = _fit_pool(length, blocks, layout)
     if not backend.on_host:
-        _state_memory(config, backend, model.weights_bytes, size)
+        space = widened_bytes(layout, served)
+        _state_memory(config, backend, model.weights_bytes, size, space)
     kv = model.load_kv_manager(backend, size, allocate)
     numerics = _numerics(checkpoint, backend, length)
-    served = _fit_pool(length, blocks, layout)
     card = _card(config, checkpoint, numerics, layout, served, model.weights_bytes, backend)
     checkpoint.tensors.release_pages()
     computer = _device_steps(model, backend, served, kv)
@@ -180,20 +182,25 @@ def device_bytes(config: RunnerConfig, backend: Backend) -> int:
     return int(backend.memory_bytes() * config.gpu_memory_utilization / config.device_sharers)
 
 
-def _state_memory(config: RunnerConfig, backend: Backend, weights: int, kv: int) -> None:
+def _state_memory(
+    config: RunnerConfig, backend: Backend, weights: int, kv: int, widened: int
+) -> None:
     """Log how a worker divides its GPU's memory. Raises ConfigError if the KV blocks do not fit.
 
-    Another process may have taken memory since, so an allocation can still fail.
+    ``widened``: bytes for a layer's blocks of an int8 pool as bfloat16. Another process may have
+    taken memory since, so an allocation can still fail.
     """
     total, free = backend.memory_bytes(), backend.free_bytes()
-    sizes = {"total": total, "free": free, "weights": weights, "kv": kv}
+    sizes = {"total": total, "free": free, "weights": weights, "kv": kv, "widened": widened}
     _log.info("memory.device", **sizes, workers=config.device_sharers)
-    if kv > free:
+    if kv + widened > free:
         shown = {name: f"{size / 2**30:.2f} GiB" for name, size in sizes.items()}
+        beside = f" and {shown['widened']} to widen a context's int8 blocks" if widened else ""
         raise ConfigError(
-            f"{shown['kv']} of KV blocks do not fit: the GPU has {shown['total']}, of which "
-            f"{shown['free']} are free beside {shown['weights']} of weights of this worker; if "
-            "other processes use this GPU, divide it by gpu_memory_utilization, or give kv_memory"
+            f"{shown['kv']} of KV blocks{beside} do not fit: the GPU has {shown['total']}, of "
+            f"which {shown['free']} are free beside {shown['weights']} of weights of this worker; "
+            "if other processes use this GPU, divide it by gpu_memory_utilization, or give "
+            "kv_memory"
         )
 
 
@@ -432,7 +439,7 @@ def _numerics(checkpoint: Checkpoint, backend: Backend, length: int) -> str:
     parts = [backend.numerics, "+".join(dtypes)]
     if backend.quantized_kinds.intersection(dtypes) - {FP8}:  # the bits of bfloat16 weights
         parts.append(QUANTIZED_NUMERICS)
-    if backend.on_host and backend.kv_rounding != "float32":
+    if backend.kv_rounding != backend.kv_types[0]:
         parts.append(f"kv-{backend.kv_rounding}")
     if length > checkpoint.config.rope.default_length():
         parts.append(f"rope-{length}")  # here the served length decides the rope frequencies

@@ -87,6 +87,7 @@ def make_device_steps(
     if not isinstance(backend, CudaBackend) or not isinstance(model, Decoder):
         raise ConfigError(f"{type(model).__name__} models are not supported on {backend.name}")
     layout = kv.layout
+    backend.reserve_widened(layout, length)
     sizes = GraphSizes(layout.blocks_for(length), length, kv.num_blocks, layout.block_size)
     return DeviceSteps(model, backend, sizes, kv.pool, BUCKETS)
 

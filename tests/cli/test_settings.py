@@ -83,7 +83,13 @@ def test_opentelemetrys_variable_names_the_collector_if_its_packages_are_there(m
             {"device": "cuda", "decode_kv_type": "int8"},
             {},
             "",
-            "--decode-kv-type must be auto or bfloat16 with device cuda",
+            "--decode-kv-type and --prefill-kv-type must be equal with device cuda",
+        ),
+        (
+            {"device": "cuda", "kv_type": "float32"},
+            {},
+            "",
+            "--kv-type must be auto, bfloat16 or int8 with device cuda",
         ),
         (
             {"device": "cuda"},

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.kernels import kv_rows
+from baton.engine.kernels.bfloat16 import bfloat16_bits
 from baton.engine.kernels.cuda import attention as launchers
 from baton.engine.kernels.cuda import reference_attention
 from baton.engine.kernels.cuda.attention_plan import (
@@ -18,6 +20,7 @@ from baton.engine.kernels.cuda.attention_plan import (
 )
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
+from baton.engine.kernels.cuda.reference_int8 import laid_out
 
 Array = npt.NDArray[np.generic]
 NAN = np.uint16(0x7FC1)
@@ -74,6 +77,21 @@ def make_case(
             pool[tables[s, block], :, :, position % block_size] = to_bf16(drawn)
     q = to_bf16(rng.standard_normal((rows, kv_heads * group, dim), np.float32) * 2)
     return Case(q, pool, tables, seen, window, 1.2 / dim**0.5)
+
+
+def int8_twin(case: Case, rng: np.random.Generator) -> tuple[Case, Case]:
+    """Return a case over an int8 pool, and one over a bfloat16 pool with the same values.
+
+    What no row may see has random codes, and NaN for a magnitude.
+    """
+    nowhere = from_bf16(case.kv_layer).astype(np.float32)
+    sizes = np.exp2(rng.integers(-6, 7, nowhere.shape[:4])).astype(np.float32)
+    rows = kv_rows.stored(nowhere * sizes[..., None], "int8")
+    unseen = (case.kv_layer == NAN).all(axis=-1)
+    rows[unseen] = rng.integers(-128, 128, (int(unseen.sum()), rows.shape[-1]))
+    rows[unseen, -2:] = np.array([NAN], np.uint16).view(np.int8)
+    wide = np.where(unseen[..., None], NAN, bfloat16_bits(kv_rows.opened(rows)))
+    return replace(case, kv_layer=laid_out(rows)), replace(case, kv_layer=wide)
 
 
 # ------------------------------------------------------------------------------------------ decode

@@ -24,6 +24,8 @@ PACK_BF16 = r"F2FP\.BF16(\.F32)?\.PACK_AB"
 TENSOR = r"HMMA\.16816\.F32\.BF16"
 FRAGMENTS = r"LDSM\.16\..*"
 TRANSPOSE = r"MOVM\.16\.MT88"
+CONVERT_BYTE = r"I2F(P)?\.(.*\.)?[SU]8.*"
+"""At a fraction of the rate of a permutation and an addition."""
 FMA = r"FFMA2?(\..*)?"
 CALL = r"CALL.*"
 """A subroutine: division of 64 bits, exact division of floats."""
@@ -70,6 +72,17 @@ GATES: dict[str, dict[str, Gate]] = {
             needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, TRANSPOSE, STORE_16, PACK_BF16),
             forbids=(COPY_ALWAYS,),
         ),
+        # Steps of six tokens and the codes of a fragment take more; with 255 two blocks fit.
+        "decode_attention_int8_d(32|64)": Gate(
+            168,
+            needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, TRANSPOSE, STORE_16, PACK_BF16, "PRMT"),
+            forbids=(COPY_ALWAYS, CONVERT_BYTE),
+        ),
+        "decode_attention_int8_d128": Gate(
+            224,
+            needs=(TENSOR, COPY_OR_ZERO, FRAGMENTS, TRANSPOSE, STORE_16, PACK_BF16, "PRMT"),
+            forbids=(COPY_ALWAYS, CONVERT_BYTE),
+        ),
         r"decode_combine_d\d+": Gate(64, needs=(PACK_BF16,)),
     },
     "elementwise.cu": {
@@ -81,7 +94,12 @@ GATES: dict[str, dict[str, Gate]] = {
         "(add_)?(rms|layer)_norm|(add_)?rms_norm_one|modulated_norm": Gate(
             64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)
         ),
-        "qk_norm_rope_append_.*": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
+        r"qk_norm_rope_append_\d+": Gate(64, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)),
+        # The call is the exact division for subnormal results.
+        r"qk_norm_rope_append_int8_\d+": Gate(64, needs=(LOAD_16, STORE_16, STORE_8, PACK_BF16)),
+        r"widen_kv_\d+": Gate(
+            40, needs=(LOAD_16, STORE_16, PACK_BF16, "PRMT"), forbids=(CALL, CONVERT_BYTE)
+        ),
         "silu_mul|activate_(silu|gelu_tanh|quick_gelu)": Gate(
             40, needs=(LOAD_16, STORE_16, PACK_BF16), forbids=(CALL,)
         ),

@@ -80,11 +80,22 @@ def test_type_of_keys_and_values_by_the_weights(tmp_path, dtype):
 def test_a_gpu_has_one_type_of_keys_and_values():
     gpu = CudaBackend.__new__(CudaBackend)
     checkpoint = load_checkpoint(DATA / "llama_plain")
-    for wanted, pools in [("int8", ()), ("auto", ("int8", "auto")), ("float32", ())]:
-        with pytest.raises(ConfigError, match="device cuda keeps keys and values in bfloat16"):
+    one = "all pools on device cuda have one type, not bfloat16 and int8"
+    for wanted, pools, message in [
+        ("float32", (), "kv_type float32: device cuda keeps keys and values in bfloat16 or int8"),
+        ("int8", ("int8", "float32"), "kv_type float32: device cuda"),
+        ("int8", ("auto", "int8"), one),
+        ("auto", ("int8",), one),
+    ]:
+        with pytest.raises(ConfigError, match=message):
             set_kv_type(checkpoint, gpu, wanted, pools)
-    set_kv_type(checkpoint, gpu, "bfloat16", ("auto",))
-    assert gpu.kv_dtype == "bfloat16"
+    for wanted, pools, kind in [
+        ("bfloat16", ("auto",), "bfloat16"),
+        ("int8", ("int8",), "int8"),
+        ("auto", (), "bfloat16"),
+    ]:
+        set_kv_type(checkpoint, gpu, wanted, pools)
+        assert (gpu.kv_dtype, gpu.kv_rounding) == (kind, kind)
 
 
 def test_full_digest_is_another_name_for_the_same_file():

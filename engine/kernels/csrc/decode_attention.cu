@@ -29,6 +29,12 @@
 // [begin, end) of a sequence for all its heads, and the workspace slot for the result. Slot -1 marks
 // the only split of a sequence, which is written to `out` directly. Blocks step through items * heads
 // with the stride of the grid, so one grid, captured in a graph, serves every plan.
+//
+// Over an int8 pool (int8_rows.cuh) the codes are in shared memory, and become bf16 in the registers of
+// the fragments: written back as bf16, they would take three quarters of the bandwidth of shared memory.
+// Making them takes 320 of the 880 warp instructions that can be issued while half of 8 KiB arrives. Tiles,
+// products and sums are those of a bf16 pool with the same values, and so are all bits.
+#include "int8_rows.cuh"
 #include "paged_kv.cuh"
 
 #ifndef BATON_DECODE_BOUNDS  // blocks on a multiprocessor for which registers are left
@@ -44,15 +50,149 @@
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kTile = 16;  // tokens of a warp's step: the rows of the mma
 constexpr int kHeads = 8;  // heads of a group processed together: the columns of the mma
-// Pieces of 16 bytes in the keys of a tile; as many in its values.
-template <int D> constexpr int kPieces = kTile * D / 8;
-// Tiles a warp has in shared memory (24 KiB for three of 128 dims); all but one are in flight.
-template <int D> constexpr int kStages = BATON_DECODE_STAGES * 128 / D;
 // Floats between heads when warps merge, so that the columns of a fragment use different banks.
 template <int D> constexpr int kStride = D + 4;
 
-template <int D> struct Walker {
-    PagedHead kv;
+// ---------------------------------------------------------------- tiles of a bf16 pool
+
+// Keys and values of kTile tokens in shared memory. `load` begins to copy the part of a lane, `keys` and
+// `values` return the fragments k and k + 1 of the products, after the constructor.
+template <int D> struct Halves {
+    typedef bf16 Element;
+    static constexpr int kPieces = kTile * D / 8;  // of 16 bytes in the keys; as many in the values
+    static constexpr int kStagePieces = 2 * kPieces;
+    // Tiles a warp has in shared memory (24 KiB for three of 128 dims); all but one are in flight.
+    static constexpr int kStages = BATON_DECODE_STAGES * 128 / D;
+
+    // rows[i]: the first row in the pool of the tile's half i.
+    static __device__ __forceinline__ void load(uint4* keys, const PagedHead<bf16>& kv,
+                                                const unsigned (&rows)[2], int start, int lane) {
+        const int piece = lane % (D / 8);
+        const long long to_value = kv.value_distance() * D;
+#pragma unroll
+        for (int i = 0; i < kTile; i += 256 / D) {
+            const int row = i + lane / (D / 8);
+            const bool wanted = kv.readable(start + row);
+            const bf16* key = kv.pool + static_cast<long long>(rows[i / kGroup]) * D + piece * 8 +
+                              (row % kGroup) * D;
+            copy_or_zero(keys + swizzled<D>(row, piece), key, wanted);
+            copy_or_zero(keys + kPieces + swizzled<D>(row, piece), key + to_value, wanted);
+        }
+    }
+
+    const uint4* stage;
+    int low, upper, last;
+
+    __device__ __forceinline__ Halves(const uint4* stage, int, int, int, int lane)
+        : stage(stage), low(lane & 7), upper((lane >> 3) & 1), last(lane >> 4) {}
+    __device__ __forceinline__ void keys(unsigned (&a)[2][4], int k) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            ldmatrix_x4(a[i], stage + swizzled<D>(low + upper * 8, 2 * (k + i) + last));
+    }
+    __device__ __forceinline__ void values(unsigned (&a)[2][4], int m) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            ldmatrix_x4_trans(a[i], stage + kPieces + swizzled<D>(low + last * 8, 2 * (m + i) + upper));
+    }
+    // The dim of row g + 8 i of a fragment of values.
+    static __device__ __forceinline__ int dim(int g, int i) { return i * 8 + g; }
+};
+
+// ---------------------------------------------------------------- tiles of an int8 pool
+
+// Position of 16-byte piece `piece` of a row of codes, in pieces: eight rows of one piece touch all banks.
+template <int D> __device__ __forceinline__ int swizzled_codes(int row, int piece) {
+    constexpr int kPer = D / 16, kRows = 8 / kPer;  // pieces of a row; rows that touch all banks
+    return row * kPer + (piece ^ (row / kRows % kPer));
+}
+
+template <int D> struct Codes {
+    typedef unsigned char Element;
+    static constexpr int kPieces = kTile * D / 16;
+    static constexpr int kStagePieces = 2 * kPieces + 4;  // magnitudes: of keys, then of values
+    static constexpr int kStages = BATON_DECODE_STAGES * 512 / kStagePieces;
+
+    static __device__ __forceinline__ void load(uint4* keys, const PagedHead<unsigned char>& kv,
+                                                const unsigned (&rows)[2], int start, int lane) {
+        const int piece = lane % (D / 16);
+        const long long to_value = kv.value_distance() * (D + 2);
+        const unsigned char* half[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) half[i] = kv.pool + static_cast<long long>(rows[i]) * (D + 2);
+#pragma unroll
+        for (int i = 0; i < kTile; i += 512 / D) {
+            const int row = i + lane / (D / 16);
+            const bool wanted = kv.readable(start + row);
+            const unsigned char* key = (row < kGroup ? half[0] : half[1]) + (row % kGroup) * D + piece * 16;
+            copy_or_zero(keys + swizzled_codes<D>(row, piece), key, wanted);
+            copy_or_zero(keys + kPieces + swizzled_codes<D>(row, piece), key + to_value, wanted);
+        }
+        if (lane < 4) {  // the eight magnitudes of a group, if one of its tokens may be read
+            const int group = start + (lane & 1) * kGroup;
+            const bool wanted = group < kv.end && group + kGroup > kv.begin;
+            const unsigned char* from = (lane & 1 ? half[1] : half[0]) + kGroup * D;
+            copy_or_zero(keys + 2 * kPieces + lane, lane < 2 ? from : from + to_value, wanted);
+        }
+    }
+
+    const uint4* stage;
+    int low, upper, last;
+    Step key[2], value[4];  // of the tokens g, g + 8 and 2t, 2t + 1, 2t + 8, 2t + 9 of the tile
+
+    __device__ __forceinline__ Codes(const uint4* stage, int start, int begin, int end, int lane)
+        : stage(stage), low(lane & 7), upper((lane >> 3) & 1), last(lane >> 4) {
+        const bf16* magnitudes = (const bf16*)(stage + 2 * kPieces);
+        const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            key[i] = step_of(static_cast<unsigned>(magnitudes[i * 8 + g]) << 16);
+#ifdef BATON_PLANT_STALE_MAGNITUDE
+            const unsigned pair = ((const unsigned*)magnitudes)[i * 4 + t];
+#else
+            const unsigned pair = ((const unsigned*)magnitudes)[8 + i * 4 + t];
+#endif
+            unsigned two[2] = {pair << 16, pair & 0xffff0000u};
+#ifndef BATON_PLANT_UNSEEN
+            // Unread codes are zeros, but a group's magnitudes are read together, and may be NaN.
+            const int position = start + i * 8 + 2 * t;
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                if (position + j < begin || position + j >= end) two[j] = 0u;
+#endif
+            value[2 * i] = step_of(two[0]), value[2 * i + 1] = step_of(two[1]);
+        }
+    }
+    __device__ __forceinline__ void keys(unsigned (&a)[2][4], int k) const {
+        unsigned words[4];
+        ldmatrix_x4(words, stage + swizzled_codes<D>(low + upper * 8, k + last));
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                a[i][h] = two_values<0, 1>(words[2 * i + h], key[h], key[h]);
+                a[i][2 + h] = two_values<2, 3>(words[2 * i + h], key[h], key[h]);
+            }
+    }
+    __device__ __forceinline__ void values(unsigned (&a)[2][4], int m) const {
+        unsigned words[4];
+        ldmatrix_x4_trans(words, stage + kPieces + swizzled_codes<D>(low + upper * 8, m + last));
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                a[i][2 * h] = two_values<0, 2>(words[2 * i + h], value[2 * h], value[2 * h + 1]);
+                a[i][2 * h + 1] = two_values<1, 3>(words[2 * i + h], value[2 * h], value[2 * h + 1]);
+            }
+    }
+    // Rows g and g + 8 are two neighbouring codes.
+    static __device__ __forceinline__ int dim(int g, int i) { return (g & 1) * 8 + (g >> 1) * 2 + i; }
+};
+
+// ---------------------------------------------------------------- the kernel
+
+template <int D, class Rows> struct Walker {
+    PagedHead<typename Rows::Element> kv;
     uint4* stages;  // this warp's
     int warp, lane;
     int first_tile;  // this warp's first tile, then every kWarps-th; absolute, in kTile positions
@@ -63,29 +203,20 @@ template <int D> struct Walker {
         return kv.row_of_group((first_tile + (step + (lane >> 1)) * kWarps) * 2 + (lane & 1));
     }
 
+    __device__ __forceinline__ uint4* stage(int step) const {
+        return stages + step % Rows::kStages * Rows::kStagePieces;
+    }
+
     __device__ __forceinline__ void load(int step, int steps) {
         if (step < steps) {
             if ((step & 15) == 0) {
                 rows = rows_ahead;
                 rows_ahead = find(step + 16);
             }
-            const int piece = lane % (D / 8), start = (first_tile + step * kWarps) * kTile;
-            uint4* keys = stages + step % kStages<D> * (2 * kPieces<D>);
-            const bf16* half[2];
+            unsigned half[2];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const unsigned row = __shfl_sync(kAllLanes, rows, (step & 15) * 2 + i);
-                half[i] = kv.pool + static_cast<long long>(row) * D + piece * 8;
-            }
-            const long long to_value = kv.value_distance() * D;
-#pragma unroll
-            for (int i = 0; i < kTile; i += 256 / D) {
-                const int row = i + lane / (D / 8);
-                const bool wanted = kv.readable(start + row);
-                const bf16* key = half[i / kGroup] + (row % kGroup) * D;
-                copy_or_zero(keys + swizzled<D>(row, piece), key, wanted);
-                copy_or_zero(keys + kPieces<D> + swizzled<D>(row, piece), key + to_value, wanted);
-            }
+            for (int i = 0; i < 2; i++) half[i] = __shfl_sync(kAllLanes, rows, (step & 15) * 2 + i);
+            Rows::load(stage(step), kv, half, (first_tile + step * kWarps) * kTile, lane);
         }
         cp_async_commit();
     }
@@ -97,19 +228,21 @@ template <int D> struct Sums {
     float peak[2], weight[2];
 };
 
-template <int D>
+template <int D, class Rows>
 __device__ __forceinline__ void add_tile(Sums<D>& sums, const unsigned (&query)[D / 16][2],
-                                         const uint4* keys, int start, int begin, int end, int lane,
+                                         const uint4* stage, int start, int begin, int end, int lane,
                                          float scale_log2) {
-    const int low = lane & 7, upper = (lane >> 3) & 1, last = lane >> 4;
+    const Rows tile(stage, start, begin, end, lane);
     float score[2][4];
 #pragma unroll
     for (int i = 0; i < 8; i++) score[i >> 2][i & 3] = 0.0f;
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-        unsigned a[4];
-        ldmatrix_x4(a, keys + swizzled<D>(low + upper * 8, 2 * k + last));
-        mma_bf16_16816(score[k & 1], a, query[k]);  // two chains: half the latency
+    for (int k = 0; k < D / 16; k += 2) {
+        unsigned a[2][4];
+        tile.keys(a, k);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            mma_bf16_16816(score[i], a[i], query[k + i]);  // two chains: half the latency
     }
     float s[4], peak[2];
 #pragma unroll
@@ -156,17 +289,17 @@ __device__ __forceinline__ void add_tile(Sums<D>& sums, const unsigned (&query)[
         sums.weight[0] += low_bf16(packed), sums.weight[1] += high_bf16(packed);
         weight[i] = transpose_8x8(packed);
     }
-    const uint4* values = keys + kPieces<D>;
 #pragma unroll
-    for (int m = 0; m < D / 16; m++) {
-        unsigned a[4];
-        ldmatrix_x4_trans(a, values + swizzled<D>(low + last * 8, 2 * m + upper));
-        mma_bf16_16816(sums.out[m], a, weight);
+    for (int m = 0; m < D / 16; m += 2) {
+        unsigned a[2][4];
+        tile.values(a, m);
+#pragma unroll
+        for (int i = 0; i < 2; i++) mma_bf16_16816(sums.out[m + i], a[i], weight);
     }
 }
 
 // Adds up the sums of the warps through shared memory, in the order of the warps.
-template <int D>
+template <int D, class Rows>
 __device__ __forceinline__ void write_out(const Sums<D>& sums, float* merge, int warp, int lane,
                                           int heads, int slot, long long row, long long partial_row,
                                           bf16* out, float* partial, float2* partial_stats) {
@@ -177,7 +310,7 @@ __device__ __forceinline__ void write_out(const Sums<D>& sums, float* merge, int
     for (int m = 0; m < D / 16; m++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            mine[(i & 1) * kStride<D> + m * 16 + (i >> 1) * 8 + g] = sums.out[m][i];
+            mine[(i & 1) * kStride<D> + m * 16 + Rows::dim(g, i >> 1)] = sums.out[m][i];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         float weight = sums.weight[i];
@@ -214,9 +347,10 @@ __device__ __forceinline__ void write_out(const Sums<D>& sums, float* merge, int
     }
 }
 
-template <int D>
+template <int D, class Rows>
 __device__ __forceinline__ void decode_attention(
-    const bf16* __restrict__ q, const bf16* __restrict__ kv_layer, const int* __restrict__ tables,
+    const bf16* __restrict__ q, const typename Rows::Element* __restrict__ kv_layer,
+    const int* __restrict__ tables,
     const int4* __restrict__ plan, bf16* __restrict__ out, float* __restrict__ partial,
     float2* __restrict__ partial_stats, int sequences, int table_width, int kv_heads, int group,
     int block_size, float scale_log2) {
@@ -238,17 +372,17 @@ __device__ __forceinline__ void decode_attention(
         const int first_head = kv_head * group + piece * kHeads;
         const int begin = item.y, end = item.z;
 
-        Walker<D> walker;
+        Walker<D, Rows> walker;
         const int* table = tables + static_cast<long long>(item.x) * table_width;
         walker.kv = {kv_layer, table, block_size, kv_heads, kv_head, begin, end};
-        walker.stages = (uint4*)shared + warp * (kStages<D> * 2 * kPieces<D>);
+        walker.stages = (uint4*)shared + warp * (Rows::kStages * Rows::kStagePieces);
         walker.warp = warp, walker.lane = lane;
         walker.first_tile = begin / (kTile * kWarps) * kWarps + warp;
         walker.rows_ahead = walker.find(0);
         const int tiles = (end + kTile - 1) / kTile - walker.first_tile;
         const int steps = begin < end && tiles > 0 ? (tiles + kWarps - 1) / kWarps : 0;
 #pragma unroll
-        for (int i = 0; i < kStages<D> - 1; i++) walker.load(i, steps);
+        for (int i = 0; i < Rows::kStages - 1; i++) walker.load(i, steps);
 
         unsigned query[D / 16][2];
         const int g = lane >> 2, t = lane & 3;
@@ -266,19 +400,22 @@ __device__ __forceinline__ void decode_attention(
         sums.peak[0] = sums.peak[1] = kLowest, sums.weight[0] = sums.weight[1] = 0.0f;
         for (int step = 0; step < steps; step++) {
 #ifdef BATON_PLANT_ASYNC_WAIT
-            cp_async_wait<kStages<D> - 1>();
+            cp_async_wait<Rows::kStages - 1>();
 #else
-            cp_async_wait<kStages<D> - 2>();
+            cp_async_wait<Rows::kStages - 2>();
 #endif
+#ifndef BATON_PLANT_SYNC_WARP
             __syncwarp();  // all lanes' copies have arrived, and the previous tile is finished
-            walker.load(step + kStages<D> - 1, steps);
-            add_tile<D>(sums, query, walker.stages + step % kStages<D> * (2 * kPieces<D>),
-                        (walker.first_tile + step * kWarps) * kTile, begin, end, lane, scale_log2);
+#endif
+            walker.load(step + Rows::kStages - 1, steps);
+            add_tile<D, Rows>(sums, query, walker.stage(step),
+                              (walker.first_tile + step * kWarps) * kTile, begin, end, lane,
+                              scale_log2);
         }
         __syncthreads();  // the stages of all warps are now reused for merging
-        write_out<D>(sums, (float*)shared, warp, lane, heads, slot, row,
-                     static_cast<long long>(slot) * (kv_heads * group) + first_head, out, partial,
-                     partial_stats);
+        write_out<D, Rows>(sums, (float*)shared, warp, lane, heads, slot, row,
+                           static_cast<long long>(slot) * (kv_heads * group) + first_head, out,
+                           partial, partial_stats);
         __syncthreads();
     }
 }
@@ -374,22 +511,28 @@ __device__ __forceinline__ void decode_combine(const int4* __restrict__ plan,
         if (has_dims) to[i * kWarp + lane] = pack_bf16(total[2 * i] * by, total[2 * i + 1] * by);
 }
 
-#define KERNELS(D)                                                                                 \
+#define ATTENTION(D, suffix, Rows)                                                                 \
     extern "C" __global__ void __launch_bounds__(kThreads, BATON_DECODE_BOUNDS)                    \
-        decode_attention_d##D(                                                                     \
-        const bf16* q, const bf16* kv_layer, const int* tables, const int4* plan, bf16* out,       \
-        float* partial, float2* partial_stats, int sequences, int table_width, int kv_heads,       \
-        int group, int block_size, float scale_log2) {                                             \
+        decode_attention##suffix##_d##D(                                                           \
+        const bf16* q, const Rows<D>::Element* kv_layer, const int* tables, const int4* plan,      \
+        bf16* out, float* partial, float2* partial_stats, int sequences, int table_width,          \
+        int kv_heads, int group, int block_size, float scale_log2) {                               \
         begin_after_previous();                                                                    \
-        decode_attention<D>(q, kv_layer, tables, plan, out, partial, partial_stats, sequences,     \
-                            table_width, kv_heads, group, block_size, scale_log2);                 \
-    }                                                                                              \
+        decode_attention<D, Rows<D>>(q, kv_layer, tables, plan, out, partial, partial_stats,       \
+                                     sequences, table_width, kv_heads, group, block_size,          \
+                                     scale_log2);                                                  \
+    }
+#define COMBINE(D)                                                                                 \
     extern "C" __global__ void __launch_bounds__(kThreads) decode_combine_d##D(                    \
         const int4* plan, const float* partial, const float2* partial_stats, bf16* out,            \
         int heads) {                                                                               \
         begin_after_previous();                                                                    \
         decode_combine<D>(plan, partial, partial_stats, out, heads);                               \
     }
+#define KERNELS(D)                                                                                 \
+    ATTENTION(D, , Halves)                                                                         \
+    ATTENTION(D, _int8, Codes)                                                                     \
+    COMBINE(D)
 
 KERNELS(32)
 KERNELS(64)

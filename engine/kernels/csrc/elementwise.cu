@@ -1,9 +1,10 @@
 // Kernels that process rows: embedding, rows put in place, norms, rotary embedding with the append to
-// the KV pool, activations.
+// the KV pool, activations, and blocks of an int8 pool as bf16.
 //
 // Rows are bf16 in memory and read once, 16 bytes (a word of 8 values) per load. Sums are float32 in a
 // fixed order that depends only on the width: a row has the same bits whatever else is in the batch.
 #include "device.cuh"
+#include "int8_rows.cuh"
 
 namespace {
 
@@ -175,9 +176,89 @@ struct Pool {
     int block_size, slots;
 };
 
-// kLanes threads per head: each holds 8 values of the first half and their partners of the second.
-// A norm needs heads whose lanes are a power of two, as partners of the shuffles.
+// Hadamard transform of a head of which each of kLanes neighbouring threads holds two parts of 8 values, in
+// the order of `spread` in engine/kernels/kv_rows.py. Lanes that do not `take` the result keep theirs.
 template <int kLanes>
+__device__ __forceinline__ void spread(float (&a)[8], float (&b)[8], int part, bool take) {
+    float x[8], y[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) x[e] = a[e] + b[e], y[e] = a[e] - b[e];
+#pragma unroll
+    for (int lanes = kLanes / 2; lanes; lanes >>= 1) {
+        const bool second = part & lanes;
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float p = __shfl_xor_sync(0xffffffffu, x[e], lanes);
+            const float q = __shfl_xor_sync(0xffffffffu, y[e], lanes);
+            x[e] = second ? p - x[e] : x[e] + p;
+            y[e] = second ? q - y[e] : y[e] + q;
+        }
+    }
+#pragma unroll
+    for (int span = 4; span; span >>= 1)
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            if (e & span) continue;
+            const float p = x[e], q = y[e];
+            x[e] = p + x[e + span], x[e + span] = p - x[e + span];
+            y[e] = q + y[e + span], y[e + span] = q - y[e + span];
+        }
+    // 1 / sqrt(16 kLanes) as the nearest float
+    constexpr float kScale = kLanes == 2 ? 0.17677669f : kLanes == 4 ? 0.125f : 0.088388346f;
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+        if (take) a[e] = __fmul_rn(x[e], kScale), b[e] = __fmul_rn(y[e], kScale);
+}
+
+// Eight codes of each half of a row, in the order of the pool: neighbouring lanes share 16 dims.
+__device__ __forceinline__ uint2 in_pool_order(uint2 codes, int part) {
+    const bool odd = part & 1;
+    const unsigned got = __shfl_xor_sync(0xffffffffu, odd ? codes.x : codes.y, 1);
+    const unsigned low = odd ? got : codes.x, high = odd ? codes.y : got;
+    return make_uint2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+}
+
+// Writes a row of an int8 pool; `row` counts all rows of the layer. Whole warps.
+template <int kLanes>
+__device__ __forceinline__ void store_row(unsigned char* kv, long long row, const float (&a)[8],
+                                          const float (&b)[8], int part, bool wanted) {
+    constexpr int D = 16 * kLanes;
+    unsigned top = 0;
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+        top = max(top, max(__float_as_uint(a[e]) & 0x7fffffffu, __float_as_uint(b[e]) & 0x7fffffffu));
+#pragma unroll
+    for (int lanes = kLanes / 2; lanes; lanes >>= 1)
+        top = max(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+    const unsigned magnitude = magnitude_of(top);
+    const bool finite = magnitude != 0x7fffu;
+    const float inverse =
+        magnitude && finite ? __fdiv_rn(kCodes, __uint_as_float(magnitude << 16)) : 0.0f;
+    uint2 codes[2] = {make_uint2(four_codes(a, inverse), four_codes(a + 4, inverse)),
+                      make_uint2(four_codes(b, inverse), four_codes(b + 4, inverse))};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (!finite) codes[i] = make_uint2(0x81818181u, 0x81818181u);
+        codes[i] = in_pool_order(codes[i], part);
+    }
+    if (!wanted) return;
+    const int token = static_cast<int>(row % kCodeGroup);
+    unsigned char* group = kv + (row - token) * (D + 2);
+    uint2* to = reinterpret_cast<uint2*>(group + token * D) + part;
+    to[0] = codes[0], to[kLanes] = codes[1];
+#ifdef BATON_PLANT_NEIGHBOUR
+    const int place = token ^ 1;
+#else
+    const int place = token;
+#endif
+    if (part == 0)
+        reinterpret_cast<bf16*>(group + kCodeGroup * D)[place] = static_cast<bf16>(magnitude);
+}
+
+// kLanes threads per head: each holds 8 values of the first half and their partners of the second.
+// A norm needs heads whose lanes are a power of two, as partners of the shuffles. With kInt8 the pool has
+// rows of codes (int8_rows.cuh), and queries and keys are transformed before they are rounded.
+template <int kLanes, bool kInt8 = false>
 __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
                                             const int* __restrict__ positions,
                                             const long long* __restrict__ slots,
@@ -209,7 +290,7 @@ __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
         for (int lanes = kLanes / 2; lanes; lanes >>= 1)
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
     }
-    if (!live) return;
+    if (!kInt8 && !live) return;
 
     uint4 first = words[0], second = words[1];
     if (!is_value) {
@@ -228,33 +309,66 @@ __device__ __forceinline__ void rope_append(const uint4* __restrict__ qkv,
         const float4 s[2] = {angle[2 * kLanes], angle[2 * kLanes + 1]};
         const float* cosine = &c[0].x;
         const float* sine = &s[0].x;
-        float x[8], y[8];
 #pragma unroll
         for (int e = 0; e < 8; e++) {
-            x[e] = fmaf(a[e], cosine[e], -b[e] * sine[e]);
-            y[e] = fmaf(b[e], cosine[e], a[e] * sine[e]);
+            const float x = a[e], y = b[e];
+            a[e] = fmaf(x, cosine[e], -y * sine[e]);
+            b[e] = fmaf(y, cosine[e], x * sine[e]);
         }
-        first = pack8(x), second = pack8(y);
+        if (!kInt8) first = pack8(a), second = pack8(b);
     }
 
+    // Keys and values are adjacent: [2, keys] is addressed as [2 keys].
+    const long long slot = is_query ? -1 : slots[row];
+    const bool kept = slot >= 0 && slot < pool.slots;
+    const unsigned block = static_cast<unsigned>(kept ? slot : 0) / pool.block_size;
+#ifdef BATON_PLANT_SLOT
+    const unsigned offset = static_cast<unsigned>(kept ? slot : 0) % pool.block_size ^ 1u;
+#else
+    const unsigned offset = static_cast<unsigned>(kept ? slot : 0) % pool.block_size;
+#endif
+    const long long plane = static_cast<long long>(block) * (2 * h.keys) + (head - h.queries);
+    const long long pool_row = plane * pool.block_size + offset;
+    if (kInt8) {
+#ifdef BATON_PLANT_HADAMARD
+        spread<kLanes>(a, b, part, !is_value && !is_query);
+#else
+        spread<kLanes>(a, b, part, !is_value);
+#endif
+        store_row<kLanes>(reinterpret_cast<unsigned char*>(kv), pool_row, a, b, part, live && kept);
+        if (!live || !is_query) return;
+        first = pack8(a), second = pack8(b);
+    }
     uint4* to;
     if (is_query) {
         to = q_out + (static_cast<long long>(row) * h.queries + head) * (2 * kLanes) + part;
     } else {
-        const long long slot = slots[row];
-        if (slot < 0 || slot >= pool.slots) return;
-        const unsigned block = static_cast<unsigned>(slot) / pool.block_size;
-#ifdef BATON_PLANT_SLOT
-        const unsigned offset = static_cast<unsigned>(slot) % pool.block_size ^ 1u;
-#else
-        const unsigned offset = static_cast<unsigned>(slot) % pool.block_size;
-#endif
-        // Keys and values are adjacent: [2, keys] is addressed as [2 keys].
-        const long long plane = static_cast<long long>(block) * (2 * h.keys) + (head - h.queries);
-        to = kv + (plane * pool.block_size + offset) * (2 * kLanes) + part;
+        if (!kept) return;
+        to = kv + pool_row * (2 * kLanes) + part;
     }
     to[0] = first;
     to[kLanes] = second;
+}
+
+template <int D>
+__device__ __forceinline__ void widen_block(const unsigned char* __restrict__ kv,
+                                            const int* __restrict__ tables,
+                                            const int* __restrict__ entries,
+                                            uint4* __restrict__ out, int pieces) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= pieces) return;
+    const int row = i / (D / 16), piece = i % (D / 16), token = row % kCodeGroup;
+    const long long block = tables[entries[blockIdx.y]];
+    const long long rows = pieces / (D / 16);
+    const unsigned char* group = kv + (block * rows + row - token) * (D + 2);
+    const uint4 codes = reinterpret_cast<const uint4*>(group + token * D)[piece];
+    const bf16 magnitude = reinterpret_cast<const bf16*>(group + kCodeGroup * D)[token];
+    const Step step = step_of(static_cast<unsigned>(magnitude) << 16);
+    uint4* to = out + (blockIdx.y * rows + row) * (D / 8) + piece * 2;
+    to[0] = make_uint4(two_values<0, 1>(codes.x, step, step), two_values<0, 1>(codes.y, step, step),
+                       two_values<0, 1>(codes.z, step, step), two_values<0, 1>(codes.w, step, step));
+    to[1] = make_uint4(two_values<2, 3>(codes.x, step, step), two_values<2, 3>(codes.y, step, step),
+                       two_values<2, 3>(codes.z, step, step), two_values<2, 3>(codes.w, step, step));
 }
 
 }  // namespace
@@ -339,23 +453,40 @@ extern "C" __global__ void __launch_bounds__(1024)
     norm_row<true, true>(x, residual, weight, bias, out, words, inverse_width, eps);
 }
 
-#define BATON_ROPE_APPEND(dim)                                                                     \
-    extern "C" __global__ void __launch_bounds__(128, 8) qk_norm_rope_append_##dim(                \
+#define BATON_ROPE_APPEND(dim, suffix, is_int8)                                                    \
+    extern "C" __global__ void __launch_bounds__(128, 8) qk_norm_rope_append##suffix##_##dim(      \
         const uint4* __restrict__ qkv, const int* __restrict__ positions,                          \
         const long long* __restrict__ slots, const float4* __restrict__ cos_sin, int max_position, \
         const uint4* __restrict__ q_norm, const uint4* __restrict__ k_norm, float eps,             \
         uint4* __restrict__ kv, uint4* __restrict__ q_out, int rows, int queries, int keys,        \
         int block_size, int pool_slots) {                                                          \
         begin_after_previous();                                                                    \
-        rope_append<dim / 16>(qkv, positions, slots, cos_sin, max_position, q_norm, k_norm, eps,   \
-                              kv, q_out, rows, Heads{queries, keys}, Pool{block_size, pool_slots});\
+        rope_append<dim / 16, is_int8>(qkv, positions, slots, cos_sin, max_position, q_norm,       \
+                                       k_norm, eps, kv, q_out, rows, Heads{queries, keys},         \
+                                       Pool{block_size, pool_slots});                              \
     }
-BATON_ROPE_APPEND(16)
-BATON_ROPE_APPEND(32)
-BATON_ROPE_APPEND(64)
-BATON_ROPE_APPEND(80)
-BATON_ROPE_APPEND(128)
-BATON_ROPE_APPEND(256)
+BATON_ROPE_APPEND(16, , false)
+BATON_ROPE_APPEND(32, , false)
+BATON_ROPE_APPEND(64, , false)
+BATON_ROPE_APPEND(80, , false)
+BATON_ROPE_APPEND(128, , false)
+BATON_ROPE_APPEND(256, , false)
+BATON_ROPE_APPEND(32, _int8, true)
+BATON_ROPE_APPEND(64, _int8, true)
+BATON_ROPE_APPEND(128, _int8, true)
+
+// Blocks of an int8 pool's layer as bf16: block i of `out` [n, 2, Hk, BS, D] gets block tables[entries[i]].
+// A thread takes 16 codes; a grid of any width takes the `pieces` of a block.
+#define BATON_WIDEN_KV(D)                                                                          \
+    extern "C" __global__ void __launch_bounds__(256) widen_kv_##D(                                \
+        const unsigned char* __restrict__ kv, const int* __restrict__ tables,                      \
+        const int* __restrict__ entries, uint4* __restrict__ out, int pieces) {                    \
+        begin_after_previous();                                                                    \
+        widen_block<D>(kv, tables, entries, out, pieces);                                          \
+    }
+BATON_WIDEN_KV(32)
+BATON_WIDEN_KV(64)
+BATON_WIDEN_KV(128)
 
 // out[t][i] = silu(gate_up[t][i]) * gate_up[t][width + i], with `words` words per row.
 extern "C" __global__ void __launch_bounds__(256)

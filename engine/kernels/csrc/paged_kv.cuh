@@ -27,8 +27,8 @@ template <int D> __device__ __forceinline__ int swizzled(int row, int piece) {
     return row * kRowPieces<D> + (D % 64 ? piece : piece ^ (row & 7));
 }
 
-struct PagedHead {
-    const bf16* pool;
+template <class Element = bf16> struct PagedHead {
+    const Element* pool;
     const int* table;  // block ids of the sequence
     int block_size, kv_heads, head;
     int begin, end;  // positions that may be read
@@ -56,7 +56,7 @@ struct PagedHead {
 };
 
 // Copies 16 bytes into shared memory, or zeros; unwanted bytes are not read.
-__device__ __forceinline__ void copy_or_zero(uint4* to, const bf16* from, bool wanted) {
+__device__ __forceinline__ void copy_or_zero(uint4* to, const void* from, bool wanted) {
     cp_async16_fill(to, from, wanted ? 16u : 0u);
 }
 

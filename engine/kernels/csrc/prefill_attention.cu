@@ -35,7 +35,7 @@ struct Job {
 
 // Copies tiles of keys and values, by all threads of the block.
 template <int D> struct Loader {
-    PagedHead kv;
+    PagedHead<> kv;
     uint4* stages;  // two times keys and values of a tile
     unsigned rows, rows_ahead;
 
@@ -280,7 +280,7 @@ __device__ __forceinline__ void prefill_attention(
 
     const auto loader_of = [&](unsigned rows, unsigned rows_ahead) {
         const int* table = tables + static_cast<long long>(job->sequence) * table_width;
-        const PagedHead kv = {kv_layer, table, block_size, kv_heads, kv_head, job->begin, job->end};
+        const PagedHead<> kv = {kv_layer, table, block_size, kv_heads, kv_head, job->begin, job->end};
         return Loader<D>{kv, stages, rows, rows_ahead};
     };
     const auto origin = [&] {  // the row of the block's first token and head, in q and out

@@ -123,7 +123,7 @@ template <int D, bool kBulk> struct Copier {
     }
 
     // Keys (or, `distance` rows after them, values) of a tile; `rows` are those of its groups.
-    __device__ __forceinline__ void rows(const PagedHead& kv, unsigned rows, int tile,
+    __device__ __forceinline__ void rows(const PagedHead<>& kv, unsigned rows, int tile,
                                          unsigned target, long long distance) const {
         const unsigned to = target + place();
         const bf16* pool = kv.pool + distance * D + thread % kPieces * 8;
@@ -138,7 +138,7 @@ template <int D, bool kBulk> struct Copier {
     }
 
     // As rows(), by the bulk copy engine; all threads arrive at the barrier `full` of the target.
-    __device__ __forceinline__ void boxes(const PagedHead& kv, unsigned rows, int tile,
+    __device__ __forceinline__ void boxes(const PagedHead<>& kv, unsigned rows, int tile,
                                           unsigned target, long long distance, unsigned full) const {
         // Rows of a block that lie together within a tile; the host makes the map with as many.
         const int box = min(kv.block_size & -kv.block_size, kKeys), last = kKeys / box - 1;
@@ -159,7 +159,7 @@ template <int D, bool kBulk> struct Copier {
     }
 
     // Keys or values of a tile into `target`, whose barrier is `full`.
-    __device__ __forceinline__ void copy(const PagedHead& kv, unsigned found, int tile,
+    __device__ __forceinline__ void copy(const PagedHead<>& kv, unsigned found, int tile,
                                          unsigned target, long long distance, unsigned full) const {
 #ifdef BATON_PLANT_EDGE
         const bool whole = kBulk;
@@ -180,7 +180,7 @@ template <int D, bool kBulk> struct Copier {
             const Job job = job_of(call, item);
             const int kv_head = item % call.kv_heads;
             const int* table = call.tables + static_cast<long long>(job.sequence) * call.table_width;
-            const PagedHead kv = {call.kv_layer, table, call.block_size, call.kv_heads,
+            const PagedHead<> kv = {call.kv_layer, table, call.block_size, call.kv_heads,
                                   kv_head, job.begin, job.end};
             barrier_wait(places.queries_empty(), (round & 1) ^ 1);
             queries(call, job, kv_head);

@@ -1,7 +1,9 @@
 """Launchers of ``decode_attention.cu`` and ``prefill_*.cu``: attention over the paged pool.
 
 Queries, outputs and the pool are bfloat16 bits (uint16). ``kv_layer[NB, 2, Hk, BS, D]`` is one
-layer of the pool, ``D`` 32, 64 or 128 (in prefill also 80), ``BS`` a multiple of 8; query head
+layer of the pool, ``D`` 32, 64 or 128 (in prefill also 80), ``BS`` a multiple of 8; in decode it
+may be int8 ``[NB, 2, Hk, BS, D + 2]`` (:mod:`.reference_int8`), with the bits of a bfloat16 pool
+that has the same values. Query head
 ``h`` reads KV head ``h // (Hq / Hk)``. A row's bits do not depend on other rows, on the placement
 of its blocks or, in prefill, on its chunk. All keys visible to the rows of a tile must be finite;
 other keys are not read. Plans come from :mod:`.attention_plan`, which also has ``check_tables`` for
@@ -18,11 +20,13 @@ import numpy as np
 from .attention_plan import ALL_POSITIONS, PREFILL_KEYS, PREFILL_ROWS, DecodeShape
 from .checks import BF16, check_array, check_multiple
 from .device import Argument, Device, DeviceArray, Kernel
+from .elementwise import check_kv_layer
 
 HEAD_DIMS = (32, 64, 128)
 PREFILL_DIMS = (32, 64, 80, 128)
 WGMMA_DIMS = (64, 128)
 _DECODE = {d: Kernel("decode_attention.cu", f"decode_attention_d{d}") for d in HEAD_DIMS}
+_DECODE_INT8 = {d: Kernel("decode_attention.cu", f"decode_attention_int8_d{d}") for d in HEAD_DIMS}
 _COMBINE = {d: Kernel("decode_attention.cu", f"decode_combine_d{d}") for d in HEAD_DIMS}
 _PREFILL = {d: Kernel("prefill_attention.cu", f"prefill_attention_d{d}") for d in PREFILL_DIMS}
 _WGMMA = {d: Kernel("prefill_wgmma.cu", f"prefill_wgmma_d{d}") for d in WGMMA_DIMS}
@@ -55,7 +59,7 @@ def decode_attention(
     sum of weights), undefined before the call. Grids depend only on ``shape`` and ``blocks``, the
     number of thread blocks: by default all that run at once.
     """
-    kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale, HEAD_DIMS)
+    kv_heads, group, block_size, dim, is_int8 = _check_heads(q, kv_layer, scale, HEAD_DIMS)
     sequences, heads = shape.sequences, kv_heads * group
     check_array("q", q, BF16, (sequences, heads, dim))
     check_array("out", out, BF16, (sequences, heads, dim))
@@ -70,7 +74,7 @@ def decode_attention(
         raise ValueError(f"the number of thread blocks must be positive, not {blocks}")
     numbers = [sequences, block_tables.shape[1], kv_heads, group, block_size]
     device.launch(
-        _DECODE[dim],
+        (_DECODE_INT8 if is_int8 else _DECODE)[dim],
         (blocks,),
         (_THREADS,),
         [q, kv_layer, block_tables, plan, out, partial, partial_stats]
@@ -102,7 +106,9 @@ def prefill_attention(
     ``block_tables[S, Nmax]``, ``positions`` and ``plan[n, 8]`` are int32; the plan must be made
     with the same positions and window (0: all). An empty plan launches nothing.
     """
-    kv_heads, group, block_size, dim = _check_heads(q, kv_layer, scale, PREFILL_DIMS)
+    kv_heads, group, block_size, dim, is_int8 = _check_heads(q, kv_layer, scale, PREFILL_DIMS)
+    if is_int8:
+        raise ValueError("prefill attention reads bfloat16: widen the blocks first")
     rows, heads = q.shape[0], kv_heads * group
     check_array("q", q, BF16, (rows, heads, dim))
     check_array("out", out, BF16, (rows, heads, dim))
@@ -182,10 +188,9 @@ def _row_bytes(dim: int) -> int:
 
 def _check_heads(
     q: DeviceArray, kv_layer: DeviceArray, scale: float, head_dims: tuple[int, ...]
-) -> tuple[int, int, int, int]:
-    """Return KV heads, group, block size and head dim after checking that kernels support them."""
-    check_array("kv_layer", kv_layer, BF16, (None, 2, None, None, None))
-    blocks, _, kv_heads, block_size, dim = kv_layer.shape
+) -> tuple[int, int, int, int, bool]:
+    """Return KV heads, group, block size, head dim and if the layer is int8, after checks."""
+    blocks, kv_heads, block_size, dim, is_int8 = check_kv_layer(kv_layer)
     if dim not in head_dims:
         raise ValueError(f"head_dim is {dim}; the CUDA kernels support {head_dims}")
     check_multiple("the block size", block_size, _GROUP)
@@ -195,7 +200,7 @@ def _check_heads(
         raise ValueError(f"q has shape {q.shape}, not a multiple of {kv_heads} heads")
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"the scale must be positive and finite, not {scale}")
-    return kv_heads, q.shape[1] // kv_heads, block_size, dim
+    return kv_heads, q.shape[1] // kv_heads, block_size, dim, is_int8
 
 
 def _base2(scale: float) -> np.float32:

@@ -12,7 +12,9 @@ Longer pieces come first, so that the last pieces, which nothing overlaps, are s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -174,3 +176,54 @@ def check_tables(
     column = np.arange(width)
     used = (column >= first[:, None]) & (column < blocks[:, None])
     check_below("block ids", block_tables[used], num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedPiece:
+    """Sequences ``first .. last`` whose blocks are widened together.
+
+    ``entries``: int32 ``[n]``, places in the flat block tables ``[S, width]`` of the blocks that
+    some row sees. ``tables``: int32 ``[last - first, width]``, the widened block of each entry.
+    """
+
+    first: int
+    last: int
+    entries: I32
+    tables: I32
+
+
+def plan_widened(
+    row_offsets: I32, positions: I32, window: int, block_size: int, width: int, capacity: int
+) -> list[WidenedPiece]:
+    """Divide sequences into pieces of at most ``capacity`` blocks that their rows see.
+
+    Raises ValueError if one sequence sees more.
+    """
+    spans = []
+    for first, last in pairwise(row_offsets.tolist()):
+        seen = positions[first:last]
+        end = int(seen.max(initial=-1)) + 1
+        begin = max(0, int(seen.min(initial=end)) + 1 - window) if window else 0
+        spans.append((begin // block_size, -(-end // block_size)))
+    most = max((end - begin for begin, end in spans), default=0)
+    if most > capacity:
+        raise ValueError(f"a sequence has {most} blocks, of which {capacity} can be widened")
+    pieces, first, count = [], 0, 0
+    for sequence, (begin, end) in enumerate([*spans, (0, capacity + 1)]):
+        if count + end - begin > capacity:
+            if count:
+                pieces.append(_widened_piece(spans, first, sequence, width))
+            first, count = sequence, 0
+        count += end - begin
+    return pieces
+
+
+def _widened_piece(
+    spans: Sequence[tuple[int, int]], first: int, last: int, width: int
+) -> WidenedPiece:
+    tables = np.zeros((last - first, width), np.int32)
+    entries: list[int] = []
+    for row, (begin, end) in enumerate(spans[first:last]):
+        tables[row, begin:end] = np.arange(end - begin) + len(entries)
+        entries += range((first + row) * width + begin, (first + row) * width + end)
+    return WidenedPiece(first, last, np.array(entries, np.int32), tables)

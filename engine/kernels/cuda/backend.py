@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.proto.layout import KVLayout
+from baton.proto.layout import ELEMENTS, INT8_SCALE_BYTES, KVLayout
 from baton.proto.wire.tickets import DeviceTicket
 
 from ..backend import (
@@ -31,6 +32,7 @@ from ..backend import (
 from ..bfloat16 import bfloat16_bits
 from ..fp8 import DTYPE as FP8
 from ..fp8 import dequantized
+from ..memory import widened_bytes
 from . import attention, elementwise
 from .block_moves import BlockMover, BlockStream, LayerMarks
 from .checks import BF16
@@ -160,14 +162,15 @@ class CudaBackend(_BlockMoves):
     """Kernels of one GPU; see :class:`~baton.engine.kernels.backend.Backend`.
 
     Arrays are device arrays, annotated as CPU arrays. Activations, weights, keys and
-    values are bfloat16 bits (uint16), logits float32. Rows are not independent: large products use
+    values are bfloat16 bits (uint16), logits float32. A KV pool may be int8
+    (:mod:`.reference_int8`). Rows are not independent: large products use
     cuBLAS, which chooses its kernel by the number of rows. Wrong arguments raise ValueError before
     anything is launched.
     """
 
     name = "cuda"
     row_independent = False
-    kv_types: tuple[str, ...] = ("bfloat16",)
+    kv_types: tuple[str, ...] = ("bfloat16", "int8")
     kv_dtype = "bfloat16"
     kv_rounding = "bfloat16"
     on_host = False
@@ -183,6 +186,7 @@ class CudaBackend(_BlockMoves):
         self.threads, self.shared_bytes = 1, 0
         self.numerics = f"{device.name}-{REVISION}-bf16"
         self._fp8_space: Any = device.empty((0,), np.uint16)
+        self._widened: Any = device.empty((0,), np.uint16)
         self.marks = LayerMarks(device)
         self.staging = Staging(device)
         """Of weights; closed when a model, or a part of one, is loaded."""
@@ -222,8 +226,15 @@ class CudaBackend(_BlockMoves):
     def kv_pool(
         self, shape: tuple[int, ...], allocate: Callable[[int], U8], dtype: str = ""
     ) -> Any:
-        """Allocate a zeroed bfloat16 KV pool in device memory; ``allocate`` is not used."""
-        return self.device.shareable(shape, np.uint16)
+        """Allocate a zeroed KV pool in device memory; ``allocate`` is not used."""
+        return self.device.shareable(shape, ELEMENTS[dtype or self.kv_types[0]])
+
+    def reserve_widened(self, layout: KVLayout, length: int) -> None:
+        """Allocate the memory in which prefill attention reads blocks of an int8 pool.
+
+        It holds a layer's blocks of a context of ``length`` tokens. Nothing for other pools.
+        """
+        self._widened = self.device.empty((widened_bytes(layout, length) // 2,), np.uint16)
 
     def pool_ticket(self, pool: Any) -> DeviceTicket:
         """Return the pool's handle, offset and GPU, for decode workers on GPUs of this host."""
@@ -242,7 +253,8 @@ class CudaBackend(_BlockMoves):
         if len(ticket.handle) != HANDLE_BYTES:  # CuPy would raise an IndexError
             raise ValueError(f"the handle has {len(ticket.handle)} bytes, not {HANDLE_BYTES}")
         shape = (layout.num_layers, ticket.nbytes // block, *layout.block_shape)
-        return self.device.open(ticket.handle, ticket.offset, shape, np.uint16, ticket.gpu)
+        element = ELEMENTS[layout.dtype]
+        return self.device.open(ticket.handle, ticket.offset, shape, element, ticket.gpu)
 
     def convert_blocks(
         self,
@@ -450,7 +462,11 @@ class CudaBackend(_BlockMoves):
                 work.stats(q[:decoded]),
                 out[:decoded],
             )
-        if decoded < rows:
+        if decoded < rows and kv_layer.dtype == np.int8:
+            self._attend_widened(
+                q, kv_layer, block_tables, positions, scale, window, out, plan, decoded
+            )
+        elif decoded < rows:
             attention.prefill_attention(
                 self.device,
                 q[decoded:],
@@ -461,6 +477,40 @@ class CudaBackend(_BlockMoves):
                 scale,
                 window,
                 out[decoded:],
+            )
+
+    def _attend_widened(
+        self,
+        q: Any,
+        kv_layer: Any,
+        block_tables: Any,
+        positions: Any,
+        scale: float,
+        window: int,
+        out: Any,
+        plan: RowPlan,
+        first: int,
+    ) -> None:
+        """Compute the rows from ``first`` on over an int8 layer, some sequences at a time."""
+        _, _, kv_heads, size, length = kv_layer.shape
+        block = (2, kv_heads, size, length - INT8_SCALE_BYTES)
+        elements = math.prod(block)
+        capacity, group = self._widened.shape[0] // elements, q.shape[1] // kv_heads
+        tables = block_tables[first:]
+        for work in plan.widened(first, group, window, size, tables.shape[1], capacity):
+            count = work.entries.shape[0]
+            blocks = self._widened[: count * elements].reshape(count, *block)
+            elementwise.widen_kv(self.device, kv_layer, tables, work.entries, blocks)
+            attention.prefill_attention(
+                self.device,
+                q[first:][work.rows],
+                blocks,
+                work.tables,
+                positions[first:][work.rows],
+                work.tiles,
+                scale,
+                window,
+                out[first:][work.rows],
             )
 
 

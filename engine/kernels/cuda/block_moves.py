@@ -48,7 +48,7 @@ _IDS = 1024
 
 
 class BlockMover:
-    """Copies blocks as bfloat16, as in the pool, and computes the payload's digest in passing."""
+    """Copies blocks as they are in the pool, and computes the payload's digest in passing."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

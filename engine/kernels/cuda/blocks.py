@@ -1,7 +1,8 @@
 """Moves KV blocks between paged pools and payloads: one kernel per move, see ``csrc/blocks.cu``.
 
-A pool is ``[L, NB, 2, Hk, BS, D]`` of bf16 (uint16 bits). A payload holds some blocks of some of a
-pool's layers, ``[layers, blocks, 2, Hk, BS, D]``. Every move computes the payload's digest
+A pool is ``[L, NB, 2, Hk, BS, D]`` of bf16 (uint16 bits), or ``[L, NB, 2, Hk, BS, D + 2]`` of int8
+(:mod:`.reference_int8`); its blocks are moved as bytes. A payload holds some blocks of some of a
+pool's layers, ``[layers, blocks, ...]``. Every move computes the payload's digest
 (``engine/kernels/digest.py``), even if it writes no payload. Wrong arguments raise ValueError
 before anything is launched.
 """
@@ -23,7 +24,8 @@ SOURCE = "blocks.cu"
 WORKSPACE_WORDS = 2
 """uint64 words of a workspace; they must be zero at first, and every launch leaves them zero."""
 VECTOR = 8
-"""Elements that kernels move at once; a head is a multiple of this."""
+"""Elements of bf16 that kernels move at once; a head, or a block of int8, is a multiple of this."""
+_VECTOR_BYTES = 16
 PROCESSORS = 132
 """Streaming multiprocessors that the grid is sized for; other GPUs need more or fewer rounds."""
 PIECE_THREADS, PIECE_BLOCKS = 256, 4
@@ -68,7 +70,11 @@ def upload_ids(device: Device, ids: Sequence[int] | I32) -> BlockIds:
 
 def payload_bytes(pool: DeviceArray, layers: int, blocks: int) -> int:
     """Return the bytes of a payload of some blocks of a pool."""
-    return 2 * layers * blocks * prod(pool.shape[2:])
+    return layers * blocks * _block_bytes(pool)
+
+
+def _block_bytes(pool: DeviceArray) -> int:
+    return prod(pool.shape[2:]) * pool.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,8 @@ def copy_blocks(
     there = _geometry("target", target, target_ids, layers)
     if (source.shape[0], *source.shape[2:]) != (target.shape[0], *target.shape[2:]):
         raise ValueError(f"pools of shape {source.shape} and {target.shape} differ in more than NB")
+    if source.dtype != target.dtype:
+        raise ValueError(f"pools of {source.dtype} and {target.dtype} have no common blocks")
     if source_ids.count != target_ids.count:
         raise ValueError(f"{source_ids.count} blocks do not fit {target_ids.count}")
     _check_distinct(target_ids)
@@ -215,16 +223,18 @@ def divisor(by: int) -> tuple[int, int, int]:
 
 def _geometry(name: str, pool: DeviceArray, ids: BlockIds, layers: Layers) -> np.void:
     """Return the record for a move of blocks of a pool, after checks."""
-    _check_array(name, pool, np.uint16)
+    is_int8 = pool.dtype == np.dtype(np.int8)
+    _check_array(name, pool, np.int8 if is_int8 else np.uint16)
     shape = pool.shape
-    if len(shape) != 6 or shape[2] != 2 or shape[5] % VECTOR:
-        raise ValueError(f"{name} has shape {shape}, not [L, NB, 2, Hk, BS, D], D in eights")
+    eights = "BS" if is_int8 else "D"
+    if len(shape) != 6 or shape[2] != 2 or shape[4 if is_int8 else 5] % VECTOR:
+        raise ValueError(f"{name} has shape {shape}, not [L, NB, 2, Hk, BS, D], {eights} in eights")
     if ids.highest >= shape[1]:
         raise ValueError(f"block {ids.highest} is not in a pool of {shape[1]} blocks")
     end = layers.start + layers.count
     if layers.start < 0 or layers.count < 1 or end > shape[0]:
         raise ValueError(f"layers {layers.start} to {end} are not in a pool of {shape[0]}")
-    block = prod(shape[2:]) // VECTOR
+    block = _block_bytes(pool) // _VECTOR_BYTES
     pieces_per_block = -(-block // PIECE_VECTORS)
     pieces = layers.count * ids.count * pieces_per_block
     if max(pieces, block) >= _LIMIT:

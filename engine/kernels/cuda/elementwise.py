@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.proto.layout import INT8_SCALE_BYTES
+
 from ..backend import ACTIVATIONS, Activation
 from .checks import BF16, check_array, check_below, check_multiple
 from .device import Device, DeviceArray, Kernel
@@ -23,6 +25,9 @@ from .device import Device, DeviceArray, Kernel
 Known = npt.NDArray[np.integer[Any]]
 
 HEAD_DIMS = (16, 32, 64, 80, 128, 256)
+INT8_DIMS = (32, 64, 128)
+GROUP = 8
+"""Tokens of a block that an int8 pool keeps together, and divisor of its block sizes."""
 MAX_WIDTH = 16_384
 """Widest row that a block of 1,024 threads can keep in registers."""
 
@@ -30,6 +35,7 @@ _SOURCE = "elementwise.cu"
 VECTOR = 8
 """bf16 values in one load of 16 bytes."""
 _INT_MAX = 2**31 - 1
+_GRID_ROWS = 65_535
 
 
 def _kernel(name: str) -> Kernel:
@@ -248,14 +254,18 @@ def qk_norm_rope_append(
     ``[NB, 2, Hk, BS, D]``, ``q_out`` bf16 ``[T, Hq, D]``; ``D`` is one of ``HEAD_DIMS``. Heads of
     80 have no norms.
 
+    If ``kv_layer`` is int8 ``[NB, 2, Hk, BS, D + 2]``, it gets rows of codes as
+    :mod:`.reference_int8` lays them out, and queries and keys are transformed before
+    (:func:`~..kv_rows.spread`); ``D`` is one of ``INT8_DIMS``.
+
     A slot outside the pool appends nothing: unused rows of a bucket have slot -1, which
     ``known_slots`` also allows. A position outside the table is replaced by the nearest one inside,
     or raises ValueError if it is in ``known_positions``.
     """
-    check_array("kv_layer", kv_layer, BF16, (None, 2, None, None, None))
-    blocks, _, kv_heads, block_size, dim = kv_layer.shape
-    if dim not in HEAD_DIMS:
-        raise ValueError(f"head size {dim} is not one of {HEAD_DIMS}")
+    blocks, kv_heads, block_size, dim, is_int8 = check_kv_layer(kv_layer)
+    dims = INT8_DIMS if is_int8 else HEAD_DIMS
+    if dim not in dims:
+        raise ValueError(f"head size {dim} is not one of {dims}")
     check_array("q_out", q_out, BF16, (None, None, dim))
     rows, heads, _ = q_out.shape
     check_array("qkv", qkv, BF16, (rows, (heads + 2 * kv_heads) * dim))
@@ -286,7 +296,51 @@ def qk_norm_rope_append(
         kv_layer, q_out, np.int32(rows), np.int32(heads), np.int32(kv_heads),
         np.int32(block_size), np.int32(blocks * block_size),
     )  # fmt: skip
-    device.launch(_kernel(f"qk_norm_rope_append_{dim}"), (-(-threads // 128),), (128,), args)
+    name = f"qk_norm_rope_append{'_int8' * is_int8}_{dim}"
+    device.launch(_kernel(name), (-(-threads // 128),), (128,), args)
+
+
+def check_kv_layer(kv_layer: DeviceArray) -> tuple[int, int, int, int, bool]:
+    """Return blocks, KV heads, block size and head size of a layer of a pool, and if it is int8.
+
+    Raises ValueError for another array.
+    """
+    is_int8 = kv_layer.dtype == np.dtype(np.int8)
+    check_array("kv_layer", kv_layer, np.int8 if is_int8 else BF16, (None, 2, None, None, None))
+    blocks, _, kv_heads, block_size, length = kv_layer.shape
+    if is_int8:
+        check_multiple("the block size", block_size, GROUP)
+        length -= INT8_SCALE_BYTES
+    return blocks, kv_heads, block_size, length, is_int8
+
+
+def widen_kv(
+    device: Device,
+    kv_layer: DeviceArray,
+    block_tables: DeviceArray,
+    entries: DeviceArray,
+    out: DeviceArray,
+) -> None:
+    """``out[i] = kv_layer[block_tables.flat[entries[i]]]`` as bfloat16.
+
+    ``kv_layer`` int8 ``[NB, 2, Hk, BS, D + 2]``, ``block_tables`` int32 ``[S, N]``, ``entries``
+    int32 ``[n]``, ``out`` bf16 ``[n, 2, Hk, BS, D]``. Values are those of the codes, exactly.
+    """
+    _, kv_heads, block_size, dim, is_int8 = check_kv_layer(kv_layer)
+    if not is_int8 or dim not in INT8_DIMS:
+        raise ValueError(f"kv_layer is {kv_layer.dtype}, not int8 with heads of {INT8_DIMS}")
+    check_array("block_tables", block_tables, np.int32, (None, None))
+    check_array("entries", entries, np.int32, (None,))
+    count = entries.shape[0]
+    check_array("out", out, BF16, (count, 2, kv_heads, block_size, dim))
+    pieces = 2 * kv_heads * block_size * dim // 16
+    for first in range(0, count, _GRID_ROWS):
+        some: Any = entries
+        there: Any = out
+        part = slice(first, first + _GRID_ROWS)
+        grid = (-(-pieces // 256), min(count - first, _GRID_ROWS))
+        args = (kv_layer, block_tables, some[part], there[part], np.int32(pieces))
+        device.launch(_kernel(f"widen_kv_{dim}"), grid, (256,), args)
 
 
 def silu_mul(device: Device, gate_up: DeviceArray, out: DeviceArray) -> None:

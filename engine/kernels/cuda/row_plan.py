@@ -6,12 +6,20 @@ attention; all others use prefill attention.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .attention_plan import DecodeShape, decode_chunk, decode_pieces, plan_decode, plan_prefill
+from .attention_plan import (
+    DecodeShape,
+    decode_chunk,
+    decode_pieces,
+    plan_decode,
+    plan_prefill,
+    plan_widened,
+)
 from .device import Device, DeviceArray
 
 I32 = npt.NDArray[np.int32]
@@ -40,6 +48,19 @@ class DecodeWork:
         return self._stats
 
 
+@dataclass(slots=True, frozen=True)
+class WidenedWork:
+    """Prefill attention of some sequences over widened blocks (:class:`.WidenedPiece`).
+
+    ``rows``: of the pass, after the decode rows. The arrays are on the device.
+    """
+
+    rows: slice
+    tiles: DeviceArray
+    entries: DeviceArray
+    tables: DeviceArray
+
+
 class RowPlan:
     """The work lists of one pass, created per window when a layer first needs them.
 
@@ -55,6 +76,7 @@ class RowPlan:
         self._offsets, self._positions = row_offsets, positions
         self._decode: dict[tuple[int, int], DecodeWork] = {}
         self._prefill: dict[tuple[int, int, int], DeviceArray] = {}
+        self._widened: dict[tuple[int, ...], list[WidenedWork]] = {}
 
     def decode(self, kv_heads: int, window: int) -> DecodeWork:
         """Return the work list of the decode rows."""
@@ -79,6 +101,27 @@ class RowPlan:
             tiles = plan_prefill(offsets, self._positions[first:], group, window)
             self._prefill[key] = self._device.upload(tiles)
         return self._prefill[key]
+
+    def widened(
+        self, first: int, group: int, window: int, block_size: int, width: int, capacity: int
+    ) -> list[WidenedWork]:
+        """Return the work of the rows from row ``first`` on over an int8 pool, piece by piece.
+
+        ``width``: of the block tables. ``capacity``: blocks that can be widened at once.
+        """
+        key = first, group, window, block_size, width, capacity
+        if key not in self._widened:
+            offsets = self._offsets[first:] - self._offsets[first]
+            positions = self._positions[first:]
+            upload = self._device.upload
+            self._widened[key] = []
+            for piece in plan_widened(offsets, positions, window, block_size, width, capacity):
+                some = offsets[piece.first : piece.last + 1]
+                rows = slice(int(some[0]), int(some[-1]))
+                tiles = plan_prefill(some - some[0], positions[rows], group, window)
+                work = WidenedWork(rows, *map(upload, (tiles, piece.entries, piece.tables)))
+                self._widened[key].append(work)
+        return self._widened[key]
 
 
 class GraphPlan(RowPlan):

@@ -1,0 +1,66 @@
+"""A cluster of CUDA workers with int8 keys and values gives the tokens of one worker alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.benchmarks.checkpoints import Shape, write_checkpoint
+from baton.benchmarks.scratch import scratch_folder
+from baton.benchmarks.served import Served
+from baton.client import Client
+from baton.engine.kernels.cuda.backend import CudaBackend
+from baton.engine.kernels.cuda.device import Device
+from baton.engine.llm import LLMEngine
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
+from baton.proto.sampling import SamplingParams
+
+SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+
+
+def generated(client: Client, prompts: list[list[int]]) -> list[list[int]]:
+    streams = [client.generate(prompt, GREEDY) for prompt in prompts]
+    return [[token for output in stream for token in output.tokens] for stream in streams]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("handoff", "kernel"), [("auto", "decode_attention_int8"), ("zmq", "widen_kv")]
+)
+def test_tokens_are_those_of_one_worker_also_after_a_failure(
+    tmp_path: Path,
+    with_cupy: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
+    handoff: str,
+    kernel: str,
+) -> None:
+    """By mapped memory and by frames of the host; the worker that runs the kernel ends once."""
+    order = tmp_path / "fail"
+    for name, value in with_cupy.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("BATON_FAKE_GPU_FAILS", f"{kernel}:{order}")
+    folder = write_checkpoint(tmp_path / "model", SHAPE, "BF16")
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, SHAPE.vocab, count).tolist() for count in (3, 9, 15)]
+    prompts.append(prompts[2] + prompts[1])  # begins with blocks that the prefix cache has
+    flags = ("--device=cuda", "--kv-blocks=64", "--kv-type=int8", f"--handoff={handoff}")
+    # Paths of sockets are too long below tmp_path.
+    with scratch_folder() as place, Served(place, folder, flags=flags) as served:
+        found = [generated(served.client, prompts)]
+        card = served.client.describe().card
+        assert card.numerics.endswith("/kv-int8") and card.layout.dtype == "int8"
+        order.touch()
+        found.append(generated(served.client, prompts))
+        assert not order.exists()
+        said = served.log.read_text()
+    assert "device lost: CUDARuntimeError" in said
+    config = RunnerConfig(model=str(folder), num_blocks=64, kv_type="int8")
+    engine = LLMEngine(load_runner(config, backend=CudaBackend(device)))
+    alone = [engine.generate([prompt], [GREEDY])[0].tokens.generated.tolist() for prompt in prompts]
+    assert found == [alone, alone]
