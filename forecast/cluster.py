@@ -138,6 +138,7 @@ class Replay:
                 self._pop()
             self.now = at
             self._arrive(arrival)
+            self._share_host()
         while self._events:
             self._pop()
         return self.outcome
@@ -145,6 +146,26 @@ class Replay:
     def _pop(self) -> None:
         self.now, _, what, about = heapq.heappop(self._events)
         what(*about)
+        self._share_host()
+
+    def _share_host(self) -> None:
+        """Let the workers that compute have the pace that the others leave them."""
+        if not self._service.cores:
+            return
+        for worker in self.outcome.workers:
+            if worker.idle or (pace := self._pace(worker)) == worker.pace:
+                continue
+            if isinstance(worker, PrefillWorker):
+                self._prefilled_at(worker, worker.change_pace(self.now, pace))
+            elif (end := worker.boundary(self.now)) < worker.due:
+                self._turn_at(worker, end)
+
+    def _pace(self, worker: PrefillWorker | DecodeWorker) -> float:
+        """Return the pace of a worker beside the others that compute now."""
+        if not self._service.cores:
+            return 1.0
+        others = sum(not one.idle for one in self.outcome.workers if one is not worker)
+        return worker.pace_beside(others)
 
     def metrics(self) -> Metrics:
         """The present contents of the routers' reports."""
@@ -186,6 +207,13 @@ class Replay:
         at_decode = placed(decode, arrival.blocks, arrival.prompt)
         found = at_decode if prefill is None else cached
         attempt.count_prompt(max(0, arrival.prompt - found), self.now, late=late)
+        if self._service.hop_s:
+            self._at(self.now + self._service.hop_s, self._enter, request, server)
+        else:
+            self._enter(request, server)
+
+    def _enter(self, request: Request, server: DecodeWorker) -> None:
+        """A request reaches the worker of its prompt."""
         if request.prefill is None:
             server.add_prompt(request)
             self._turn_at(server, server.boundary(self.now))
@@ -238,13 +266,19 @@ class Replay:
                 entry.stream_step_s = entry.step_s
 
     def _prefill(self, worker: PrefillWorker) -> None:
-        done = worker.begin(self.now)
+        done = worker.begin(self.now, self._pace(worker))
         if done is not None:
-            self._at(done, self._prefilled, worker)
+            self._prefilled_at(worker, done)
         else:
             self._left(worker)
 
-    def _prefilled(self, worker: PrefillWorker) -> None:
+    def _prefilled_at(self, worker: PrefillWorker, when: float) -> None:
+        worker.version += 1
+        self._at(when, self._prefilled, worker, worker.version)
+
+    def _prefilled(self, worker: PrefillWorker, version: int) -> None:
+        if version != worker.version:
+            return
         request = worker.finish(self.now)
         arrival = request.arrival
         self._first_token(worker, request)
@@ -273,12 +307,14 @@ class Replay:
 
     def _turn_at(self, worker: DecodeWorker, when: float) -> None:
         worker.version += 1
+        worker.due = when
         self._at(when, self._turn, worker, worker.version)
 
     def _turn(self, worker: DecodeWorker, version: int) -> None:
         if version != worker.version:
             return
-        started, done, following = worker.turn(self.now)
+        worker.due = math.inf
+        started, done, following = worker.turn(self.now, self._pace(worker))
         for request in started:
             self._first_token(worker, request)
         for request in done:

@@ -49,6 +49,16 @@ class ServiceModel:
     """Bytes per second of handoffs: a link of 400 Gbit/s."""
     hidden_s: float = 0.014
     """Seconds of a decode step in which prompt tokens cost nothing: reading the weights."""
+    hop_s: float = 0.0
+    """Seconds of a first token outside of workers: client, router, messages."""
+    handoff_s: float = 0.0
+    """Seconds of a handoff besides those of its bytes."""
+    cores: int = 0
+    """Workers of one host that can compute at once; 0: every worker has a host of its own."""
+    prefill_beside: float = 0.0
+    """Part by which a prompt takes longer for each other worker of the host that computes."""
+    decode_beside: float = 0.0
+    """The same of a decode step."""
 
     def prefill(self, new: int, cached: int) -> float:
         """Seconds to compute ``new`` tokens after ``cached`` tokens."""
@@ -72,7 +82,18 @@ class ServiceModel:
         ``computing_s``: seconds of the prompt, in which all blocks but those of its end travel.
         """
         token_s = self.kv_token_bytes / self.handoff_rate
-        return max(min(tokens, LAST_CHUNK) * token_s, tokens * token_s - computing_s)
+        moving = max(min(tokens, LAST_CHUNK) * token_s, tokens * token_s - computing_s)
+        return self.handoff_s + moving
+
+    def slowed(self, beside: float, others: int) -> float:
+        """Return how many times as long a step takes while ``others`` of its host compute.
+
+        ``beside``: :attr:`prefill_beside` or :attr:`decode_beside`. Workers beyond the cores take
+        turns.
+        """
+        if not self.cores:
+            return 1.0
+        return (1 + beside * min(others, self.cores - 1)) * max(1.0, (others + 1) / self.cores)
 
     def scaled(self, factor: float) -> ServiceModel:
         """Everything takes ``factor`` times as long; memory stays."""
@@ -125,5 +146,6 @@ def least(name: str) -> float:
 _MOST = 1e15
 _MAY_BE_ZERO = {
     "prefill_s", "prefill_pair_s", "decode_sequence_s", "decode_token_s", "hidden_s",
-    "kv_token_bytes", "max_length",
+    "kv_token_bytes", "max_length", "hop_s", "handoff_s", "cores", "prefill_beside",
+    "decode_beside",
 }  # fmt: skip

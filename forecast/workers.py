@@ -4,6 +4,9 @@ A prefill worker computes prompts one after the other. A decode worker computes 
 local requests in chunks beside the tokens of its streams, by the engine's own rule for the size of
 a chunk. Its steps without prompt tokens are not simulated one by one: between two changes of the
 batch their times are an arithmetic series, so a stream costs a few events however long it runs.
+
+``pace`` is how many times as long a worker's steps take as alone, while others of its host compute.
+A prompt at a prefill worker has a new pace at once, a decode worker from its next step on.
 """
 
 from __future__ import annotations
@@ -124,6 +127,8 @@ class PrefillWorker:
         self.current: Request | None = None
         self._cache = PrefixIndex(service.kv_tokens // BLOCK_TOKENS)
         self._began = self._ends = 0.0
+        self.pace = 1.0
+        self.version = 0  # of the scheduled end; older ones are void
         self._new = 0
         self._waiting_tokens = 0
         self._tokens = self._hits = 0
@@ -134,13 +139,17 @@ class PrefillWorker:
         """Whether it has nothing to do."""
         return self.current is None
 
+    def pace_beside(self, others: int) -> float:
+        """Return its pace while so many other workers of its host compute."""
+        return self.service.slowed(self.service.prefill_beside, others)
+
     def add(self, request: Request) -> None:
         """One more prompt waits."""
         self._places += 1
         self._order.put(request, self._places)
         self._waiting_tokens += request.arrival.prompt
 
-    def begin(self, now: float) -> float | None:
+    def begin(self, now: float, pace: float = 1.0) -> float | None:
         """Start the next prompt; when it will be done, None without one."""
         request = self.current = self._order.pop(now)
         if request is None:
@@ -150,8 +159,14 @@ class PrefillWorker:
         cached = self.cached(arrival)
         self._new = arrival.prompt - cached
         self._hits += cached
-        self._began = now
-        self._ends = now + self.service.prefill(self._new, cached)
+        self._began, self.pace = now, pace
+        self._ends = now + pace * self.service.prefill(self._new, cached)
+        return self._ends
+
+    def change_pace(self, now: float, pace: float) -> float:
+        """Return when the current prompt will be done at another pace."""
+        self._ends = now + (self._ends - now) * pace / self.pace
+        self.pace = pace
         return self._ends
 
     def cached(self, arrival: Arrival) -> int:
@@ -235,6 +250,8 @@ class DecodeWorker:
         self._pace = Pace()
         self._order = StartOrder(self._start_by if slo_ttft else None, self._own)
         self.version = 0  # of the scheduled event; older ones are void
+        self.due = math.inf  # when that is
+        self.pace = 1.0
         self._budget = ChunkBudget(token_budget, step_s)
         self._cache = PrefixIndex(service.kv_tokens // BLOCK_TOKENS)
         self._computing: list[Request] = []
@@ -253,6 +270,10 @@ class DecodeWorker:
     def idle(self) -> bool:
         """Whether it has nothing to do."""
         return not (self._ends or self.pending or self._prompts or self._computing)
+
+    def pace_beside(self, others: int) -> float:
+        """Return its pace while so many other workers of its host compute."""
+        return self.service.slowed(self.service.decode_beside, others)
 
     @property
     def computes(self) -> bool:
@@ -280,13 +301,16 @@ class DecodeWorker:
             return now
         return self._at + self._span(self._steps_until(now))
 
-    def turn(self, now: float) -> tuple[list[Request], list[Request], float | None]:
-        """End a step at ``now``.
+    def turn(
+        self, now: float, pace: float = 1.0
+    ) -> tuple[list[Request], list[Request], float | None]:
+        """End a step at ``now``; the next ones have this pace.
 
         Return the local requests with a first token, the finished requests and the time of the
         next call.
         """
         started = self._apply(now)
+        self.pace = pace
         done = [request for request in started if request.arrival.output == 1]
         while self._ends and self._ends[0][0] <= self._steps:
             request = heapq.heappop(self._ends)[2]
@@ -340,7 +364,7 @@ class DecodeWorker:
         count = len(self._ends)
         if not count:
             return 0.0
-        return self.service.step(count, self._context + self._steps_until(now) * count)
+        return self._seconds_of(self._context + self._steps_until(now) * count)
 
     # ------------------------------------------------------------------ inner
 
@@ -431,6 +455,7 @@ class DecodeWorker:
         self._step_s = service.mixed(len(self._ends), self._context, new, pairs)
         if not self._ends:
             self._step_s += last * service.prefill_s
+        self._step_s *= self.pace
         self._until = now + self._step_s
 
     def _advance(self, now: float) -> None:
@@ -444,15 +469,17 @@ class DecodeWorker:
 
     def _span(self, steps: int) -> float:
         """Seconds of the next ``steps`` steps; the context grows by a token a stream."""
-        count = len(self._ends)
-        first = self.service.step(count, self._context)
-        return steps * first + self.service.decode_token_s * count * steps * (steps - 1) / 2
+        growth = self.pace * self.service.decode_token_s * len(self._ends)
+        return steps * self._seconds_of(self._context) + growth * steps * (steps - 1) / 2
+
+    def _seconds_of(self, context: float) -> float:
+        """Seconds of a step without prompt tokens."""
+        return self.pace * self.service.step(len(self._ends), context)
 
     def _steps_until(self, now: float) -> int:
         """Fewest steps that end at ``now`` or later."""
-        count = len(self._ends)
-        half = self.service.decode_token_s * count / 2
-        first = self.service.step(count, self._context) - half
+        half = self.pace * self.service.decode_token_s * len(self._ends) / 2
+        first = self._seconds_of(self._context) - half
         left = max(0.0, now - self._at - 1e-9)
         steps = 2 * left / (first + math.sqrt(first * first + 4 * half * left))
         return math.ceil(steps - 1e-9)

@@ -100,6 +100,50 @@ def test_a_faster_trace_has_the_same_requests_earlier():
     assert [request.at for request in fast] == [request.at / 4 for request in slow]
 
 
+# --------------------------------------------------------------------------- one host
+
+HOST = replace(PLAIN, cores=2, prefill_beside=0.5, decode_beside=0.25)
+
+
+def test_the_way_to_a_worker_counts_for_the_first_token_alone():
+    service = replace(PLAIN, hop_s=0.003, handoff_s=0.004)
+    trace = [Arrival(0.0, 100, 3), Arrival(0.001, 100, 1)]
+    first, second = served(trace, ONE_OF_EACH, service=service)
+    assert (first.ttft, second.ttft) == pytest.approx((0.103, 0.202))  # the second one waits
+    assert first.itl == pytest.approx(0.02 + 0.004 / 2, abs=1e-6)
+    (local,) = served(trace[:1], ALONE, COLOCATED, service)
+    assert (local.ttft, local.itl) == pytest.approx((0.103, 0.02))
+
+
+def test_workers_of_one_host_slow_each_other_down_while_both_compute():
+    stream = Arrival(0.0, 10, 101)  # 0.01 s of prompt, 100 steps of 20 ms
+    first, second = served([stream, Arrival(0.51, 300, 1)], ONE_OF_EACH, service=HOST)
+    assert second.ttft == pytest.approx(1.5 * 0.3)
+    steps_beside = math.ceil(0.45 / 0.025)
+    assert first.ended == pytest.approx(0.01 + 2.0 + steps_beside * 0.005, abs=0.006)
+    alone = served([stream, Arrival(0.51, 300, 1)], ONE_OF_EACH)
+    assert (alone[0].ended, alone[1].ttft) == pytest.approx((2.01, 0.3))
+
+
+def test_a_prompt_goes_on_faster_when_its_neighbour_has_nothing_left():
+    """The stream ends 0.2 s after the prompt began, which then has 0.2 / 1.5 s of its work done."""
+    trace = [Arrival(0.0, 10, 11), Arrival(0.06, 300, 1)]
+    first, second = served(trace, ONE_OF_EACH, service=HOST)
+    assert first.ended == pytest.approx(0.01 + 2 * 0.02 + 0.01 + 8 * 0.025, abs=0.02)
+    left = 0.3 - (first.ended - 0.06) / 1.5
+    assert second.first == pytest.approx(first.ended + left)
+
+
+def test_workers_beyond_the_cores_take_turns():
+    service = replace(HOST, cores=1)
+    first, second = served(
+        [Arrival(0.0, 200, 1), Arrival(0.0, 200, 1)], {"prefill": 2, "decode": 1}, service=service
+    )
+    assert (first.ttft, second.ttft) == pytest.approx((0.4, 0.4))
+    assert HOST.slowed(0.5, 3) == pytest.approx(1.5 * 2)
+    assert replace(HOST, cores=0).slowed(0.5, 3) == 1.0
+
+
 # --------------------------------------------------------------------------- changes of role
 
 
