@@ -104,8 +104,8 @@ def _add_comparison(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--forecast", action="store_true", default=None,
-        help="then measure the model's steps, simulate the started clusters as baton plan does, "
-        "and show the result beside the measured one; needs --rates or --trace",
+        help="calibrate between the runs, simulate the started clusters as baton plan does, and "
+        "show the result beside the measured one; needs --rates or --trace",
     )  # fmt: skip
     group.add_argument(
         "--config", metavar="FILE",

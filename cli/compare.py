@@ -29,9 +29,10 @@ from baton.deploy.report import DEAD, ClusterReport
 from baton.deploy.roles import DECODE, PREFILL
 from baton.engine.loading.runner_config import RunnerConfig
 from baton.forecast.beside import Forecast, forecast, lines
+from baton.forecast.calibration import Adapted, Calibration
 from baton.forecast.cluster import Setup, Slo
-from baton.forecast.learn import learn_service
-from baton.forecast.service import ServiceModel
+from baton.forecast.learn import calibrated
+from baton.forecast.observe import calibrate
 from baton.loadgen.comparison import Counters, Run, difference, rows, table
 from baton.loadgen.modes import ADAPTIVE, Configuration, warnings
 from baton.loadgen.picture import tails
@@ -147,7 +148,8 @@ class Comparison:
         self._jobs: tuple[int, list[Job]] = 0, []
         self.runs: list[Run] = []
         self._forecasts: dict[str, Forecast] = {}
-        self._error = 0.0  # of the fit of the measured steps
+        self._seen: dict[RunnerConfig, Calibration] = {}
+        self._learned: dict[RunnerConfig, Adapted] = {}
 
     def _settings_of(self, configuration: Configuration) -> dict[str, Any]:
         """Return the checked settings to start a configuration with."""
@@ -171,10 +173,25 @@ class Comparison:
         for number in range(1, self._rounds + 1):
             first = (number - 1) % len(own)
             for configuration, settings in own[first:] + own[:first]:
+                self._calibrate(settings)
                 run = self._measured(configuration, settings, number)
                 self.runs.append(run)
                 _note(self._line(run))
                 yield run
+        for settings in {_runner(one): one for one in self._settings if one}.values():
+            self._calibrate(settings)
+
+    def _calibrate(self, settings: dict[str, Any]) -> None:
+        """Measure a small cluster between the runs, which may be slower at another time."""
+        if not self._arguments.forecast or not settings:
+            return
+        runner = _runner(settings)
+        try:
+            found = calibrate(settings, runner)
+        except BatonError as problem:
+            warn(f"no calibration: {problem}")
+            return
+        self._seen[runner] = self._seen[runner] + found if runner in self._seen else found
 
     def _measured(self, configuration: Configuration, settings: dict[str, Any], number: int) -> Run:
         load = os.getloadavg()[0]
@@ -274,7 +291,9 @@ class Comparison:
         print(self._title() + (f"; {len(runs)} of {wanted} runs" if len(runs) < wanted else ""))
         print("\n".join(table(runs, *self._limits)))
         if self._forecasts:
-            print("\n".join(lines(self._beside(), self._error)))
+            learned = list(self._learned.values())
+            print("\n".join(lines(self._beside(), max(one.error for one in learned))))
+            print("\n".join(dict.fromkeys(line for one in learned for line in one.lines())))
         different = difference(runs)
         count = sum(len(run.records) for run in runs)
         print(
@@ -291,25 +310,24 @@ class Comparison:
             write(arguments.plot, self._picture().encode())
 
     def predict(self) -> None:
-        """Simulate the started clusters with the times of steps that are measured now.
+        """Simulate the started clusters with the times of the calibration and of measured steps.
 
         A model that cannot be measured leaves the results without it.
         """
-        card, known = self._card, dict[RunnerConfig, tuple[ServiceModel, float]]()
+        card = self._card
         if card is None:
             return
         jobs = self._jobs_of(card, 1)  # those of later rounds have other tokens only
         try:
             for one, given in zip(self._arguments.compare, self._settings, strict=True):
-                if one.address:
+                if one.address or (runner := _runner(given)) not in self._seen:
                     continue
-                settings = msgspec.convert(given, ServeSettings)
-                runner = msgspec.structs.replace(runner_of(settings, DECODE), vision=False)
-                if runner not in known:
+                if runner not in self._learned:
                     _note("measuring the steps of the model")
-                    known[runner] = learn_service(runner)
-                service, self._error = known[runner]
+                    self._learned[runner] = calibrated(runner, self._seen[runner])
+                settings = msgspec.convert(given, ServeSettings)
                 pools = {PREFILL: one.prefill, DECODE: one.decode}
+                service = self._learned[runner].service
                 self._forecasts[one.name] = forecast(jobs, service, pools, _setup(settings))
         except BatonError as problem:
             warn(f"no forecast: {problem}")
@@ -339,13 +357,18 @@ class Comparison:
                 zip((one.name for one in self._arguments.compare), self._settings, strict=True)
             ),
             "equal_tokens": equal_tokens,
-            "forecast": {"error": self._error, "configurations": self._forecasts}
-            if self._forecasts
-            else None,
+            "forecast": self._forecast_report() if self._forecasts else None,
             "runs": runs,
             "rows": [row for run in self.runs for row in rows(run)],
         }
         return msgspec.json.encode(content) + b"\n"
+
+    def _forecast_report(self) -> dict[str, Any]:
+        return {
+            "learned": list(self._learned.values()),
+            "calibrations": list(self._seen.values()),
+            "configurations": self._forecasts,
+        }
 
     def _picture(self) -> str:
         values: dict[str, tuple[list[float], list[float]]] = {}
@@ -356,6 +379,12 @@ class Comparison:
                     first += [] if record.ttft is None else [record.ttft]
                     gaps += record.gaps()
         return tails(values, *self._limits, title=self._title())
+
+
+def _runner(settings: dict[str, Any]) -> RunnerConfig:
+    """Return the engine that the steps of a configuration are measured with."""
+    runner = runner_of(msgspec.convert(settings, ServeSettings), DECODE)
+    return msgspec.structs.replace(runner, vision=False)
 
 
 def _setup(settings: ServeSettings) -> Setup:

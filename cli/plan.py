@@ -10,6 +10,7 @@ import msgspec
 
 from baton.deploy.config import ServeSettings
 from baton.deploy.plan.hub import with_local_model
+from baton.forecast.calibration import Adapted
 from baton.forecast.cluster import Slo
 from baton.forecast.plan import Plan, make_plan, shortened
 from baton.forecast.service import ServiceModel, read_service
@@ -65,7 +66,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     whole = read_trace(Path(arguments.trace), arguments.requests)
-    service, error = _service(arguments)
+    service, learned = _service(arguments)
     trace = shortened(whole, service.max_length)
     long = [one for one in whole if 0 < service.max_length < one.prompt + one.output]
     if long:
@@ -75,14 +76,19 @@ def run(arguments: argparse.Namespace) -> int:
         content = {
             "command": plan.command(arguments.model),
             "step_times": service,
-            "step_error": error,
+            "step_error": None if learned is None else learned.error,
+            "calibration": None
+            if learned is None
+            else {"prefill": learned.prefill, "decode": learned.decode},
             "shortened": len(long),
             **msgspec.structs.asdict(plan),
         }
         print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
     else:
-        if error is not None:
+        if learned is not None:
+            error = learned.error
             print(f"steps measured on this machine; mean error of the fit {error:.0%}")
+            print("\n".join(learned.lines()))
             print(f"differences (worse) below {error:.0%} mean nothing; to repeat a plan with the")
             print("same times, keep the output of --json as FILE and give --step-times FILE")
         print("\n".join(lines(plan, arguments.model)))
@@ -98,17 +104,21 @@ def _shortened(long: Sequence[Arrival], requests: int, longest: int) -> str:
     )
 
 
-def _service(arguments: argparse.Namespace) -> tuple[ServiceModel, float | None]:
-    """Return the times of steps, and the error of the fit if they were measured."""
+def _service(arguments: argparse.Namespace) -> tuple[ServiceModel, Adapted | None]:
+    """Return the times of steps, and what was learned if they were measured."""
     if arguments.step_times == _DEFAULT:
         return ServiceModel(), None
     if arguments.step_times is not None:
         return read_service(Path(arguments.step_times)), None
-    from baton.deploy.plan.plan import runner_of  # both load the engine
-    from baton.forecast.learn import learn_service
+    from baton.deploy.plan.plan import runner_of  # all of them load the engine
+    from baton.forecast.learn import calibrated
+    from baton.forecast.observe import calibrate
 
     settings = ServeSettings(model=arguments.model, prefill=1, decode=arguments.workers - 1)
-    return learn_service(runner_of(with_local_model(settings, warn), "decode"))
+    settings = with_local_model(settings, warn)
+    runner = runner_of(settings, "decode")
+    learned = calibrated(runner, calibrate({"model": settings.model}, runner))
+    return learned.service, learned
 
 
 def lines(plan: Plan, model: str) -> list[str]:

@@ -14,12 +14,15 @@ import numpy.typing as npt
 
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.gguf_folder import local_folder
-from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.loader import Runner, load_runner, threads_of
 from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
-from baton.proto.errors import InputError
+from baton.proto.errors import InputError, RequestFailed
 from baton.proto.sampling import SamplingParams
+from baton.runtime.process.cores import usable_cores
 
+from .calibration import Adapted, Calibration, adapted
+from .fit import least_squares
 from .service import ServiceModel, least
 
 BLOCK = 16
@@ -67,8 +70,8 @@ def fitted(times: dict[Step, float]) -> tuple[dict[str, float], float]:
     alone = [step for step in times if not step.rows]
     streams = [step for step in times if step.rows and not step.new]
     both = [step for step in times if step.rows and step.new]
-    prompt = _least_squares([(1.0, s.new, s.pairs) for s in alone], [times[s] for s in alone])
-    stream = _least_squares(
+    prompt = least_squares([(1.0, s.new, s.pairs) for s in alone], [times[s] for s in alone])
+    stream = least_squares(
         [(1.0, s.rows, s.rows * s.context) for s in streams], [times[s] for s in streams]
     )
     saved = []
@@ -96,24 +99,6 @@ def _predicted(model: ServiceModel, step: Step) -> float:
     return model.mixed(step.rows, step.rows * step.context, step.new, step.pairs)
 
 
-def _least_squares(rows: list[tuple[float, ...]], seconds: list[float]) -> list[float]:
-    """Fit ``rows @ x = seconds`` with relative errors and no negative part.
-
-    Columns with a negative part are left out, the most negative first.
-    """
-    table = np.array(rows) / np.array(seconds)[:, None]
-    used = list(range(table.shape[1]))
-    result = [0.0] * table.shape[1]
-    while used:
-        found = np.linalg.lstsq(table[:, used], np.ones(len(rows)), rcond=None)[0]
-        if found.min() >= 0:
-            for place, value in zip(used, found, strict=True):
-                result[place] = float(value)
-            break
-        used.pop(int(found.argmin()))
-    return result
-
-
 def learn_service(
     config: RunnerConfig, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[ServiceModel, float]:
@@ -135,7 +120,7 @@ def learn_service(
     parts, error = fitted(_Bench(runner, longest, clock).measured(steps(longest)))
     layout = runner.card.layout
     service = ServiceModel(
-        **parts,
+        **parts,  # type: ignore[arg-type]  # all of them are floats
         kv_tokens=BATCH * own,
         max_batch=BATCH,
         max_length=own,
@@ -143,6 +128,23 @@ def learn_service(
         handoff_rate=_copy_rate(clock),
     )
     return service, error
+
+
+def calibrated(config: RunnerConfig, seen: Calibration) -> Adapted:
+    """Measure a worker's model on this machine, and adapt it to what a running cluster showed.
+
+    ``error`` is the larger one of both. Raises as :func:`learn_service`, RequestFailed if the
+    calibration has nothing that can be used.
+    """
+    alone, error = learn_service(config)
+    cores = 0
+    if config.backend != "cuda":
+        cores = max(1, usable_cores().count // threads_of(config).count)
+    try:
+        found = adapted(alone, seen, cores)
+    except ValueError as problem:
+        raise RequestFailed(str(problem)) from None
+    return msgspec.structs.replace(found, error=max(error, found.error))
 
 
 class _Bench:

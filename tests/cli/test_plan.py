@@ -8,6 +8,7 @@ import pytest
 
 from baton.cli.command import main
 from baton.deploy.config import demo_model_folder
+from baton.forecast import observe
 from baton.forecast.service import ServiceModel
 
 TRACE = "timestamp_ms,input_length,output_length\n" + "".join(
@@ -15,6 +16,11 @@ TRACE = "timestamp_ms,input_length,output_length\n" + "".join(
 )
 LIMITS = "ttft=1s,itl=60ms"
 MODES = {"colocated", "disaggregated", "adaptive"}
+
+
+@pytest.fixture(autouse=True)
+def short_calibration(monkeypatch):
+    monkeypatch.setattr(observe, "BUDGET_S", 0.0)  # one round
 
 
 @pytest.fixture
@@ -62,6 +68,8 @@ def test_the_steps_of_the_model_are_measured(capsys, trace):
     assert found["requests"] == 20
     assert found["step_error"] >= 0
     assert 0 < found["step_times"]["prefill_token_s"] < 0.1
+    assert found["calibration"]["decode"] > 0
+    assert found["step_times"]["cores"] >= 1
 
 
 def test_requests_beyond_the_context_are_counted(capsys, trace, tmp_path):
@@ -85,9 +93,10 @@ def test_requests_beyond_the_context_are_counted(capsys, trace, tmp_path):
 def test_a_measurement_is_printed_with_what_its_error_means(capsys, trace):
     words = ["plan", str(demo_model_folder()), "--trace", trace, "--workers", "2"]
     assert main([*words, "--slo", LIMITS, "--requests", "5"]) == 0
-    first, second = capsys.readouterr().out.splitlines()[:2]
+    first, steps, beside, last = capsys.readouterr().out.splitlines()[:4]
     error = first.rpartition(" ")[2]
-    assert second.startswith(f"differences (worse) below {error} mean nothing")
+    assert "a running cluster: prompts take" in steps and "beside a busy worker" in beside
+    assert last.startswith(f"differences (worse) below {error} mean nothing")
 
 
 def test_limits_that_nothing_keeps_are_named(capsys, trace):

@@ -11,6 +11,7 @@ import pytest
 
 from baton.cli import compare
 from baton.cli.command import main
+from baton.forecast import observe
 
 from ..processes import alive, wait_until
 from .conftest import command_environment
@@ -54,8 +55,9 @@ def test_modes_give_equal_tokens_in_alternating_rounds(lasting_cluster, tmp_path
     running.wait_idle()
 
 
-def test_a_forecast_stands_beside_what_was_measured(lasting_cluster, tmp_path, capsys):
+def test_a_forecast_stands_beside_what_was_measured(lasting_cluster, tmp_path, capsys, monkeypatch):
     """Of the cluster that was started; the simulator does not have the one that ran already."""
+    monkeypatch.setattr(observe, "BUDGET_S", 0.0)  # one round
     address, file = lasting_cluster(prefill=1, decode=2).address, tmp_path / "a.json"
     load = ("--requests=4", "--rates=20", "--input=20", "--output=5", "--warmup=1")
     words = ["bench", f"--compare=1:1,there={address}", "--rounds=1", "--forecast", *load]
@@ -66,6 +68,12 @@ def test_a_forecast_stands_beside_what_was_measured(lasting_cluster, tmp_path, c
     assert list(found["configurations"]) == ["1:1"]
     assert found["configurations"]["1:1"]["ttft"]["count"] == 4
     assert found["configurations"]["1:1"]["tpot"]["mean"] > 0
+    assert "calibrated in a running cluster: prompts take" in printed
+    (learned,), (seen,) = found["learned"], found["calibrations"]
+    assert learned["service"]["cores"] >= 1 and learned["decode"] > 0
+    asked = {(one["tokens"], one["others"]) for one in seen["prompts"]}
+    assert asked >= {(16, 0.0), (64, 0.0), (256, 0.0)}
+    assert 1 in {one["rows"] for one in seen["streams"]}
 
 
 def test_different_tokens_are_an_error(lasting_cluster, monkeypatch, capsys):

@@ -1,0 +1,238 @@
+"""What calibration requests show of a running cluster, and the service model that fits them. Pure.
+
+Steps of an engine alone have the right proportions, but a worker's take longer: between them it
+sends tokens, and client, router and other workers use the same cores and memory. So the parts of
+:class:`.service.ServiceModel` are measured alone and scaled by what a small cluster shows.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from baton.loadgen.statistics import Record
+
+from .fit import least_squares
+from .service import ServiceModel
+
+Key = TypeVar("Key")
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that did not wait: the seconds to its first token at the client.
+
+    ``others``: share of this time in which the other worker of the host computed.
+    """
+
+    tokens: int
+    seconds: float
+    others: float = 0.0
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean seconds between tokens of ``rows`` streams with ``context`` tokens altogether."""
+
+    rows: int
+    context: float
+    seconds: float
+    others: float = 0.0
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """The seconds by which the first gap of a stream is longer than its others."""
+
+    tokens: int
+    seconds: float
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """What the calibration requests of one or more clusters took."""
+
+    prompts: Sequence[Prompt]
+    streams: Sequence[Stream]
+    handoffs: Sequence[Handoff]
+
+    def __add__(self, other: Calibration) -> Calibration:
+        return Calibration(
+            prompts=[*self.prompts, *other.prompts],
+            streams=[*self.streams, *other.streams],
+            handoffs=[*self.handoffs, *other.handoffs],
+        )
+
+
+NOTHING = Calibration(prompts=[], streams=[], handoffs=[])
+
+
+class Adapted(msgspec.Struct, frozen=True, kw_only=True):
+    """A service model, and how it differs from that of the engine alone.
+
+    ``prefill``, ``decode``: how many times as long steps with and without prompts take. ``error``:
+    the mean relative error of what the model says of the calibration requests.
+    """
+
+    service: ServiceModel
+    prefill: float
+    decode: float
+    error: float
+
+    def lines(self) -> list[str]:
+        """Return the learned numbers as text."""
+        one = self.service
+        beside = f"{1 + one.prefill_beside:.2f} x and {1 + one.decode_beside:.2f} x"
+        way, handoff = f"{1e3 * one.hop_s:.1f} ms", f"{1e3 * one.handoff_s:.1f} ms"
+        steps = f"prompts take {self.prefill:.2f} x and tokens {self.decode:.2f} x"
+        return [
+            f"calibrated in a running cluster: {steps} the time of the engine alone;",
+            f"beside a busy worker {beside} that; {way} to a worker and back; {handoff} a handoff",
+        ]
+
+
+def adapted(alone: ServiceModel, seen: Calibration, cores: int) -> Adapted:
+    """Return the model of a cluster from that of its engine alone.
+
+    ``cores``: workers of the host that can compute at once; 0: each has a host of its own. Times
+    of equal requests are averaged first: a stall is a part of what a cluster takes. Raises
+    ValueError without prompts and streams alone.
+    """
+    prompts = _means((p.tokens, p.seconds) for p in seen.prompts if not p.others)
+    expected = [(1.0, alone.prefill(tokens, 0)) for tokens in prompts]
+    streams = [one for one in seen.streams if not one.others]
+    if not prompts or not streams:
+        raise ValueError("a calibration needs prompts and streams that were alone")
+    hop, prefill = least_squares(expected, list(prompts.values()))
+    decode = math.fsum(one.seconds for one in streams)
+    decode /= math.fsum(alone.step(one.rows, one.context) for one in streams)
+    service = replace(_scaled(alone, prefill or 1.0, decode), hop_s=hop, cores=cores)
+    token_s = service.kv_token_bytes / service.handoff_rate
+    handoffs = [one.seconds - one.tokens * token_s for one in seen.handoffs]
+    service = replace(
+        service,
+        handoff_s=max(0.0, statistics.mean(handoffs)) if handoffs else 0.0,
+        prefill_beside=_beside(
+            [(p.seconds - hop, service.prefill(p.tokens, 0), p.others) for p in seen.prompts]
+        ),
+        decode_beside=_beside(
+            [(s.seconds, service.step(s.rows, s.context), s.others) for s in seen.streams]
+        ),
+    )
+    error = _error(service, seen)
+    return Adapted(service=service, prefill=prefill, decode=decode, error=error)
+
+
+def alone_seen(record: Record) -> Calibration:
+    """Return what a request shows that had the cluster for itself."""
+    ttft, pause = record.ttft, gap([record])
+    if ttft is None or pause is None:
+        return NOTHING
+    first = record.stamps[1][0] - record.stamps[0][0]
+    return Calibration(
+        prompts=[Prompt(tokens=record.prompt_tokens, seconds=ttft)],
+        streams=[Stream(rows=1, context=_context([record]), seconds=pause)],
+        handoffs=[Handoff(tokens=record.prompt_tokens, seconds=first - pause)],
+    )
+
+
+def together_seen(records: Sequence[Record]) -> Calibration:
+    """Return what streams show that one worker had at once."""
+    pause = gap(records)
+    if pause is None:
+        return NOTHING
+    stream = Stream(rows=len(records), context=_context(records), seconds=pause)
+    return Calibration(prompts=[], streams=[stream], handoffs=[])
+
+
+def beside_seen(stream: Record, prompts: Sequence[Record]) -> Calibration:
+    """Return what a stream and prompts of one token show that two workers computed at once."""
+    if len(stream.stamps) < 2:
+        return NOTHING
+    since, until = stream.stamps[0][0], stream.stamps[-1][0]
+    inside = [one for one in prompts if one.sent >= since and one.ended <= until]
+    busy = [one for one in inside if one.ttft is not None]
+    if not busy:
+        return NOTHING
+    since, until = busy[0].sent, busy[-1].ended
+    pause = gap([stream], since, until)
+    share = math.fsum(one.ttft or 0.0 for one in busy) / (until - since)
+    found = [Prompt(tokens=one.prompt_tokens, seconds=one.ttft or 0.0, others=1.0) for one in busy]
+    streams = []
+    if pause is not None:
+        context = _context([stream])
+        streams = [Stream(rows=1, context=context, seconds=pause, others=min(1.0, share))]
+    return Calibration(prompts=found, streams=streams, handoffs=[])
+
+
+def gap(
+    records: Sequence[Record], since: float = -math.inf, until: float = math.inf
+) -> float | None:
+    """Return the mean seconds between tokens while all of the streams run; None for too few.
+
+    The first token of each is left out, because its gap has the handoff.
+    """
+    if any(len(one.stamps) < 3 for one in records):
+        return None
+    since = max(since, *(one.stamps[1][0] for one in records))
+    until = min(until, *(one.stamps[-1][0] for one in records))
+    seconds, tokens = 0.0, 0
+    for one in records:
+        inside = [stamp for stamp in one.stamps if since <= stamp[0] <= until]
+        if len(inside) > 1:
+            seconds += inside[-1][0] - inside[0][0]
+            tokens += sum(count for _, count in inside[1:])
+    return seconds / tokens if tokens else None
+
+
+def _context(records: Iterable[Record]) -> float:
+    """Return the tokens that the steps of streams attend to, in the mean."""
+    return math.fsum(one.prompt_tokens + one.tokens / 2 for one in records)
+
+
+def _scaled(alone: ServiceModel, prefill: float, decode: float) -> ServiceModel:
+    return replace(
+        alone,
+        prefill_s=prefill * alone.prefill_s,
+        prefill_token_s=prefill * alone.prefill_token_s,
+        prefill_pair_s=prefill * alone.prefill_pair_s,
+        decode_s=decode * alone.decode_s,
+        decode_sequence_s=decode * alone.decode_sequence_s,
+        decode_token_s=decode * alone.decode_token_s,
+        hidden_s=decode * alone.hidden_s,
+    )
+
+
+def _means(found: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """Return the mean of the values of each key."""
+    by: dict[Key, list[float]] = {}
+    for key, value in found:
+        by.setdefault(key, []).append(value)
+    return {key: statistics.mean(values) for key, values in by.items()}
+
+
+def _beside(found: Iterable[tuple[float, float, float]]) -> float:
+    """Return the part by which another worker prolongs steps.
+
+    ``found``: seconds, those without the other worker, and the share in which it computed.
+    """
+    beside = [one for one in found if one[2]]
+    longer = math.fsum(seconds - alone for seconds, alone, _ in beside)
+    return (
+        max(0.0, longer / math.fsum(alone * share for _, alone, share in beside)) if beside else 0.0
+    )
+
+
+def _error(service: ServiceModel, seen: Calibration) -> float:
+    """Return the mean relative error of the model for each kind of calibration request."""
+    multiples = []
+    for prompt in seen.prompts:
+        work = service.prefill(prompt.tokens, 0) * (1 + service.prefill_beside * prompt.others)
+        kind = "prompt", prompt.tokens, prompt.others > 0
+        multiples.append((kind, prompt.seconds / (service.hop_s + work)))
+    for stream in seen.streams:
+        step = service.step(stream.rows, stream.context)
+        step *= 1 + service.decode_beside * stream.others
+        multiples.append((("stream", stream.rows, stream.others > 0), stream.seconds / step))
+    return statistics.mean(abs(one - 1) for one in _means(multiples).values())
