@@ -57,8 +57,8 @@ def _whole_hint(value: float) -> str:
     return f"; write {int(value)}" if value.is_integer() and abs(value) < 1e15 else ""
 
 
-def real(low: float, high: float, wanted: str, *, above: bool = False) -> Check:
-    """Check for a number in ``[low, high]``, or in ``(low, high]`` if ``above``.
+def real(low: float, high: float, wanted: str) -> Check:
+    """Check for a number in ``[low, high]``.
 
     The bounds are limited to float32, the type that sampling computes in.
     """
@@ -73,7 +73,7 @@ def real(low: float, high: float, wanted: str, *, above: bool = False) -> Check:
                 number = float(value)
             except OverflowError:
                 number = math.inf
-        if not low <= number <= high or (above and number == low):  # NaN as well
+        if not low <= number <= high:  # NaN as well
             raise InputError(f"{name} must be {wanted}, not {shown(value)}")
         return number
 

@@ -45,26 +45,17 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: the model's tokenizer.
         stop: strings that end the text.
-        include_stop: keep the stop string in the text.
-        skip_special_tokens: omit special tokens from the text.
 
     """
 
     __slots__ = ("_decode", "_decoder", "_matcher", "_skipped")
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._skipped = tokenizer.special_ids
         decoder = _ByteDecoder if tokenizer.is_byte_level else _WindowDecoder
         self._decoder: _Decoder = decoder(tokenizer)
         self._decode = self._decoder.push
-        self._matcher = StopMatcher(stop, include=include_stop) if stop else None
+        self._matcher = StopMatcher(stop) if stop else None
 
     @property
     def stops(self) -> bool:

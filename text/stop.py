@@ -27,16 +27,14 @@ class StopMatcher:
 
     Args:
         stop: up to 16 strings of 1 to 128 characters.
-        include: return the stop string as well.
 
     Raises:
         InputError: a stop string is empty or too long, or there are too many stop strings.
 
     """
 
-    def __init__(self, stop: Iterable[str] = (), *, include: bool = False) -> None:
+    def __init__(self, stop: Iterable[str] = ()) -> None:
         self._stop = check_stop(stop)
-        self._include = include
         self._prefixes = {text[:n] for text in self._stop for n in range(1, len(text))}
         self._first = {text[0] for text in self._stop}
         self._reach = max((len(text) - 1 for text in self._stop), default=0)
@@ -52,8 +50,7 @@ class StopMatcher:
         self._held += text
         if (found := self._first_match()) is not None:
             end, self.matched = found
-            cut = end if self._include else end - len(self.matched)
-            return self._give(cut, keep=False)
+            return self._give(end - len(self.matched), keep=False)
         return self._give(self._safe_length(), keep=True)
 
     def finish(self) -> str:

@@ -26,7 +26,7 @@ from baton.proto.errors import CheckpointError, InputError
 from .guarded import GuardedRenderer, GuardedTokenizer
 from .model_files import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILES, TokenizerSettings
 from .plain_tokenizers import is_plain
-from .sandbox import MAX_OUTPUT_CHARS, RenderError, render
+from .sandbox import RenderError, render
 from .stated_tokens import StatedToken
 from .tokenizer_core import LocalCore, TokenizerCore, TokenizerFailed
 
@@ -53,7 +53,6 @@ class ChatTemplate:
             requests with tools.
         variables: variables for every rendering, such as ``bos_token``.
         guard: renders templates that are not the operator's; None renders in this process.
-        max_output_chars: limit of the rendered text.
 
     """
 
@@ -63,12 +62,10 @@ class ChatTemplate:
         variables: Mapping[str, str] | None = None,
         *,
         guard: GuardedRenderer | None = None,
-        max_output_chars: int = MAX_OUTPUT_CHARS,
     ) -> None:
         self._templates = dict(templates)
         self._variables = dict(variables or {})
         self._guard = guard
-        self._max_output_chars = max_output_chars
 
     @property
     def names(self) -> list[str]:
@@ -112,7 +109,7 @@ class ChatTemplate:
         }
         renderer = render if self._guard is None else self._guard.render
         try:
-            return renderer(source, everything, self._max_output_chars)
+            return renderer(source, everything)
         except RenderError as error:
             raise InputError(f"chat template: {error}") from None
         except (TypeError, ValueError, RecursionError) as error:

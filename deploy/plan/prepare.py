@@ -362,10 +362,10 @@ def with_picture_memory(settings: ServeSettings, kv_default: int) -> ServeSettin
     return msgspec.structs.replace(settings, picture_memory=str(memory))
 
 
-def sizing_of(settings: ServeSettings, *, measured: bool = True) -> Sizing | None:
+def sizing_of(settings: ServeSettings) -> Sizing | None:
     """Return what the workers of a text model need here; None for other models and devices.
 
-    ``measured``: also the speed, which takes about two seconds.
+    Measures the speed, which takes about two seconds.
     """
     settings = with_task(settings)
     if settings.device != "cpu" or settings.task == DRAW:
@@ -385,7 +385,7 @@ def sizing_of(settings: ServeSettings, *, measured: bool = True) -> Sizing | Non
         workers,
         kv_bytes,
         shares=shares_weights(settings),
-        speed=measure(checkpoint, threads) if measured else None,
+        speed=measure(checkpoint, threads),
         kv_type=kind,
     )
 

@@ -34,21 +34,7 @@ CLIENT = 10001
 cannot be turned off there. Baton does not use it."""
 METRICS = {"autoscaler": 44217, "dashboard": 44227}
 """Ports on the head if ``ray[default]`` is installed; used only by Prometheus."""
-START_OPTIONS = {**NODE_PORTS, **WORKER_PORTS}
 TABLE = "baton_ray"
-
-
-def between_hosts() -> list[tuple[int, int]]:
-    """Ranges of ports (first, last) that Ray on one host of a cluster uses on another."""
-    low, high = WORKER_PORTS.values()
-    single = sorted({GCS, *NODE_PORTS.values()} - {NODE_PORTS["metrics-export-port"]})
-    ranges: list[tuple[int, int]] = []
-    for port in single:
-        if ranges and port == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], port)
-        else:
-            ranges.append((port, port))
-    return sorted([*ranges, (low, high)])
 
 
 def metrics_ports() -> list[int]:

@@ -129,11 +129,6 @@ class Scheduler:
         return any(request in rows for rows in self._out)
 
     @property
-    def inflight(self) -> frozenset[bytes]:
-        """Requests of the steps that are out."""
-        return frozenset(request for rows in self._out for request in rows)
-
-    @property
     def steps_out(self) -> int:
         """Number of planned steps whose results are not applied yet."""
         return len(self._out)

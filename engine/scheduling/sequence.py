@@ -73,7 +73,6 @@ class Sequence:
         salt: bytes = b"",
         priority: int = 0,
         arrival: float = 0.0,
-        stream_from: int | None = None,
     ) -> None:
         self.request = request
         self.context = context
@@ -82,7 +81,7 @@ class Sequence:
         self.source = b""
         self.priority = priority
         self.arrival = arrival
-        self.stream_from = stream_from
+        self.stream_from: int | None = None
         self.step_limit = 0.0
         self.rank: tuple[int, float, int] = (priority, arrival, 0)  # last: set by the scheduler
         self.allocation: Allocation | None = None

@@ -30,7 +30,6 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 from msgspec.structs import replace
 
@@ -80,7 +79,6 @@ _NIL = b"\xc0"
 
 _set = msgspec.structs.force_setattr
 
-Vector = npt.NDArray[np.float32]
 T = TypeVar("T")
 Digest = Callable[[Sequence[Frame]], int]
 """Computes the XXH3-64 of consecutive buffers; passed in, so that proto needs no library for it."""

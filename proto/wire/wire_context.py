@@ -46,13 +46,12 @@ if TYPE_CHECKING:
 
     from ..contexts.outputs import LogProbabilities
 
-    TokenArray = npt.NDArray[np.int32]
     AnyArray = npt.NDArray[Any]
     Queued = dict[int, LogProbabilities] | None
 else:
     # The decoder's types: maps that arrays replace later, and log-probabilities that are counted
     # before they are built. No generic list or map is ever built.
-    TokenArray = AnyArray = ArrayMap
+    AnyArray = ArrayMap
     Queued = msgspec.Raw
 
 _ACTIVE = GenerationStatus.ACTIVE

@@ -10,7 +10,6 @@ from baton.engine.kernels.cuda.attention_plan import (
     MAX_SPLITS,
     PREFILL_ROWS,
     DecodeShape,
-    check_tables,
     decode_chunk,
     plan_decode,
     plan_prefill,
@@ -184,17 +183,3 @@ def test_a_wrong_prefill_plan_is_refused(offsets, group, window, message):
 def test_negative_positions_are_refused():
     with pytest.raises(ValueError, match="positions"):
         plan_prefill(np.array([0, 1], np.int32), np.array([-1], np.int32), 4)
-
-
-def test_tables_must_name_blocks_where_rows_look():
-    tables = np.array([[3, 9, -1], [0, 5, 6]], np.int32)
-    lengths = np.array([32, 48], np.int32)
-    check_tables(tables, lengths, 16, 10)
-    check_tables(tables, np.array([32, 0], np.int32), 16, 10)
-    check_tables(np.array([[-1, 9]], np.int32), np.array([32], np.int32), 16, 10, window=16)
-    with pytest.raises(ValueError, match=r"block ids must be in 0\.\.8"):
-        check_tables(tables, lengths, 16, 9)
-    with pytest.raises(ValueError, match="block ids"):
-        check_tables(tables, np.array([33, 48], np.int32), 16, 10)
-    with pytest.raises(ValueError, match="room for 3"):
-        check_tables(tables, np.array([32, 49], np.int32), 16, 10)

@@ -169,6 +169,9 @@ def test_a_nodes_environment_turns_rays_memory_monitor_off(name, tmp_path):
     assert found["BATON_KEYS"] == f"{tmp_path}/.baton/keys"
 
 
+START_OPTIONS = {**firewall.NODE_PORTS, **firewall.WORKER_PORTS}
+
+
 @pytest.mark.parametrize("name", [*NAMES, "written"])
 def test_every_ray_start_of_a_file_names_all_its_ports(name):
     starts = re.findall(r"ray start .*", texts()[name])
@@ -176,7 +179,7 @@ def test_every_ray_start_of_a_file_names_all_its_ports(name):
     for start in starts:
         assert f"--port={firewall.GCS}" in start or f":{firewall.GCS} " in start
         found = {key: int(value) for key, value in re.findall(r"--(\S+-port)=(\d+)", start)}
-        assert found == firewall.START_OPTIONS
+        assert found == START_OPTIONS
 
 
 def pods():
@@ -195,12 +198,27 @@ def test_every_ray_pod_has_fixed_ports_its_own_probes_and_no_memory_monitor():
     agent = firewall.NODE_PORTS["dashboard-agent-listen-port"]
     for group, container in groups:
         found = {k: int(v) for k, v in group["rayStartParams"].items() if k.endswith("-port")}
-        assert found == firewall.START_OPTIONS
+        assert found == START_OPTIONS
         assert {"name": "RAY_memory_monitor_refresh_ms", "value": "0"} in container["env"]
         for probe in ("livenessProbe", "readinessProbe"):
             assert container[probe]["httpGet"] == {"path": "/api/healthz", "port": agent}
     text = (FILES / "kuberay/raycluster.yaml").read_text()
     assert "KubeRay operator 1.6 or later" in text
+
+
+def between_hosts() -> list[tuple[int, int]]:
+    """Ranges of ports (first, last) that Ray on one host of a cluster uses on another."""
+    low, high = firewall.WORKER_PORTS.values()
+    single = sorted(
+        {firewall.GCS, *firewall.NODE_PORTS.values()} - {firewall.NODE_PORTS["metrics-export-port"]}
+    )
+    ranges: list[tuple[int, int]] = []
+    for port in single:
+        if ranges and port == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], port)
+        else:
+            ranges.append((port, port))
+    return sorted([*ranges, (low, high)])
 
 
 def test_policies_open_rays_ports_to_pods_of_the_cluster_alone():
@@ -216,7 +234,7 @@ def test_policies_open_rays_ports_to_pods_of_the_cluster_alone():
             for port in rule["ports"]
         )
 
-    assert ranges("podSelector") == firewall.between_hosts()
+    assert ranges("podSelector") == between_hosts()
     assert ranges("namespaceSelector") == [
         (port, port) for port in sorted(firewall.metrics_ports())
     ]

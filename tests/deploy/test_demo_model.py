@@ -11,7 +11,6 @@ from baton.engine.llm import LLMEngine
 from baton.engine.loading.loader import load_runner
 from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.sampling import SamplingParams
-from baton.text.detokenizer import IncrementalDetokenizer
 from baton.text.tokenizer import Tokenizer
 from baton.tools.demo_model.corpus import ANIMALS
 
@@ -37,9 +36,8 @@ def ask(engine: LLMEngine, questions: list[str]) -> list[str]:
     params = SamplingParams(temperature=0, max_new_tokens=120)
     texts = []
     for context, prompt in zip(engine.generate(prompts, params), prompts, strict=True):
-        stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         tokens = context.tokens.all[len(prompt) :].tolist()
-        texts.append(stream.push(tokens).text + stream.finish().text)
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=False))
     return texts
 
 

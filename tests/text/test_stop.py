@@ -56,11 +56,6 @@ def test_holds_back_only_what_may_become_a_stop_string():
     assert matcher.finish() == ""
 
 
-def test_include_keeps_the_stop_string():
-    matcher = StopMatcher(["STOP"], include=True)
-    assert matcher.push("the ST") + matcher.push("OP is near") == "the STOP"
-
-
 def test_finish_gives_the_held_start():
     matcher = StopMatcher(["END"])
     assert matcher.push("the EN") + matcher.finish() == "the EN"

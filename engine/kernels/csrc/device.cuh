@@ -132,12 +132,6 @@ __device__ __forceinline__ float half_to_float(unsigned short h) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
     return f;
 }
-// Rounds to nearest even; values beyond 65504 become infinity.
-__device__ __forceinline__ unsigned short float_to_half(float f) {
-    unsigned short h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
 
 #endif  // BATON_CUDA_HOST
 
@@ -175,22 +169,6 @@ __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
     return float_to_bf16(low) | static_cast<unsigned>(float_to_bf16(high)) << 16;
 #endif
 }
-// The larger of each of two pairs; 0x7fff if one of them is NaN.
-__device__ __forceinline__ unsigned max_bf16x2(unsigned a, unsigned b) {
-#if defined(__CUDA_ARCH__)
-    unsigned word;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
-    return word;
-#else
-    unsigned word = 0;
-    for (int shift = 0; shift < 32; shift += 16) {
-        const bf16 x = static_cast<bf16>(a >> shift), y = static_cast<bf16>(b >> shift);
-        const float f = bf16_to_float(x), g = bf16_to_float(y);
-        word |= (f != f || g != g ? 0x7fffu : f > g ? x : y) << shift;
-    }
-    return word;
-#endif
-}
 // Unpacks the 8 values of a 16-byte word, and packs them again.
 __device__ __forceinline__ void unpack8(const uint4& word, float* f) {
     f[0] = low_bf16(word.x), f[1] = high_bf16(word.x), f[2] = low_bf16(word.y);
@@ -202,44 +180,8 @@ __device__ __forceinline__ uint4 pack8(const float* f) {
                       pack_bf16(f[6], f[7]));
 }
 
-// ---------------------------------------------------------------- fp16, two at a time
-
-// Rounds two floats to nearest even, the first in the low half. Values above 65504, including infinity,
-// become 65504; NaN becomes 0x7fff.
-__device__ __forceinline__ unsigned pack_half_saturating(float low, float high) {
-#if defined(__CUDA_ARCH__)
-    unsigned word;
-    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-#else
-    const float floats[2] = {low, high};
-    unsigned word = 0;
-    for (int i = 0; i < 2; i++) {
-        const float f = floats[i], near = fminf(fmaxf(f, -65504.0f), 65504.0f);
-        word |= (f == f ? float_to_half(near) : 0x7fffu) << 16 * i;
-    }
-    return word;
-#endif
-}
-
 // ---------------------------------------------------------------- fp8 e4m3
 
-// Rounds to nearest even; magnitudes beyond 448 and infinity become 448, NaN becomes 0x7f.
-__device__ __forceinline__ unsigned char float_to_fp8(float f) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    unsigned short pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(f));
-    return static_cast<unsigned char>(pair);
-#else
-    const unsigned u = __float_as_uint(f), sign = u >> 24 & 0x80u, size = u & 0x7fffffffu;
-    if (size > 0x7f800000u) return 0x7f;
-    if (size >= 0x43e00000u) return static_cast<unsigned char>(sign | 0x7eu);  // 448
-    if (size < 0x3c800000u)  // below 2^-6: the addition rounds to a multiple of 2^-9
-        return static_cast<unsigned char>(
-            sign | (__float_as_uint(__uint_as_float(size) + 16384.0f) & 0xfu));
-    return static_cast<unsigned char>(sign | (((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - 960u));
-#endif
-}
 __device__ __forceinline__ float fp8_to_float(unsigned char bits) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     unsigned pair;
@@ -252,16 +194,7 @@ __device__ __forceinline__ float fp8_to_float(unsigned char bits) {
 #endif
 }
 
-// Converts two floats as float_to_fp8 does each, the first in the low byte; and back.
-__device__ __forceinline__ unsigned pack_fp8(float low, float high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    unsigned short pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    return float_to_fp8(low) | static_cast<unsigned>(float_to_fp8(high)) << 8;
-#endif
-}
+// Two codes as floats, that in the low byte first.
 __device__ __forceinline__ float2 unpack_fp8(unsigned pair) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     unsigned halves;

@@ -6,8 +6,8 @@ may be int8 ``[NB, 2, Hk, BS, D + 2]`` (:mod:`.reference_int8`), with the bits o
 that has the same values. Query head
 ``h`` reads KV head ``h // (Hq / Hk)``. A row's bits do not depend on other rows, on the placement
 of its blocks or, in prefill, on its chunk. All keys visible to the rows of a tile must be finite;
-other keys are not read. Plans come from :mod:`.attention_plan`, which also has ``check_tables`` for
-block tables. Wrong types, shapes and orders raise ValueError before the launch.
+other keys are not read. Plans come from :mod:`.attention_plan`. Wrong types, shapes and orders
+raise ValueError before the launch.
 """
 
 from __future__ import annotations

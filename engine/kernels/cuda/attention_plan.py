@@ -159,25 +159,6 @@ def plan_prefill(row_offsets: I32, positions: I32, group: int, window: int = 0) 
     return plan[np.argsort(-work, kind="stable")].astype(np.int32)
 
 
-def check_tables(
-    block_tables: I32, lengths: I32, block_size: int, num_blocks: int, window: int = 0
-) -> None:
-    """Raise ValueError unless all table entries that the kernels read are blocks of the pool.
-
-    ``block_tables[S, Nmax]`` of sequences of ``lengths[S]`` positions. With a window, the entries
-    of blocks before the window are not checked. The window applies to the last row: for prefill
-    pass no window, or lengths and tables as for its first row.
-    """
-    width = block_tables.shape[1]
-    blocks = -(-lengths // block_size)
-    if blocks.size and int(blocks.max()) > width:
-        raise ValueError(f"a sequence has {blocks.max()} blocks, the tables have room for {width}")
-    first = np.maximum(lengths - (window or ALL_POSITIONS), 0) // block_size
-    column = np.arange(width)
-    used = (column >= first[:, None]) & (column < blocks[:, None])
-    check_below("block ids", block_tables[used], num_blocks)
-
-
 @dataclass(frozen=True, slots=True)
 class WidenedPiece:
     """Sequences ``first .. last`` whose blocks are widened together.

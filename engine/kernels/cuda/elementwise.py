@@ -94,20 +94,17 @@ def put_rows(
     out: DeviceArray,
     *,
     add: bool = False,
-    known_rows: Known | None = None,
 ) -> None:
     """``out[rows[i]] = x[i]``, or the rounded sum with ``add``; all bf16, ``rows`` int32 ``[R]``.
 
     ``x[R, H]``, ``out[T, H]``, ``H`` a multiple of 8. The rows are distinct. A row outside ``out``
-    is left out, or raises ValueError if it is in ``known_rows``.
+    is left out.
     """
     check_array("rows", rows, np.int32, (None,))
     check_array("out", out, BF16, (None, None))
     count, width = out.shape
     check_array("x", x, BF16, (rows.shape[0], width))
     check_multiple("the width of out", width, VECTOR)
-    if known_rows is not None:
-        check_below("rows", known_rows, count)
     words = width // VECTOR
     if rows.shape[0]:
         kernel = _kernel("put_rows_add" if add else "put_rows")

@@ -395,6 +395,3 @@ static inline void mma_bf16_16816(float* d, const unsigned* a, const unsigned* b
 static inline float half_to_float(unsigned short h) {
     return static_cast<float>(cuda_host::bits<_Float16>(h));
 }
-static inline unsigned short float_to_half(float f) {
-    return cuda_host::bits<unsigned short>(static_cast<_Float16>(f));
-}
