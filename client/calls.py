@@ -97,7 +97,7 @@ class Draft(msgspec.Struct, frozen=True):
 
     def prepare(self, model: ServedModel) -> Prepared:
         """Encode the prompt and make the request. Raises InputError, TaskMismatch."""
-        model.check_text()
+        model.check_generates()
         options: RequestOptions = {**self.options, "request_id": self.request_id}
         if self.whole:
             options.setdefault("show_text", model.has_tokenizer)

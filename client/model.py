@@ -21,7 +21,7 @@ from baton.proto.contexts.text import TextContext
 from baton.proto.errors import BatonError, InputError, TaskMismatch
 from baton.proto.ids import RequestID
 from baton.proto.limits import MAX_TOP_K
-from baton.proto.requests import build_wire_context
+from baton.proto.requests import build_wire_context, refuse_task
 from baton.proto.sampling import (
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
@@ -120,11 +120,17 @@ class ServedModel:
         return chars <= QUICK_CHARS and tokenizer is not None and tokenizer.runs_here
 
     def check_text(self) -> None:
-        """Raise TaskMismatch if the model generates no text."""
+        """Raise TaskMismatch if the model takes no text alone: it draws pictures."""
         if self.draws:
             raise TaskMismatch(
                 f"{self.card.name!r} is a picture model and generates no text; use image"
             )
+
+    def check_generates(self) -> None:
+        """Raise TaskMismatch if the model generates nothing that a prompt of text begins."""
+        self.check_text()
+        if self.card.task == "embed":
+            refuse_task(self.card)
 
     def place_images(self, tokens: Int32, images: Sequence[Any]) -> PlacedImages:
         """Prepare images and expand a prompt's placeholders. Raises InputError.

@@ -67,7 +67,7 @@ async def responses(request: Request) -> Response | EventStream:
     body, warnings = _reader.read(await read_body(request), strict=strict)
     warnings = [one for one in warnings if not one.startswith(_SHOWN)]
     warnings += body.check(strict=strict)
-    model = await served.text_model(body.model)
+    model = await served.generating_model(body.model)
     options, name = options_of(body) | target_of(request), name_of("resp", request)
     urls: list[ImageUrl] = []
     unknown = Unknown(strict=strict)

@@ -137,6 +137,15 @@ class Served:
         model.check_text()
         return model
 
+    async def generating_model(self, wanted: str | None = None) -> ServedModel:
+        """Return the served model as :meth:`model`. Raises TaskMismatch if it generates no text.
+
+        Else the first error of an embedding model would be its missing chat template.
+        """
+        model = await self.model(wanted)
+        model.check_generates()
+        return model
+
 
 def origin_of(request: Request) -> RequestOptions:
     """Return the options that name a native request's origin: gateway and trace."""

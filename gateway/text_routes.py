@@ -72,7 +72,7 @@ async def chat(request: Request) -> None:
     served = Served.of(request)
     content = await read_body(request)
     body, warnings = _chat_reader.read(content, strict=served.strict_parameters)
-    model = await served.text_model(body.model)
+    model = await served.generating_model(body.model)
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -119,7 +119,7 @@ async def completions(request: Request) -> None:
     body, warnings = _completion_reader.read(
         await read_body(request), strict=served.strict_parameters
     )
-    model = await served.text_model(body.model)
+    model = await served.generating_model(body.model)
     prompts: Sequence[TokensOrText] = prompts_of(body)
     if body.add_special_tokens is False:
         prompts = await asyncio.to_thread(_without_special_tokens, prompts, model)

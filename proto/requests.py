@@ -211,7 +211,7 @@ def check_wire_context(wire: WireContext, card: ModelCard) -> None:
         return
     check_kind(wire, card)
     if wire.task != card.task:
-        _refuse_task(card)
+        refuse_task(card)
     _check_tokens(wire, card)
     _check_kind_fields(wire, card)
     _check_lengths(wire, card)
@@ -347,7 +347,8 @@ def _check_array(tokens: Int32) -> None:
         )
 
 
-def _refuse_task(card: ModelCard) -> NoReturn:
+def refuse_task(card: ModelCard) -> NoReturn:
+    """Raise TaskMismatch with what the model does instead."""
     if card.task == "draw":
         raise TaskMismatch(f"{card.name!r} is a picture model and generates no text")
     if card.task == "embed":

@@ -181,7 +181,13 @@ def test_embeddings_over_http_as_numbers_and_as_base64(bert, tmp_path, capsys):
         assert gateway.ask("GET", "/ready")[0] == 200
         chat = {"messages": [{"role": "user", "content": "Who are you?"}]}
         status, body, _ = gateway.ask("POST", "/v1/chat/completions", chat)
-        assert status == 400, body
+        assert (status, body["error"]["code"]) == (400, "task_mismatch"), body
+        said = "'bert' is an embedding model and generates no text; use embed"
+        assert body["error"]["message"] == said
+        with bert.client() as client, pytest.raises(TaskMismatch, match=said):
+            client.chat(chat["messages"])
+        status, body, _ = gateway.ask("POST", "/v1/responses", {"input": "Who are you?"})
+        assert body["error"]["message"] == said
         status, body, _ = gateway.ask("POST", "/v1/embeddings", {"input": "a", "dimensions": 3})
         assert (status, body["error"]["param"]) == (400, "dimensions")
         url = f"http://127.0.0.1:{gateway.port}/v1"

@@ -43,6 +43,7 @@ class Cluster:
             tokenizer=SimpleNamespace(decode=self._decode),
             defaults=SamplingParamsGenerationConfigDefaults(),
             check_text=lambda: None,
+            check_generates=lambda: None,
             draws=False,
         )
 

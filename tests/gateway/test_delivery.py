@@ -320,7 +320,7 @@ class Requests:
         card = SimpleNamespace(name="demo")
         defaults = SamplingParamsGenerationConfigDefaults()
         return SimpleNamespace(
-            description=description, card=card, defaults=defaults, check_text=lambda: None
+            description=description, card=card, defaults=defaults, check_generates=lambda: None
         )
 
     def begin(self, _prompt: Any, _params: Any, options: Any) -> AsyncGeneration:

@@ -146,7 +146,7 @@ def test_several_answers_share_the_images_of_a_request(number):
                 takes_images=True,
                 description=description,
                 card=card,
-                check_text=lambda: None,
+                check_generates=lambda: None,
                 is_quick=lambda _: False,
                 defaults=SamplingParamsGenerationConfigDefaults(),
             )
