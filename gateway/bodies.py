@@ -265,6 +265,18 @@ class EmbeddingBody(Body, kw_only=True):
     input: Prompts
     encoding_format: str | None = "float"
     dimensions: Count | None = None
+    add_special_tokens: Any = None
+    embed_dtype: Any = None
+    endianness: Any = None
+    messages: Any = None
+    mm_processor_kwargs: Any = None
+    normalize: Any = None
+    truncate_prompt_tokens: Any = None
+    use_activation: Any = None
+    cache_salt: Any = None
+    priority: Any = None
+    request_id: Any = None
+    truncation_side: Any = None
 
 
 class TokenizeBody(Body, kw_only=True):

@@ -53,6 +53,17 @@ CHAT_REFUSED: Rules = {
     "echo": ((False,), "use /v1/completions for echo"),
     "add_special_tokens": ((False,), "the chat template writes them"),
 }
+EMBEDDINGS_REFUSED: Rules = {
+    "add_special_tokens": ((True,), "the tokenizer adds what the model was trained with"),
+    "embed_dtype": (("float32",), "base64 has float32 numbers"),
+    "endianness": (("native", "little"), "base64 has the bytes of a number lowest first"),
+    "messages": (([],), "give the texts as input"),
+    "normalize": ((), "the model's folder decides it"),
+    "use_activation": ((), "the model's folder decides it"),
+}
+EMBEDDINGS_IGNORED: Rules = {
+    "cache_salt": ((), "texts to embed share no prefix cache"),
+}
 
 IGNORED: Rules = {
     "length_penalty": ((1, 1.0), "beam search is not offered"),

@@ -19,7 +19,7 @@ from .bodies import (
     EmbeddingBody,
     TokenizeBody,
 )
-from .field_rules import CHAT_REFUSED, REFUSED
+from .field_rules import CHAT_REFUSED, EMBEDDINGS_REFUSED, REFUSED
 from .images_route import IMAGES_REFUSED, ImagesBody
 from .responses_bodies import RESPONSES_REFUSED, FunctionTool, ResponsesBody
 from .speech_route import FORMATS, SPEECH_REFUSED, SpeechBody
@@ -38,6 +38,7 @@ BODIES: dict[str, type[Body]] = {
 _EVENTS = "text/event-stream"
 _MORE_REFUSED = {
     ChatBody: CHAT_REFUSED,
+    EmbeddingBody: EMBEDDINGS_REFUSED,
     ResponsesBody: RESPONSES_REFUSED,
     SpeechBody: SPEECH_REFUSED,
     ImagesBody: IMAGES_REFUSED,

@@ -21,6 +21,7 @@ from baton.runtime.metrics.vllm import vllm_families
 
 from .bodies import MAX_TEXTS, BodyReader, DetokenizeBody, EmbeddingBody, TokenizeBody, Warnings
 from .errors import ParameterError
+from .field_rules import EMBEDDINGS_IGNORED, EMBEDDINGS_REFUSED
 from .messages import Unknown, messages_of
 from .metrics import GatewayMetrics
 from .parameters import list_of
@@ -35,7 +36,7 @@ STATUS_TIMEOUT_S = 5.0
 STATUS_ONLY = "baton.status_only"
 """In the scope of a probe without a key, whose answer must not show more than the status."""
 _STARTED = int(time.time())
-_embedding_reader = BodyReader(EmbeddingBody)
+_embedding_reader = BodyReader(EmbeddingBody, EMBEDDINGS_REFUSED, EMBEDDINGS_IGNORED)
 _tokenize_reader = BodyReader(TokenizeBody)
 _detokenize_reader = BodyReader(DetokenizeBody)
 _CHAT_FIELDS = ("add_generation_prompt", "chat_template_kwargs", "tools")

@@ -17,7 +17,14 @@ from baton.gateway.bodies import (
     TokenizeBody,
 )
 from baton.gateway.errors import ParameterError, error_json, status_of
-from baton.gateway.field_rules import CHAT_REFUSED, IGNORED, RECORDS, REFUSED
+from baton.gateway.field_rules import (
+    CHAT_REFUSED,
+    EMBEDDINGS_IGNORED,
+    EMBEDDINGS_REFUSED,
+    IGNORED,
+    RECORDS,
+    REFUSED,
+)
 from baton.gateway.grammars import Content, constraint_of
 from baton.gateway.images_route import IMAGES_IGNORED, IMAGES_REFUSED
 from baton.gateway.messages import messages_of
@@ -197,9 +204,14 @@ VLLM = """top_k min_p repetition_penalty length_penalty use_beam_search stop_tok
     stream_interval session_id ec_transfer_params thinking_token_budget"""
 VLLM_CHAT = """echo add_generation_prompt continue_final_message documents chat_template
     chat_template_kwargs mm_processor_kwargs media_io_kwargs include_reasoning"""
+OPENAI_EMBEDDINGS = "input model dimensions encoding_format user"
+VLLM_EMBEDDINGS = """truncate_prompt_tokens truncation_side add_special_tokens embed_dtype
+    endianness normalize use_activation messages mm_processor_kwargs cache_salt priority
+    request_id"""
 DOCUMENTED = {
     ChatBody: f"{OPENAI} {OPENAI_CHAT} {VLLM} {VLLM_CHAT}",
     CompletionBody: f"{OPENAI} {VLLM} prompt best_of echo suffix prompt_embeds",
+    EmbeddingBody: f"{OPENAI_EMBEDDINGS} {VLLM_EMBEDDINGS}",
 }
 
 
@@ -207,6 +219,17 @@ DOCUMENTED = {
 def test_every_documented_parameter_is_known(kind):
     """So each is used, or refused with the reason: see the test before."""
     assert set(DOCUMENTED[kind].split()) <= set(kind.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", sorted({*EMBEDDINGS_REFUSED, "truncate_prompt_tokens"}))
+def test_fields_that_would_change_a_vector_are_refused(name):
+    reader = BodyReader(EmbeddingBody, EMBEDDINGS_REFUSED, EMBEDDINGS_IGNORED)
+    neutral, _ = (REFUSED | EMBEDDINGS_REFUSED)[name]  # type: ignore[operator]
+    for value in (None, *neutral):
+        body = json.dumps({"input": "x", name: value}).encode()
+        assert reader.read(body, strict=True)[1] == []
+    with pytest.raises(ParameterError, match=f"{name} is not supported: "):
+        reader.read(json.dumps({"input": "x", name: "something"}).encode())
 
 
 @pytest.mark.parametrize("name", sorted(CHAT_REFUSED))
@@ -462,10 +485,11 @@ def test_tokenize_bodies():
 
 def test_the_page_has_every_field():
     page = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
-    for kind in (ChatBody, CompletionBody, ResponsesBody):
+    for kind in (ChatBody, CompletionBody, ResponsesBody, EmbeddingBody):
         for name in kind.__struct_fields__:
             assert f"`{name}`" in page, name
     rules = [REFUSED, IGNORED, RESPONSES_REFUSED, RESPONSES_IGNORED, IMAGES_REFUSED]
+    rules += [EMBEDDINGS_REFUSED, EMBEDDINGS_IGNORED]
     for name, (neutral, reason) in (
         pair for one in (*rules, IMAGES_IGNORED) for pair in one.items()
     ):
