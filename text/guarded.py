@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.runtime.process.helper import HelperProcess
 
-from .sandbox import MAX_OUTPUT_CHARS, RenderError, RenderLimit
+from .render_errors import MAX_OUTPUT_CHARS, RenderError, RenderLimit
 from .stated_tokens import StatedToken
 from .tokenizer_core import AddedToken, TokenizerFailed
 

@@ -26,7 +26,8 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 def renderer() -> Answer:
     """Load the template library. The answers are ``{"text"}``, ``{"limit"}`` or ``{"error"}``."""
-    from .sandbox import RenderError, RenderLimit, render
+    from .render_errors import RenderError, RenderLimit
+    from .sandbox import render
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -3,7 +3,7 @@
 The sandbox denies a template access to Python's objects and changes to its variables.
 :func:`render` limits the size of the template and of the output, but not time or memory:
 ``"x" * 10**9`` is one expression. Untrusted templates therefore run in the killable process of
-:mod:`.guarded`, which imports this module and no larger one.
+:mod:`.guarded_worker`, which imports this module and no larger one.
 
 Templates have the environment that transformers provides: ``raise_exception``, ``strftime_now``,
 ``tojson`` without HTML escapes, ``{% break %}`` and ``{% continue %}``, and ``{% generation %}``
@@ -23,21 +23,14 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from .render_errors import MAX_OUTPUT_CHARS, RenderError, RenderLimit
+
 if TYPE_CHECKING:
     from jinja2 import Template
     from jinja2.parser import Parser
 
 MAX_TEMPLATE_CHARS = 256 << 10
-MAX_OUTPUT_CHARS = 8 << 20
 MAX_ERROR_CHARS = 300
-
-
-class RenderError(Exception):
-    """The template is invalid, or rejected these messages with ``raise_exception``."""
-
-
-class RenderLimit(RenderError):
-    """The template or its output exceeds its size limit."""
 
 
 class _GenerationBlock(Extension):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from baton.proto.errors import CheckpointError, InputError
 from .guarded import GuardedRenderer, GuardedTokenizer
 from .model_files import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILES, TokenizerSettings
 from .plain_tokenizers import is_plain
-from .sandbox import RenderError, render
+from .render_errors import RenderError
 from .stated_tokens import StatedToken
 from .tokenizer_core import LocalCore, TokenizerCore, TokenizerFailed
 
@@ -107,13 +107,19 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        renderer = render if self._guard is None else self._guard.render
         try:
-            return renderer(source, everything)
+            return self._renderer()(source, everything)
         except RenderError as error:
             raise InputError(f"chat template: {error}") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"chat messages must be plain JSON values: {error}") from None
+
+    def _renderer(self) -> Callable[[str, Mapping[str, Any]], str]:
+        if self._guard is not None:
+            return self._guard.render
+        from .sandbox import render  # imports Jinja, which other processes do not need
+
+        return render
 
     def source(self, *, with_tools: bool = False) -> str:
         """Return the template that renders a request. Raises InputError without a template."""

@@ -6,8 +6,6 @@ from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.embedding_config import DRAW
 from baton.engine.loading.kv_types import AUTO
 from baton.engine.loading.tasks import folder_task
-from baton.engine.pictures.folder import DRAWING_PARTS, open_folder
-from baton.engine.pictures.memory import USUAL_PIXELS, picture_bytes
 from baton.proto.picture_requests import longest_row
 
 from .memory import ModelMemory, model_memory
@@ -26,6 +24,9 @@ def folder_memory(
     """
     if folder_task(folder) != DRAW:
         return model_memory(load_checkpoint(folder), max_length, kv_type)
+    from baton.engine.pictures.folder import DRAWING_PARTS, open_folder
+    from baton.engine.pictures.memory import USUAL_PIXELS, picture_bytes
+
     pictures = open_folder(folder)
     layout = pictures.state_layout(block_size)
     row = max_length or longest_row(block_size, USUAL_PROMPT_TOKENS)

@@ -21,7 +21,6 @@ from baton.engine.loading.embedding_config import DRAW, EMBED, GENERATE
 from baton.engine.loading.kv_types import AUTO
 from baton.engine.loading.runner_config import DEFAULT_KV_BYTES
 from baton.engine.loading.tasks import folder_task
-from baton.engine.pictures.folder import open_folder
 from baton.proto.errors import BatonError, CheckpointError, ConfigError
 from baton.proto.picture_requests import longest_row
 from baton.runtime.keys.allowed import OPERATOR
@@ -100,6 +99,8 @@ def check_model(settings: ServeSettings) -> None:
         return
     if settings.mode == COLOCATED:
         raise ConfigError("mode colocated cannot serve a picture model, which needs both pools")
+    from baton.engine.pictures.folder import open_folder  # other models need none of its modules
+
     open_folder(folder)
 
 

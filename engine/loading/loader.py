@@ -31,9 +31,7 @@ from ..kernels.load import load_backend
 from ..kernels.memory import Allocate, aligned_zeros, blocks_beside_widened, widened_bytes
 from ..kernels.quantized import NUMERICS as QUANTIZED_NUMERICS
 from ..models.contexts import contexts_of
-from ..models.cross_decoder import CrossDecoder
 from ..models.registry import architecture_of
-from ..models.vision_decoder import VisionDecoder
 from ..models.weights import Progress
 from ..pipeline.embeddings import EmbeddingsPipeline
 from ..pipeline.model import KVManager, PipelineModel
@@ -110,10 +108,11 @@ def load_runner(
     """
     config = with_folder(config)
     checkpoint = load_checkpoint(config.model)
-    make = architecture_of(checkpoint.config, checkpoint.folder).generator
+    generator = architecture_of(checkpoint.config, checkpoint.folder).generator
     own = own_family()
-    if make is None or _task(checkpoint, config) != GENERATE:
+    if generator is None or _task(checkpoint, config) != GENERATE:
         raise ConfigError(f"{checkpoint.folder} is an embedding model; it cannot generate text")
+    make = generator()
     length = checkpoint.served_length(config.max_length)
     backend = backend or _load_backend(config)
     if own is not None:
@@ -129,8 +128,7 @@ def load_runner(
         check_device(checkpoint.folder, checkpoint.config, layout, tower=config.vision)
     if config.num_blocks or config.kv_bytes or backend.on_host:
         _num_blocks(config.num_blocks, config.kv_bytes, layout)  # fail before reading the weights
-    sees = issubclass(make, VisionDecoder | CrossDecoder)
-    extra = {"vision": False} if sees and not config.vision else {}
+    extra = {"vision": False} if make.sees and not config.vision else {}
     with _sizes_in_errors(checkpoint.config):
         model = with_shared_weights(
             checkpoint,

@@ -74,6 +74,7 @@ class CrossDecoder(Decoder):
     """
 
     config: CrossConfig
+    sees = True
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,9 @@ class Decoder(PipelineModel, KVCacheMixin):
     ``block_size``: tokens per KV block. ``head``: if False, the model returns hidden states
     instead of logits, and the checkpoint needs no head.
     """
+
+    sees: ClassVar[bool] = False
+    """Whether it has a tower for images, which ``vision=False`` leaves out."""
 
     def __init__(
         self,

@@ -1,12 +1,14 @@
 """The supported model architectures, by the ``architectures[0]`` of a config.json.
 
-What their requests are is in :mod:`.contexts`, which imports no model.
+What their requests are is in :mod:`.contexts`. Neither module imports a model: a process imports
+the one that it serves, and a supervisor none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from baton.proto.errors import CheckpointError
 
@@ -18,13 +20,11 @@ from ..loading.gemma_config import GEMMA3
 from ..loading.model_config import ModelConfig
 from ..loading.tiled_config import MLLAMA
 from ..loading.vision_config import QWEN2_5_VL, QWEN3_VL
-from .bert import BertModel
-from .cross_decoder import CrossDecoder
-from .decoder import Decoder
-from .gemma import GemmaDecoder
-from .phi import PhiDecoder
-from .vision_decoder import VisionDecoder
 from .weights import Progress
+
+if TYPE_CHECKING:
+    from .bert import BertModel
+    from .decoder import Decoder
 
 
 class Embedder(Protocol):
@@ -53,7 +53,52 @@ def _decoder_without_head(
     *,
     block_size: int,
 ) -> Decoder:
-    return Decoder(checkpoint, backend, max_length, on_progress, block_size=block_size, head=False)
+    make = _decoder()
+    return make(checkpoint, backend, max_length, on_progress, block_size=block_size, head=False)
+
+
+def _bert(
+    checkpoint: Checkpoint,
+    backend: Backend,
+    max_length: int,
+    on_progress: Progress | None,
+    /,
+    *,
+    block_size: int,
+) -> BertModel:
+    from .bert import BertModel
+
+    return BertModel(checkpoint, backend, max_length, on_progress, block_size=block_size)
+
+
+def _decoder() -> type[Decoder]:
+    from .decoder import Decoder
+
+    return Decoder
+
+
+def _gemma() -> type[Decoder]:
+    from .gemma import GemmaDecoder
+
+    return GemmaDecoder
+
+
+def _phi() -> type[Decoder]:
+    from .phi import PhiDecoder
+
+    return PhiDecoder
+
+
+def _vision() -> type[Decoder]:
+    from .vision_decoder import VisionDecoder
+
+    return VisionDecoder
+
+
+def _cross() -> type[Decoder]:
+    from .cross_decoder import CrossDecoder
+
+    return CrossDecoder
 
 
 _MEAN = EmbeddingSettings("mean", normalize=False)
@@ -63,13 +108,13 @@ _MEAN = EmbeddingSettings("mean", normalize=False)
 class Architecture:
     """One supported architecture.
 
-    ``generator``: model class that returns logits, None if the architecture has none.
+    ``generator``: imports the model class that returns logits; None if there is no such class.
     ``embedder``: constructor of a model that returns hidden states, or None. ``pooling``: used if
     the folder of an embedding model sets none. ``tokenizer``:
     file that converts text to token ids; clients read it, workers see only ids.
     """
 
-    generator: type[Decoder] | None = None
+    generator: Callable[[], type[Decoder]] | None = None
     embedder: Embedder | None = None
     pooling: EmbeddingSettings = _MEAN
     tokenizer: str = "tokenizer.json"
@@ -81,7 +126,7 @@ class Architecture:
 
 
 _CAUSAL = Architecture(
-    generator=Decoder,
+    generator=_decoder,
     embedder=_decoder_without_head,
     pooling=EmbeddingSettings("last", normalize=True),
 )
@@ -96,12 +141,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": _CAUSAL,
     "Qwen2ForCausalLM": _CAUSAL,
     "Qwen3ForCausalLM": _CAUSAL,
-    GEMMA3: Architecture(generator=GemmaDecoder),
-    PHI3: Architecture(generator=PhiDecoder),
-    QWEN2_5_VL: Architecture(generator=VisionDecoder),
-    QWEN3_VL: Architecture(generator=VisionDecoder),
-    MLLAMA: Architecture(generator=CrossDecoder),
-    "BertModel": Architecture(embedder=BertModel),
+    GEMMA3: Architecture(generator=_gemma),
+    PHI3: Architecture(generator=_phi),
+    QWEN2_5_VL: Architecture(generator=_vision),
+    QWEN3_VL: Architecture(generator=_vision),
+    MLLAMA: Architecture(generator=_cross),
+    "BertModel": Architecture(embedder=_bert),
     "LlamaModel": _BODY,
     "MistralModel": _BODY,
     "Qwen2Model": _BODY,

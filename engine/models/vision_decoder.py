@@ -35,6 +35,7 @@ class VisionDecoder(Decoder):
     """
 
     config: VisionLanguageConfig
+    sees = True
 
     def __init__(
         self,

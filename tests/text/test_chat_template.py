@@ -8,7 +8,8 @@ import pytest
 
 from baton.proto.errors import InputError
 from baton.text.guarded import GuardedRenderer
-from baton.text.sandbox import MAX_TEMPLATE_CHARS, RenderError, RenderLimit, render
+from baton.text.render_errors import RenderError, RenderLimit
+from baton.text.sandbox import MAX_TEMPLATE_CHARS, render
 from baton.text.tokenizer import ChatTemplate
 
 DOUBLING = """\
