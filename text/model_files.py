@@ -46,10 +46,6 @@ PICTURE_FILES = (
 )
 """The files of a picture model's folder that a prompt needs; see :mod:`.picture_prompts`."""
 
-LFS_POINTER = b"version https://git-lfs.github.com/"
-"""The beginning of the small file that git leaves in the place of a large one, without Git LFS."""
-IS_LFS_POINTER = "is a pointer of Git LFS, not the file itself: run git lfs pull in the folder"
-
 PROMPT_FILES = (*TOKENIZER_FILES, SPEECH_FILE, *PICTURE_FILES)
 """The text files that clients need to make prompts of any kind."""
 

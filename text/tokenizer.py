@@ -24,7 +24,8 @@ import numpy.typing as npt
 from baton.proto.errors import CheckpointError, InputError
 
 from .guarded import GuardedRenderer, GuardedTokenizer
-from .model_files import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILES, TokenizerSettings
+from .lfs_pointers import IS_LFS_POINTER, LFS_POINTER
+from .model_files import TOKENIZER_FILES, TokenizerSettings
 from .plain_tokenizers import is_plain
 from .render_errors import RenderError
 from .stated_tokens import StatedToken

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
-from baton.text.model_files import IS_LFS_POINTER, LFS_POINTER
+from baton.text.lfs_pointers import IS_LFS_POINTER, LFS_POINTER
 
 from ..kernels.fp8 import DTYPE as FP8
 from ..kernels.fp8 import dequantized
