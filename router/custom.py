@@ -298,15 +298,7 @@ class CustomMetric:
 
     def ended(self, line: RequestLine) -> None:
         """Pass a request that ended to the extension."""
-        ended = Ended(
-            request_id=line.request_id, outcome=line.outcome, finish_reason=line.finish_reason,
-            code=line.code, prompt_tokens=line.prompt_tokens, cached_tokens=line.cached_tokens,
-            new_tokens=line.new_tokens, seconds=line.seconds, queue_s=line.queue_s,
-            ttft_s=line.ttft_s, itl_s=line.itl_s,
-            slo_ttft_s=line.slo_ttft_s, slo_itl_s=line.slo_itl_s,
-            prefill=line.prefill, decode=line.decode,
-            transport=line.transport, attempts=line.attempts or 1, way=line.way,
-        )  # fmt: skip
+        ended = msgspec.convert(line, Ended, from_attributes=True)  # without the other fields
         self._guard.call(lambda: self._metric.ended(ended))
 
     def families(self, taken: dict[str, str]) -> list[Family]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import floor
 
-import msgspec
-
+from baton.extend.points import Ended
 from baton.proto.wire.messages import WorkerTimes
 
 from .records import NEVER, Chosen, Preference
@@ -56,31 +55,13 @@ def story_record(story: Story, policy: str, now: float) -> Record:
     }
 
 
-class RequestLine(msgspec.Struct, omit_defaults=True, gc=False):
+class RequestLine(Ended, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The fields of a request's log line; unknown fields are left out."""
 
-    outcome: str
-    request_id: str = ""
     request: str = ""
     client: str = ""
     gateway: str = ""
-    finish_reason: str | None = None
-    code: str | None = None
     message: str = ""
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    new_tokens: int | None = None
-    seconds: float | None = None
-    queue_s: float | None = None
-    ttft_s: float | None = None
-    itl_s: float | None = None
-    slo_ttft_s: float | None = None
-    slo_itl_s: float | None = None
-    prefill: str = ""
-    decode: str = ""
-    transport: str = ""
-    attempts: int | None = None
-    way: str = ""
 
 
 def request_line(story: Story) -> RequestLine:
@@ -96,13 +77,15 @@ def request_line(story: Story) -> RequestLine:
         if way != "prefill":
             decode = last.decode
     return RequestLine(
-        story.state, story.request_id, story.key.hex(), _client(story.identity), story.gateway,
-        story.status, story.code, story.message or cause,
-        story.prompt_tokens, story.cached_tokens, story.new_tokens,
-        _rounded(story.ended - story.began),
-        _rounded(story.queued), _rounded(story.ttft), _rounded(story.itl),
-        story.slo_ttft or None, story.slo_itl or None,
-        prefill, decode, transport, len(attempts) if len(attempts) > 1 else None, way,
+        outcome=story.state, request_id=story.request_id, request=story.key.hex(),
+        client=_client(story.identity), gateway=story.gateway,
+        finish_reason=story.status, code=story.code, message=story.message or cause,
+        prompt_tokens=story.prompt_tokens, cached_tokens=story.cached_tokens,
+        new_tokens=story.new_tokens, seconds=_rounded(story.ended - story.began),
+        queue_s=_rounded(story.queued), ttft_s=_rounded(story.ttft), itl_s=_rounded(story.itl),
+        slo_ttft_s=story.slo_ttft or None, slo_itl_s=story.slo_itl or None,
+        prefill=prefill, decode=decode, transport=transport,
+        attempts=max(1, len(attempts)), way=way,
     )  # fmt: skip
 
 

@@ -381,7 +381,15 @@ def test_the_story_names_the_decider(adaptive):
 
 # ------------------------------------------------------------------ metric
 
-LINE = RequestLine("finished", "r", new_tokens=3, ttft_s=0.2, itl_s=0.01, prefill="p", decode="d")
+LINE = RequestLine(
+    outcome="finished",
+    request_id="r",
+    new_tokens=3,
+    ttft_s=0.2,
+    itl_s=0.01,
+    prefill="p",
+    decode="d",
+)
 
 
 def metrics(config, name, folder=FAULTY):
@@ -395,7 +403,7 @@ def metrics(config, name, folder=FAULTY):
 def test_the_example_counts_requests_within_limits(config):
     metric, reports = metrics(config, "slo_metric:SloMetric", EXAMPLES)
     metric.ended(LINE)
-    metric.ended(RequestLine("failed", "s", code="internal"))
+    metric.ended(RequestLine(outcome="failed", request_id="s", code="internal"))
     (family,) = metric.families({})
     assert family.rows == [Row(("d", "yes"), 1.0)]
     assert reports == []
