@@ -66,6 +66,7 @@ check-pyright:
 
 check-imports:
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider tests/suite/test_structure.py
 
 check-modules:
 	$(BIN)/python docs/make_modules.py --check
