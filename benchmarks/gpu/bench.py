@@ -24,6 +24,7 @@ PARTS = (
     Part("products", f"{_HERE}.bench_rows:products", 90),
     Part("fp8", f"{_HERE}.bench_rows:fp8_products", 60),
     Part("model", f"{_HERE}.bench_model:model", 200),
+    Part("int8", f"{_HERE}.bench_model:int8", 150),
     Part("cluster", f"{_HERE}.bench_cluster:cluster", 150),
     Part("colocated", f"{_HERE}.bench_modes:colocated", 170),
     Part("disaggregated", f"{_HERE}.bench_modes:disaggregated", 170),

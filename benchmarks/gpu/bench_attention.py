@@ -44,22 +44,31 @@ def decoding(stage: Stage) -> Iterator[Line]:
     cases = ((1, 8192), (32, 4096), (64, 2048), (256, 1024))
     for batch, length in ((2, 40), (1, 24)) if stage.tiny else cases:
         yield DecodeBench(stage, batch, length, ceiling).line()
+    for batch, length in ((2, 40),) if stage.tiny else ((1, 8192), (64, 2048)):
+        yield Int8DecodeBench(stage, batch, length, ceiling).line()
 
 
 class DecodeBench:
-    """A batch of sequences of one length; layers that take turns."""
+    """A batch of sequences of one length; layers that take turns.
+
+    ``row_bytes``: of a token's keys or values of one head.
+    """
+
+    row_bytes = 2 * DIM
 
     def __init__(self, stage: Stage, batch: int, length: int, ceiling: float) -> None:
         self.stage, self.batch, self.length, self.ceiling = stage, batch, length, ceiling
         width = -(-length // BLOCK)
-        shape = (batch * width, 2, KV_HEADS, BLOCK, DIM)
-        self.nbytes = 2 * batch * length * KV_HEADS * DIM * 2
+        self.nbytes = 2 * batch * length * KV_HEADS * self.row_bytes
         self.layers = stage.size(max(1, -(-ENOUGH // self.nbytes)), 1)
-        self.kv = stage.random_bf16((self.layers, *shape))
+        self.kv = self._pool((self.layers, batch * width, 2, KV_HEADS))
         self.q = stage.random_bf16((batch, HEADS, DIM))
         self.output: Any = stage.device.empty((batch, HEADS, DIM), np.uint16)
         order = np.random.default_rng(7).permutation(batch * width)
         self.tables = order.astype(np.int32).reshape(batch, width)
+
+    def _pool(self, shape: tuple[int, ...]) -> Any:
+        return self.stage.random_bf16((*shape, BLOCK, DIM))
 
     def line(self) -> Line:
         """Ours, then the peers."""
@@ -70,7 +79,7 @@ class DecodeBench:
         what = f"decode {self.batch} x {self.length}, {self.nbytes >> 20} MiB of KV"
         return verdict(what, times, bars, refused)
 
-    def own(self, device: Device) -> Runner:
+    def own(self, device: Device, name: str = "ours") -> Runner:
         """Ours on the stage's device or a tuned form of it, into :attr:`output`."""
         backend = CudaBackend(device)
         offsets = np.arange(self.batch + 1, dtype=np.int32)
@@ -83,7 +92,8 @@ class DecodeBench:
             backend.attention(self.q, kv, tables, rows, at, SCALE, 0, self.output, plan)
 
         works = [partial(work, layer) for layer in range(self.layers)]
-        return own(replace(self.stage, device=device), works, max(1, 8 // self.layers))
+        stage, rounds = replace(self.stage, device=device), max(1, 8 // self.layers)
+        return own(stage, works, rounds, name)
 
     def _peers(self) -> Peers:
         peers: dict[str, Callable[[], Runner]] = {}
@@ -147,6 +157,24 @@ class DecodeBench:
             for layer in range(self.layers)
         ]
         return of_torch(self.stage, "FlashInfer", works, max(1, 8 // self.layers))
+
+
+class Int8DecodeBench(DecodeBench):
+    """The same sequences in an int8 pool."""
+
+    row_bytes = DIM + 2
+
+    def _pool(self, shape: tuple[int, ...]) -> Any:
+        """Random codes; each magnitude is some bfloat16 number."""
+        return self.stage.random_bf16((*shape, BLOCK, self.row_bytes // 2)).view(np.int8)
+
+    def line(self) -> Line:
+        """Beside the bfloat16 pool of the same tokens, in turn."""
+        device, share = self.stage.device, 0.85 if self.nbytes >= LARGE else 0.7
+        wide = DecodeBench(self.stage, self.batch, self.length, self.ceiling)
+        runners = [self.own(device), wide.own(device, "bfloat16 pool")]
+        what = f"decode {self.batch} x {self.length}, {self.nbytes >> 20} MiB of int8 KV"
+        return verdict(what, race(self.stage, runners), Bars(self.nbytes / self.ceiling, share))
 
 
 def prefilling(stage: Stage) -> Iterator[Line]:

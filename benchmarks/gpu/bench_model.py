@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +32,50 @@ PREFILL_BARS = {8192: 0.6, 2048: 0.75, 512: 0.0}
 
 def model(stage: Stage) -> Iterator[Line]:
     """Steps as a worker runs them, from a plan to its tokens."""
-    ceiling, matrix = copy_bandwidth(stage), matrix_rate(stage)
-    shape = TINY if stage.tiny else LLAMA_8B
+    runner, line = loaded(stage, stage.size(256 * 1024 // BLOCK + 64, 24))
+    yield line
+    cases = {(1, 20): 0.0, (3, 17): 0.0} if stage.tiny else DECODE_BARS
+    yield from steps(stage, runner, cases, PREFILL_BARS)
+
+
+def loaded(stage: Stage, blocks: int, kv_type: str = "auto") -> tuple[Runner, Line]:
+    """Return a model with random keys and values, and a line about its loading."""
     began = time.monotonic()
     folder = checkpoint(stage)
     written = time.monotonic()
-    longest = stage.size(16384, 64)
     config = RunnerConfig(
-        model=str(folder), num_blocks=stage.size(256 * 1024 // BLOCK + 64, 24),
-        block_size=BLOCK, max_length=longest,
+        model=str(folder), num_blocks=blocks, block_size=BLOCK, kv_type=kv_type,
+        max_length=stage.size(16384, 64),
     )  # fmt: skip
     runner = load_runner(config, backend=CudaBackend(stage.device))
-    loaded = f"{written - began:.1f} s written, {time.monotonic() - written:.1f} s loaded"
+    words = f"{written - began:.1f} s written, {time.monotonic() - written:.1f} s loaded"
     gigabytes = runner.card.weights_bytes / 1e9
-    yield Line(f"weights, {gigabytes:.1f} GB", loaded, figures={"bytes": gigabytes * 1e9})
     fill(stage, runner.pool)
-    cases = {(1, 20): 0.0, (3, 17): 0.0} if stage.tiny else DECODE_BARS
-    for (rows, context), bar in cases.items():
+    return runner, Line(f"weights, {gigabytes:.1f} GB", words, figures={"bytes": gigabytes * 1e9})
+
+
+def steps(
+    stage: Stage,
+    runner: Runner,
+    decodes: Mapping[tuple[int, int], float],
+    prefills: Mapping[int, float],
+) -> Iterator[Line]:
+    """Decode steps by rows and context, and prompts by their tokens, with their bars."""
+    ceiling, matrix = copy_bandwidth(stage), matrix_rate(stage)
+    shape = TINY if stage.tiny else LLAMA_8B
+    for (rows, context), bar in decodes.items():
         yield decode(stage, runner, rows, context, bar, ceiling)
-    for length, bar in ({40: 0.0} if stage.tiny else PREFILL_BARS).items():
+    for length, bar in ({40: 0.0} if stage.tiny else prefills).items():
         yield prefill(stage, runner, length, bar, prefill_flops(shape, length) / matrix)
+
+
+def int8(stage: Stage) -> Iterator[Line]:
+    """One stream, 64 streams and prompts over int8 keys and values."""
+    rows = 64
+    runner, line = loaded(stage, stage.size(rows * 2048 // BLOCK + 64, 24), "int8")
+    yield line
+    bars = {case: bar for case, bar in DECODE_BARS.items() if case[0] <= rows}
+    yield from steps(stage, runner, {(1, 20): 0.0} if stage.tiny else bars, PREFILL_BARS)
 
 
 def transformers(stage: Stage) -> Iterator[Line]:
@@ -61,7 +85,8 @@ def transformers(stage: Stage) -> Iterator[Line]:
 
 def fill(stage: Stage, pool: Any) -> None:
     """Random keys and values everywhere, a layer at a time."""
-    some = stage.random_bf16(pool.shape[1:])
+    *outer, length = pool.shape[1:]
+    some = stage.random_bf16((*outer, length * pool.dtype.itemsize // 2)).view(pool.dtype)
     for layer in pool:
         stage.copy(layer, some)
     stage.device.synchronize()

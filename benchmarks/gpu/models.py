@@ -114,17 +114,19 @@ def _shards(tensors: Sizes) -> list[Sizes]:
     return list(groups.values())
 
 
-def load(folder: Path, backend: Backend, *, blocks: int, block_size: int = 16) -> Runner:
+def load(
+    folder: Path, backend: Backend, *, blocks: int, block_size: int = 16, kv_type: str = "auto"
+) -> Runner:
     """A model on a backend, with a pool of ``blocks``."""
     config = RunnerConfig(
-        model=str(folder), backend="auto", block_size=block_size, num_blocks=blocks
+        model=str(folder), backend="auto", block_size=block_size, num_blocks=blocks, kv_type=kv_type
     )
     return load_runner(config, backend=backend)
 
 
-def on_device(stage: Stage, folder: Path, *, blocks: int) -> Runner:
+def on_device(stage: Stage, folder: Path, *, blocks: int, kv_type: str = "auto") -> Runner:
     """A model on the stage's device."""
-    return load(folder, CudaBackend(stage.device), blocks=blocks)
+    return load(folder, CudaBackend(stage.device), blocks=blocks, kv_type=kv_type)
 
 
 def forced_logits(runner: Runner, tokens: Sequence[int], prefilled: int) -> F32:

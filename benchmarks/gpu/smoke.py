@@ -25,16 +25,17 @@ def exact_memory(scratch: Path) -> Stage:
 
 
 def smoke(stage: Stage) -> Iterator[Line]:
-    """A model that generates, and blocks that move."""
+    """Models that generate, with both types of keys and values, and blocks that move."""
     folder = write_checkpoint(stage.scratch / "smoke", TINY, "BF16")
-    engine = LLMEngine(on_device(stage, folder, blocks=24))
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, TINY.vocab, n).tolist() for n in (1, 17, 40)]
-    for sampling in ({"temperature": 0}, {"temperature": 1, "top_k": 5, "frequency_penalty": 0.5}):
+    drawn = {"temperature": 1, "top_k": 5, "frequency_penalty": 0.5}
+    for kind, sampling in (("auto", {"temperature": 0}), ("auto", drawn), ("int8", drawn)):
+        engine = LLMEngine(on_device(stage, folder, blocks=24, kv_type=kind))
         params = SamplingParams(max_new_tokens=3, ignore_eos=True, **sampling)
         found = engine.generate(prompts, params)
         lengths = [len(context.tokens.generated) for context in found]
-        yield checked("tokens", lengths == [3, 3, 3], f"{lengths}")
+        yield checked(f"tokens, KV {kind}", lengths == [3, 3, 3], f"{lengths}")
     yield checked("blocks", _moves(stage), "gathered and scattered")
 
 

@@ -15,13 +15,15 @@ from .stage import Stage
 
 TESTS = ROOT / "tests/cuda"
 CLUSTERS = ROOT / "tests/gpu"
-ATTENTION = ("test_attention.py", "test_prefill_wgmma.py")
+ATTENTION = (
+    "test_attention.py", "test_int8_attention.py", "test_int8_rows.py", "test_prefill_wgmma.py",
+)  # fmt: skip
 WORDS = "test_host_execution.py"
 """Must not run beside other parts, or before them: a hang would cost them their time."""
 
 
 def attention(stage: Stage) -> Iterator[Line]:
-    """Decode and prefill attention."""
+    """Decode and prefill attention, and rows of int8 pools."""
     return _suite(stage, ATTENTION)
 
 
@@ -43,9 +45,9 @@ def others(stage: Stage) -> Iterator[Line]:
 
 
 def kinds(stage: Stage) -> Iterator[Line]:
-    """Pictures, images and speech: each by a prefill and a decode worker on the GPU."""
+    """Pictures, images, speech, narrow weights and KV: each by two workers on the GPU."""
     names = ["test_drawing.py", "test_images.py", "test_speech.py::test_a_cluster_speaks"]
-    names += ["test_demos.py", "test_fp8.py"]
+    names += ["test_demos.py", "test_fp8.py", "test_int8.py"]
     return _suite(stage, names, CLUSTERS)
 
 

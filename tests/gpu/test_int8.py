@@ -47,19 +47,19 @@ def test_tokens_are_those_of_one_worker_also_after_a_failure(
     monkeypatch.setenv("BATON_FAKE_GPU_FAILS", f"{kernel}:{order}")
     folder = write_checkpoint(tmp_path / "model", SHAPE, "BF16")
     rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, SHAPE.vocab, count).tolist() for count in (3, 9, 15)]
-    prompts.append(prompts[2] + prompts[1])  # begins with blocks that the prefix cache has
+    prompts = [rng.integers(0, SHAPE.vocab, count).tolist() for count in (3, 9, 16)]
+    prompts.append(prompts[2] + prompts[1])  # begins with a block that the prefix cache has
     flags = ("--device=cuda", "--kv-blocks=64", "--kv-type=int8", f"--handoff={handoff}")
     # Paths of sockets are too long below tmp_path.
     with scratch_folder() as place, Served(place, folder, flags=flags) as served:
         found = [generated(served.client, prompts)]
         card = served.client.describe().card
         assert card.numerics.endswith("/kv-int8") and card.layout.dtype == "int8"
-        order.touch()
+        if with_cupy:  # a real GPU does not fail on demand
+            order.touch()
         found.append(generated(served.client, prompts))
         assert not order.exists()
-        said = served.log.read_text()
-    assert "device lost: CUDARuntimeError" in said
+        assert ("device lost: CUDARuntimeError" in served.log.read_text()) == bool(with_cupy)
     config = RunnerConfig(model=str(folder), num_blocks=64, kv_type="int8")
     engine = LLMEngine(load_runner(config, backend=CudaBackend(device)))
     alone = [engine.generate([prompt], [GREEDY])[0].tokens.generated.tolist() for prompt in prompts]

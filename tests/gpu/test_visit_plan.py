@@ -84,6 +84,7 @@ def test_the_plan_is_made_for_thirteen_minutes() -> None:
     fresh = {"kinds", "decode", "draw", "prefill", "products", "fp8", "cluster", "modes"}
     assert max(order.index(name) for name in fresh) < order.index("model")
     assert all(each.usual_s < each.part.limit_s <= CALL_S for each in PLAN)
+    assert order.index("int8") < order.index("model")
     calls = [(call, each.part.name) for call, _, each in outline(PLAN)]
     assert {call for call, _ in calls} == {1, 2}
     # Also if every part that has never run takes all of its budget, those are in the first call.
