@@ -494,6 +494,10 @@ class Answer:
                     part["prompt_logprobs"] = entries
         return _encode(content)
 
+    def promise_usage(self) -> None:
+        """Give each event ``usage``: null, except the one that has it."""
+        self._head["usage"] = None
+
     def first(self, choice: Choice, more: dict[str, Any]) -> bytes:
         """Return the opening event of a choice, or nothing. ``more``: additional fields."""
         part = self._form.first(choice)

@@ -380,6 +380,8 @@ class StreamDelivery(Delivery):
         super().__init__(exchange, answer, generations, prompts, body)
         options = body.stream_options or StreamOptions()
         self._with_usage = options.include_usage
+        if self._with_usage:
+            answer.promise_usage()
         self._usage_in_each = options.continuous_usage_stats
         self._held: deque[Callable[[], None]] = deque()
 

@@ -143,6 +143,7 @@ def test_each_output_is_written_when_it_arrives():
     assert found[-3]["choices"][0]["finish_reason"] == "length"
     assert found[-2]["usage"]["completion_tokens"] == 3
     assert found[-2]["usage"]["prompt_tokens"] == 3
+    assert [one["usage"] for one in found[:-2]] == [None] * (len(found) - 2)  # as OpenAI's
     assert found[-1] == "[DONE]"
     assert {one["id"] for one in found[:-1]} == {"cmpl-1"}
 
