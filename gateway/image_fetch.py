@@ -278,7 +278,7 @@ class _Answer:
         """Note the headers that matter; ignore trailers and what follows the answer."""
         if not self._in_head:
             return
-        key = name.lower()
+        key, value = name.lower(), value.rstrip(b" \t")  # the parser removes what is in front
         if key == b"location":
             self.location = value.decode("latin-1")
         elif key == b"content-length" and value.isdigit():
