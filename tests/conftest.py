@@ -26,7 +26,8 @@ with contextlib.suppress(ModuleNotFoundError):  # absent on a GPU machine
 IN_SHORT = {
     "cuda": (
         "test_attention_plan", "test_block_refusals", "test_cublas", "test_cupy_device",
-        "test_driver", "test_elementwise", "test_graphs", "test_planted",
+        "test_driver", "test_elementwise", "test_graphs", "test_int8_rows",
+        "test_planted",
     ),
     "gpu": ("test_frames", "test_visit_plan"),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -50,10 +51,9 @@ def model(shape: VisionShape, tmp_path: Path, rng: np.random.Generator) -> Path:
     return write_vision_model(tmp_path / "model", shape, int(rng.integers(1 << 30)))
 
 
-def load(folder: Path, device: Device | None = None, **more: bool) -> Runner:
-    config = RunnerConfig(
-        model=str(folder), backend="numpy", block_size=BLOCK, num_blocks=96, **more
-    )
+def load(folder: Path, device: Device | None = None, **more: bool | str) -> Runner:
+    config = RunnerConfig(model=str(folder), backend="numpy", block_size=BLOCK, num_blocks=96)
+    config = msgspec.structs.replace(config, **more)
     return load_runner(config, backend=None if device is None else CudaBackend(device))
 
 
@@ -295,9 +295,11 @@ def steps_of(shape: VisionShape, rng: np.random.Generator) -> list[list[Chunk]]:
     return steps
 
 
-def logit_errors(folder: Path, device: Device, steps: list[list[Chunk]]) -> list[float]:
+def logit_errors(
+    folder: Path, device: Device, steps: list[list[Chunk]], kv_type: str = "auto"
+) -> list[float]:
     """The largest relative error of a row in each step."""
-    exact, got = load(folder), load(folder, device)
+    exact, got = load(folder, kv_type=kv_type), load(folder, device, kv_type=kv_type)
     errors = []
     for chunks in steps:
         wanted, found = all_logits(exact, chunks), all_logits(got, chunks)
@@ -306,13 +308,14 @@ def logit_errors(folder: Path, device: Device, steps: list[list[Chunk]]) -> list
     return errors
 
 
+@pytest.mark.parametrize("kv_type", ["auto", "int8"])
 def test_logits_are_the_reference_s_but_for_bfloat16(
-    shape: VisionShape, model: Path, device: Device, rng: np.random.Generator
+    shape: VisionShape, model: Path, device: Device, rng: np.random.Generator, kv_type: str
 ) -> None:
     """Of prompts with images in chunks and of tokens after them, at positions with the delta."""
     steps = steps_of(shape, rng)
     assert all(chunk.rope_delta < 0 for chunks in steps for chunk in chunks)
-    errors = logit_errors(model, device, steps)
+    errors = logit_errors(model, device, steps, kv_type)
     assert max(errors) < 2 * CLOSE, errors
 
 

@@ -41,9 +41,15 @@ def on_cuda(with_cupy: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture(params=["auto", "int8"])
+def kv_type(request: pytest.FixtureRequest) -> str:
+    kind: str = request.param
+    return kind
+
+
 @contextmanager
-def served(folder: Path) -> Iterator[Served]:
-    flags = ("--device=cuda", "--kv-blocks=128")
+def served(folder: Path, kv_type: str = "auto") -> Iterator[Served]:
+    flags = ("--device=cuda", "--kv-blocks=128", f"--kv-type={kv_type}")
     # Paths of sockets are too long below tmp_path.
     with scratch_folder() as place, Served(place, folder, flags=flags) as found:
         yield found
@@ -74,23 +80,23 @@ def test_the_text_model_answers_as_on_the_cpu() -> None:
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_the_model_that_sees_names_what_is_there() -> None:
+def test_the_model_that_sees_names_what_is_there(kv_type: str) -> None:
     sight = Sight((Thing("red", "circle", 24, 56), Thing("blue", "square", 88, 58)))
     expected = {
         "What is in the picture?": "A red circle left of a blue square.",
         "How many objects are there?": "Two.",
     }
-    with served(demo_vision_model_folder()) as cluster:
+    with served(demo_vision_model_folder(), kv_type) as cluster:
         for question, answer in expected.items():
             asked = Question(question, sight.pixels()).ask(cluster.client)
             assert "".join(output.text for output in asked).strip() == answer
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_the_model_that_speaks_says_its_digits() -> None:
+def test_the_model_that_speaks_says_its_digits(kv_type: str) -> None:
     """The spectrum is nearest to that of the digit that was asked for."""
     said = {}
-    with served(demo_speech_folder()) as cluster:
+    with served(demo_speech_folder(), kv_type) as cluster:
         for word in ("three", "seven"):
             samples = np.concatenate([*cluster.client.speak(word, GREEDY)])
             said[word] = log_mels(samples.astype(np.float32) / 32768)
