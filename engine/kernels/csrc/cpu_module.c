@@ -213,9 +213,9 @@ static PyObject *py_pack(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return done(&arrays);
 }
 
-/* linear(isa, x, panels, bf16, bias or None, out) */
-static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
-    (void)self;
+/* out[t] = row t of x times the panels, plus bias. With `convolves`, row t begins at row t of x, and is as
+ * many rows of x long as there are more rows in x than in out, and one. */
+static PyObject *multiply(PyObject *const *a, Py_ssize_t n, int convolves) {
     Arrays arrays = {.count = 0};
     const Py_buffer *x, *panels, *bias = NULL, *y;
     const Kernels *k;
@@ -227,19 +227,21 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!(y = take(&arrays, a[5], "out", 'f', 2, 1))) return refuse(&arrays);
     if (a[4] != Py_None && !(bias = take(&arrays, a[4], "bias", 'f', 1, 0)))
         return refuse(&arrays);
-    int64_t rows = x->shape[0], in = x->shape[1], out = y->shape[1];
-    int64_t wide = whole_panels(k, out, bf16);
-    if (in == 0) {
-        PyErr_SetString(PyExc_ValueError, "x has no columns");
+    int64_t step = x->shape[1], rows = convolves ? y->shape[0] : x->shape[0], out = y->shape[1];
+    int64_t in = convolves ? (x->shape[0] - rows + 1) * step : step;
+    if (in <= 0 || (convolves && (rows == 0 || bf16))) {
+        PyErr_SetString(PyExc_ValueError,
+                        convolves ? "x or out has no rows, or the weights are bfloat16"
+                                  : "x has no columns");
         return refuse(&arrays);
     }
     if (!has_length(y, "out", 0, rows) || !apart(x, y, "x and out")) return refuse(&arrays);
     if (!has_length(panels, "panels", 0, panel_bytes(k, out, in, bf16))) return refuse(&arrays);
-    if (bias && !has_length(bias, "bias", 0, wide)) return refuse(&arrays);
+    if (bias && !has_length(bias, "bias", 0, whole_panels(k, out, bf16))) return refuse(&arrays);
     /* Reading the weights dominates for few rows; each further row adds time. */
     int64_t bytes = panels->len * (1 + rows / 8);
     Product p = {.x = x->buf, .panels = panels->buf, .bias = bias ? bias->buf : NULL, .y = y->buf,
-                 .rows = rows, .step = in, .in = in, .out = out, .bf16 = bf16 != 0,
+                 .rows = rows, .step = step, .in = in, .out = out, .bf16 = bf16 != 0,
                  .threads = threads_for(a[0], bytes)};
     PyThreadState *lock = let_go(bytes);
     failed = k->product(&p);
@@ -249,40 +251,16 @@ static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
-/* convolve(isa, x, panels, bf16, bias or None, out): row t of the input is the rows of x from t on,
- * as many as there are more rows in x than in out, and one. */
+/* linear(isa, x, panels, bf16, bias or None, out) */
+static PyObject *py_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return multiply(a, n, 0);
+}
+
+/* convolve(isa, x, panels, bf16, bias or None, out) */
 static PyObject *py_convolve(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    Arrays arrays = {.count = 0};
-    const Py_buffer *x, *panels, *bias = NULL, *y;
-    const Kernels *k;
-    int64_t bf16;
-    int failed;
-    if (!has_arguments(n, 6) || !(k = chosen(a[0])) || !get_int(a[3], &bf16)) return NULL;
-    if (!(x = take(&arrays, a[1], "x", 'f', 2, 0))) return refuse(&arrays);
-    if (!(panels = take(&arrays, a[2], "panels", 'B', 1, 0))) return refuse(&arrays);
-    if (!(y = take(&arrays, a[5], "out", 'f', 2, 1))) return refuse(&arrays);
-    if (a[4] != Py_None && !(bias = take(&arrays, a[4], "bias", 'f', 1, 0)))
-        return refuse(&arrays);
-    int64_t step = x->shape[1], rows = y->shape[0], out = y->shape[1];
-    int64_t in = (x->shape[0] - rows + 1) * step;
-    if (in <= 0 || rows == 0 || bf16) {
-        PyErr_SetString(PyExc_ValueError, "x or out has no rows, or the weights are bfloat16");
-        return refuse(&arrays);
-    }
-    if (!apart(x, y, "x and out")) return refuse(&arrays);
-    if (!has_length(panels, "panels", 0, panel_bytes(k, out, in, 0))) return refuse(&arrays);
-    if (bias && !has_length(bias, "bias", 0, whole_panels(k, out, 0))) return refuse(&arrays);
-    int64_t bytes = panels->len * (1 + rows / 8);
-    Product p = {.x = x->buf, .panels = panels->buf, .bias = bias ? bias->buf : NULL, .y = y->buf,
-                 .rows = rows, .step = step, .in = in, .out = out,
-                 .threads = threads_for(a[0], bytes)};
-    PyThreadState *lock = let_go(bytes);
-    failed = k->product(&p);
-    take_back(lock);
-    drop(&arrays);
-    if (failed) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return multiply(a, n, 1);
 }
 
 static int take_weights(Arrays *arrays, const Kernels *k, PyObject *panels, PyObject *bias,
