@@ -147,6 +147,7 @@ ROGUES = replace(TWO, routers=1, rogues=True)
 _ROGUE = Scenario(load_s=2.0, shape=ROGUES, cancels=0.1, answer=40)
 """Holders of one valid key of each role send whatever they can."""
 
+# fmt: off
 SCENARIOS: dict[str, Scenario] = {
     "plain": Scenario(),
     "noise": Scenario(faults=NOISE, cancels=0.1),
@@ -158,15 +159,8 @@ SCENARIOS: dict[str, Scenario] = {
     "stop": Scenario(stops=3, cancels=0.1, allowed=UNLUCKY),
     # A short pause must restart no process.
     "pauses": Scenario(
-        load_s=4.0,
-        pauses=8,
-        slow_steps=4,
-        harmless=True,
-        answer=200,
-        wait_s=PATIENT_S,
-        requests=40,
-        cancels=0.1,
-        shape=Shape(sizes=Sizes(decode_blocks=200)),
+        load_s=4.0, pauses=8, slow_steps=4, harmless=True, answer=200, wait_s=PATIENT_S,
+        requests=40, cancels=0.1, shape=Shape(sizes=Sizes(decode_blocks=200)),
     ),
     "pauses-all": replace(_ALL, load_s=4.0, pauses=6, slow_steps=3, flaps=4, answer=100),
     "absent": Scenario(load_s=3.0, absences=3, cancels=0.1, answer=60, allowed=UNLUCKY),
@@ -175,63 +169,34 @@ SCENARIOS: dict[str, Scenario] = {
     "twins-pauses": Scenario(load_s=4.0, twins=2, pauses=4, cancels=0.1, answer=100),
     # Small, so that very many seeds can run: two incarnations of one name, with every fault.
     "lives": Scenario(
-        requests=3,
-        load_s=0.6,
-        twins=1,
-        harmless=True,
-        answer=12,
-        prompt=20,
+        requests=3, load_s=0.6, twins=1, harmless=True, answer=12, prompt=20,
         shape=Shape(prefill=1, decode=1, clients=1),
     ),
     "lives-all": replace(
-        _ALL,
-        requests=3,
-        load_s=0.6,
-        crashes=1,
-        stops=1,
-        hangs=0,
-        flaps=2,
-        twins=1,
-        pauses=1,
-        absences=1,
-        answer=12,
-        prompt=20,
-        shape=Shape(prefill=1, decode=1, clients=1),
+        _ALL, requests=3, load_s=0.6, crashes=1, stops=1, hangs=0, flaps=2, twins=1, pauses=1,
+        absences=1, answer=12, prompt=20, shape=Shape(prefill=1, decode=1, clients=1),
     ),
     "twins-all": replace(
-        _ALL, load_s=2.0, twins=2, pauses=2, absences=1, flaps=4, shape=TWO, answer=60
+        _ALL, load_s=2.0, twins=2, pauses=2, absences=1, flaps=4, shape=TWO, answer=60,
     ),
     "certificates": Scenario(
-        load_s=3.0,
-        crashes=5,
-        stops=2,
-        flaps=3,
-        certificate_faults=0.6,
-        faults=NOISE,
-        cancels=0.1,
-        answer=60,
-        shape=Shape(prefill=2, decode=3, clients=2, routers=2),
-        allowed=UNLUCKY,
+        load_s=3.0, crashes=5, stops=2, flaps=3, certificate_faults=0.6, faults=NOISE, cancels=0.1,
+        answer=60, shape=Shape(prefill=2, decode=3, clients=2, routers=2), allowed=UNLUCKY,
     ),
     "certificates-all": replace(_ALL, certificate_faults=0.6, crashes=6, absences=1, shape=TWO),
     # Nobody dies, so nobody may be declared dead.
     "certificates-forged": Scenario(
-        load_s=2.0, forgeries=5, flaps=3, harmless=True, cancels=0.1, answer=60
+        load_s=2.0, forgeries=5, flaps=3, harmless=True, cancels=0.1, answer=60,
     ),
     "hang": Scenario(hangs=2, cancels=0.1, allowed=UNLUCKY),
     "scarce": Scenario(shape=Shape(sizes=SCARCE), cancels=0.1, answer=40, requests=40, load_s=0.3),
     "scarce-crash": Scenario(
-        shape=Shape(sizes=SCARCE),
-        cancels=0.1,
-        answer=40,
-        crashes=2,
-        faults=NOISE,
-        load_s=0.3,
+        shape=Shape(sizes=SCARCE), cancels=0.1, answer=40, crashes=2, faults=NOISE, load_s=0.3,
         allowed=UNLUCKY,
     ),
     "narrow": Scenario(shape=Shape(sizes=NARROW), prompt=150, cancels=0.1, load_s=0.2),
     "narrow-noise": Scenario(
-        shape=Shape(sizes=NARROW), prompt=150, cancels=0.1, faults=NOISE, crashes=1, load_s=0.3
+        shape=Shape(sizes=NARROW), prompt=150, cancels=0.1, faults=NOISE, crashes=1, load_s=0.3,
     ),
     "device": replace(_MOVES, shape=Shape(sizes=DEVICE), cancels=0.7, crashes=2),
     "moves": _MOVES,
@@ -242,50 +207,31 @@ SCENARIOS: dict[str, Scenario] = {
     "drain": Scenario(drains=4, crashes=1, victims=("router",), cancels=0.1, answer=60),
     "roles": Scenario(turns=5, cancels=0.1, answer=60, load_s=1.5),
     "roles-crash": Scenario(
-        turns=5, crashes=3, victims=EVERYONE, cancels=0.1, answer=60, load_s=1.5, allowed=UNLUCKY
+        turns=5, crashes=3, victims=EVERYONE, cancels=0.1, answer=60, load_s=1.5, allowed=UNLUCKY,
     ),
     "roles-noise": Scenario(
-        turns=5, stops=2, cancels=0.1, answer=60, load_s=1.5, faults=NOISE, allowed=UNLUCKY
+        turns=5, stops=2, cancels=0.1, answer=60, load_s=1.5, faults=NOISE, allowed=UNLUCKY,
     ),
     "rolling": Scenario(drains=6, cancels=0.1, answer=60, load_s=0.6),
     "rolling-pauses": Scenario(
-        drains=6,
-        pauses=10,
-        cancels=0.1,
-        answer=200,
-        load_s=2.0,
-        shape=Shape(sizes=Sizes(decode_blocks=200)),
-        allowed=UNLUCKY,
+        drains=6, pauses=10, cancels=0.1, answer=200, load_s=2.0,
+        shape=Shape(sizes=Sizes(decode_blocks=200)), allowed=UNLUCKY,
     ),
     "rolling-noise": Scenario(
-        drains=6, cancels=0.1, answer=60, load_s=0.6, faults=Faults(loss=0.15)
+        drains=6, cancels=0.1, answer=60, load_s=0.6, faults=Faults(loss=0.15),
     ),
     "drains": Scenario(
-        drains=6,
-        crashes=3,
-        victims=("router",),
-        cancels=0.1,
-        answer=60,
-        requests=60,
-        load_s=0.5,
+        drains=6, crashes=3, victims=("router",), cancels=0.1, answer=60, requests=60, load_s=0.5,
     ),
     "orphans": Scenario(
-        crashes=4,
-        victims=("router", "client"),
-        cancels=0.2,
-        answer=40,
-        faults=NOISE,
-        load_s=0.5,
+        crashes=4, victims=("router", "client"), cancels=0.2, answer=40, faults=NOISE, load_s=0.5,
     ),
     "misfit": Scenario(misfits=2, cancels=0.1, allowed=UNLUCKY),
     "flaps": Scenario(flaps=6, victims=EVERYONE, cancels=0.1, allowed=UNLUCKY),
     "partition": Scenario(partitions=3, cancels=0.1, deadlines=0.1, allowed=UNLUCKY),
     "slow": Scenario(slow=3, crashes=1, cancels=0.1, answer=40),
     "jumps": Scenario(
-        jumps=3,
-        victims=EVERYONE,
-        cancels=0.1,
-        deadlines=0.1,
+        jumps=3, victims=EVERYONE, cancels=0.1, deadlines=0.1,
         allowed=frozenset({"deadline_exceeded"}),
     ),
     "poison": Scenario(poison=1, load_s=0.5),
@@ -293,139 +239,77 @@ SCENARIOS: dict[str, Scenario] = {
     # A request id stays in use until its cancelled request has ended.
     "names": Scenario(names=0.7, crashes=1, cancels=0.1, allowed=frozenset({"duplicate_request"})),
     "names-noise": Scenario(
-        requests=50,
-        names=0.8,
-        cancels=0.5,
-        faults=NOISE,
-        allowed=frozenset({"duplicate_request"}),
+        requests=50, names=0.8, cancels=0.5, faults=NOISE, allowed=frozenset({"duplicate_request"}),
     ),
     "structured": Scenario(
-        structured=0.7,
-        shape=Shape(sizes=SCARCE),
-        cancels=0.3,
-        deadlines=0.1,
-        crashes=2,
-        faults=NOISE,
-        load_s=0.5,
-        allowed=UNLUCKY,
+        structured=0.7, shape=Shape(sizes=SCARCE), cancels=0.3, deadlines=0.1, crashes=2,
+        faults=NOISE, load_s=0.5, allowed=UNLUCKY,
     ),
     "embed": Scenario(shape=EMBED, requests=60, load_s=0.3, cancels=0.2, deadlines=0.1),
     "embed-noise": Scenario(
-        shape=EMBED,
-        requests=60,
-        load_s=0.5,
-        cancels=0.2,
-        deadlines=0.2,
-        crashes=3,
-        stops=1,
-        poison=1,
-        faults=NOISE,
-        allowed=UNLUCKY,
+        shape=EMBED, requests=60, load_s=0.5, cancels=0.2, deadlines=0.2, crashes=3, stops=1,
+        poison=1, faults=NOISE, allowed=UNLUCKY,
     ),
     "embed-all": replace(
-        _ALL,
-        shape=replace(EMBED, routers=2, clients=4),
-        requests=60,
-        flaps=3,
-        partitions=2,
-        drains=2,
-        pins=0.2,
+        _ALL, shape=replace(EMBED, routers=2, clients=4), requests=60, flaps=3, partitions=2,
+        drains=2, pins=0.2,
     ),
     "embed-misfit": Scenario(
-        shape=EMBED, requests=60, load_s=0.5, misfits=2, cancels=0.1, allowed=UNLUCKY
+        shape=EMBED, requests=60, load_s=0.5, misfits=2, cancels=0.1, allowed=UNLUCKY,
     ),
     "pictures": Scenario(shape=DRAW, prompt=24, answer=12, requests=40, cancels=0.3),
     "pictures-crash": Scenario(
-        shape=DRAW, prompt=24, answer=12, requests=40, crashes=4, cancels=0.2, allowed=UNLUCKY
+        shape=DRAW, prompt=24, answer=12, requests=40, crashes=4, cancels=0.2, allowed=UNLUCKY,
     ),
     "pictures-scarce": Scenario(
         shape=replace(
-            DRAW, sizes=replace(DRAW.sizes, decode_blocks=16, prefill_blocks=12, growth=1)
+            DRAW, sizes=replace(DRAW.sizes, decode_blocks=16, prefill_blocks=12, growth=1),
         ),
-        prompt=24,
-        answer=12,
-        requests=40,
-        cancels=0.2,
-        crashes=1,
-        faults=NOISE,
-        allowed=UNLUCKY,
+        prompt=24, answer=12, requests=40, cancels=0.2, crashes=1, faults=NOISE, allowed=UNLUCKY,
     ),
     "pictures-all": replace(
-        _ALL, shape=replace(DRAW, routers=2, clients=4), prompt=24, answer=12, requests=40
+        _ALL, shape=replace(DRAW, routers=2, clients=4), prompt=24, answer=12, requests=40,
     ),
     "clients": Scenario(crashes=3, victims=("client",), cancels=0.2),
     "routers": Scenario(
-        shape=Shape(routers=2, clients=4),
-        crashes=2,
-        victims=EVERYONE,
-        cancels=0.1,
+        shape=Shape(routers=2, clients=4), crashes=2, victims=EVERYONE, cancels=0.1,
         allowed=UNLUCKY,
     ),
     "failover": replace(_FAILOVER, crashes=2, deadlines=0.1),
     "failover-noise": replace(_FAILOVER, crashes=2, cancels=0.2, faults=NOISE, answer=60),
     "failover-stop": replace(
-        _FAILOVER,
-        load_s=3.0,
-        shape=replace(TWO, sizes=Sizes(decode_blocks=200)),
-        stops=3,
+        _FAILOVER, load_s=3.0, shape=replace(TWO, sizes=Sizes(decode_blocks=200)), stops=3,
         answer=200,
     ),
     "failover-scarce": replace(
-        _FAILOVER,
-        shape=replace(TWO, sizes=SCARCE),
-        crashes=1,
-        stops=1,
-        answer=40,
-        requests=40,
+        _FAILOVER, shape=replace(TWO, sizes=SCARCE), crashes=1, stops=1, answer=40, requests=40,
         load_s=0.3,
     ),
     "cut-off": Scenario(
-        load_s=3.0,
-        isolations=2,
-        harmless=True,
-        cancels=0.1,
-        answer=200,
+        load_s=3.0, isolations=2, harmless=True, cancels=0.1, answer=200,
         shape=Shape(sizes=Sizes(decode_blocks=200)),
     ),
     "isolated": Scenario(
-        harmless=True,
-        requests=40,
-        load_s=4.0,
-        wait_s=PATIENT_S,
-        shape=replace(TWO, sizes=Sizes(decode_blocks=200)),
-        isolations=3,
-        cancels=0.1,
-        deadlines=0.1,
-        answer=200,
-        allowed=UNLUCKY,
+        harmless=True, requests=40, load_s=4.0, wait_s=PATIENT_S,
+        shape=replace(TWO, sizes=Sizes(decode_blocks=200)), isolations=3, cancels=0.1,
+        deadlines=0.1, answer=200, allowed=UNLUCKY,
     ),
     "cut": replace(_CUT, pins=0.3, answer=16),
     "cut-narrow": replace(
-        _CUT,
-        shape=replace(CUT_ROOM, sizes=replace(NARROW, decode_blocks=400, prefill_blocks=400)),
+        _CUT, shape=replace(CUT_ROOM, sizes=replace(NARROW, decode_blocks=400, prefill_blocks=400)),
         prompt=100,
     ),
     "cut-in-place": replace(
         _CUT,
         shape=replace(CUT_ROOM, sizes=replace(IN_PLACE, decode_blocks=400, prefill_blocks=400)),
-        prompt=120,
-        cancels=0.3,
+        prompt=120, cancels=0.3,
     ),
     "cuts-noise": Scenario(
-        requests=60,
-        load_s=12.0,
-        shape=replace(CUT_ROOM, sizes=Sizes()),
-        cuts=5,
-        crashes=2,
-        stops=1,
-        flaps=2,
-        cancels=0.2,
-        deadlines=0.2,
-        faults=NOISE,
-        allowed=UNLUCKY,
+        requests=60, load_s=12.0, shape=replace(CUT_ROOM, sizes=Sizes()), cuts=5, crashes=2,
+        stops=1, flaps=2, cancels=0.2, deadlines=0.2, faults=NOISE, allowed=UNLUCKY,
     ),
     "failover-all": replace(
-        _ALL, shape=Shape(routers=3, clients=4), flaps=3, partitions=2, isolations=1
+        _ALL, shape=Shape(routers=3, clients=4), flaps=3, partitions=2, isolations=1,
     ),
     "raises": replace(_RAISES, victims=("router", "prefill", "decode")),
     "raises-router": replace(_RAISES, victims=("router",), deadlines=0.2),
@@ -442,67 +326,54 @@ SCENARIOS: dict[str, Scenario] = {
     "raises-decode": replace(_RAISES, victims=("decode",), structured=0.3),
     "raises-embed": replace(_RAISES, shape=EMBED, requests=60, load_s=0.4),
     "raises-pictures": replace(
-        _RAISES, shape=DRAW, prompt=24, answer=12, victims=("router", "prefill", "decode")
+        _RAISES, shape=DRAW, prompt=24, answer=12, victims=("router", "prefill", "decode"),
     ),
     "raises-scarce": replace(_RAISES, shape=Shape(sizes=SCARCE), answer=40, load_s=0.4),
     "raises-in-place": replace(_RAISES, shape=Shape(sizes=IN_PLACE), prompt=120),
     "raises-failover": replace(
-        _RAISES, shape=TWO, victims=("router", "prefill", "decode"), crashes=1, flaps=1
+        _RAISES, shape=TWO, victims=("router", "prefill", "decode"), crashes=1, flaps=1,
     ),
     "raises-all": replace(_ALL, raises=6, allowed=_ALL.allowed | {"internal"}),
     "colocated": Scenario(shape=COLOCATED, cancels=0.2, deadlines=0.1, faults=NOISE),
     "colocated-crash": Scenario(shape=COLOCATED, crashes=4, cancels=0.1, allowed=UNLUCKY),
     "colocated-scarce": Scenario(
-        shape=replace(COLOCATED, sizes=SCARCE),
-        cancels=0.2,
-        answer=40,
-        requests=40,
-        crashes=2,
-        faults=NOISE,
-        load_s=0.3,
-        structured=0.3,
-        allowed=UNLUCKY,
+        shape=replace(COLOCATED, sizes=SCARCE), cancels=0.2, answer=40, requests=40, crashes=2,
+        faults=NOISE, load_s=0.3, structured=0.3, allowed=UNLUCKY,
     ),
     "colocated-router": Scenario(
-        shape=replace(COLOCATED, routers=2, clients=4),
-        crashes=3,
-        victims=("router",),
-        cancels=0.1,
+        shape=replace(COLOCATED, routers=2, clients=4), crashes=3, victims=("router",), cancels=0.1,
         faults=NOISE,
     ),
     "colocated-pauses": Scenario(
-        shape=COLOCATED, load_s=3.0, pauses=6, stops=1, cancels=0.1, answer=100, allowed=UNLUCKY
+        shape=COLOCATED, load_s=3.0, pauses=6, stops=1, cancels=0.1, answer=100, allowed=UNLUCKY,
     ),
     "colocated-raises": replace(_RAISES, shape=COLOCATED, victims=("router", "decode"), raises=6),
     "colocated-rogue": replace(
-        _ROGUE, shape=replace(COLOCATED, clients=4, rogues=True, greedy=True), allowed=UNLUCKY
+        _ROGUE, shape=replace(COLOCATED, clients=4, rogues=True, greedy=True), allowed=UNLUCKY,
     ),
     "colocated-all": replace(
-        _ALL, shape=replace(COLOCATED, routers=2, clients=4), structured=0.2, pauses=1
+        _ALL, shape=replace(COLOCATED, routers=2, clients=4), structured=0.2, pauses=1,
     ),
     "mixed": Scenario(shape=MIXED, crashes=3, victims=("prefill",), cancels=0.1, faults=NOISE),
     "mixed-raises": replace(
-        _RAISES, shape=MIXED, victims=("router", "prefill", "decode"), crashes=1
+        _RAISES, shape=MIXED, victims=("router", "prefill", "decode"), crashes=1,
     ),
     "mixed-rogue": replace(
-        _ROGUE,
-        shape=replace(ROGUES, prefill=1, local=True),
-        crashes=2,
-        victims=("prefill",),
+        _ROGUE, shape=replace(ROGUES, prefill=1, local=True), crashes=2, victims=("prefill",),
         allowed=UNLUCKY,
     ),
     "mixed-all": replace(
-        _ALL, shape=replace(MIXED, routers=2, clients=4), crashes=5, structured=0.2, pauses=1
+        _ALL, shape=replace(MIXED, routers=2, clients=4), crashes=5, structured=0.2, pauses=1,
     ),
     "adaptive": Scenario(
-        shape=ADAPTIVE, requests=60, crashes=2, cancels=0.1, faults=NOISE, allowed=UNLUCKY
+        shape=ADAPTIVE, requests=60, crashes=2, cancels=0.1, faults=NOISE, allowed=UNLUCKY,
     ),
     "adaptive-all": replace(
-        _ALL, shape=replace(ADAPTIVE, routers=2, clients=4), requests=60, structured=0.2, pauses=1
+        _ALL, shape=replace(ADAPTIVE, routers=2, clients=4), requests=60, structured=0.2, pauses=1,
     ),
     "rogue": _ROGUE,
     "rogue-failover": replace(
-        _ROGUE, shape=replace(ROGUES, routers=2), victims=("router",), crashes=2
+        _ROGUE, shape=replace(ROGUES, routers=2), victims=("router",), crashes=2,
     ),
     "rogue-moves": replace(_ROGUE, shape=replace(ROGUES, sizes=MOVES), prompt=120),
     "rogue-in-place": replace(_ROGUE, shape=replace(ROGUES, sizes=IN_PLACE), prompt=120),
@@ -510,6 +381,7 @@ SCENARIOS: dict[str, Scenario] = {
     "rogue-all": replace(_ALL, shape=replace(ROGUES, routers=2, greedy=True)),
     "all": _ALL,
 }
+# fmt: on
 
 
 OWN_SLO_S = 0.5
