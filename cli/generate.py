@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from baton.client import Client, Generation
 from baton.client.options import RequestOptions
 from baton.proto.errors import ConfigError
+from baton.runtime.small_files import read_small
 
 from .cluster import add_address, add_deadline, connect
 from .output import shown_text
@@ -70,7 +70,7 @@ def _schema(file: str | None) -> str | None:
     if file is None:
         return None
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = read_small(file).decode()
         json.loads(text)
     except OSError as problem:
         raise ConfigError(f"cannot read {file}: {problem.strerror}") from None

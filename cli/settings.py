@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Container, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from baton.deploy.config import (
@@ -24,6 +23,7 @@ from baton.proto.codec.shared_memory import KEY_VARIABLE, SWITCH_VARIABLE
 from baton.proto.errors import ConfigError
 from baton.runtime.keys.api_keys import KEY_VARIABLE as API_KEY_VARIABLE
 from baton.runtime.process.otlp import EXTRA, is_installed
+from baton.runtime.small_files import read_small
 
 from .parser import did_you_mean
 
@@ -323,8 +323,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 def read_file(path: str) -> dict[str, Any]:
     """Read a TOML file. Dashes in keys become underscores. Raises ConfigError."""
     try:
-        with Path(path).open("rb") as file:
-            content = tomllib.load(file)
+        content = tomllib.loads(read_small(path).decode())
     except OSError as problem:
         raise ConfigError(f"cannot read {path}: {problem.strerror}") from problem
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:

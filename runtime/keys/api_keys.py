@@ -11,9 +11,10 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from baton.proto.errors import ConfigError
+
+from ..small_files import read_small
 
 KEY_VARIABLE = "BATON_API_KEY"
 """Environment variable with one API key."""
@@ -35,7 +36,7 @@ def api_key_digests(file: str, keys: Iterable[str | None]) -> tuple[str, ...]:
     found = list(keys)
     if file:
         try:
-            found += (_COMMENT.sub("", line) for line in Path(file).read_text().splitlines())
+            found += (_COMMENT.sub("", line) for line in read_small(file).decode().splitlines())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--api-key-file {file}: {error}") from None
     stripped = [key.strip() for key in found if key and key.strip()]
