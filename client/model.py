@@ -20,12 +20,12 @@ import numpy.typing as npt
 from baton.proto.contexts.text import TextContext
 from baton.proto.errors import BatonError, InputError, TaskMismatch
 from baton.proto.ids import RequestID
-from baton.proto.limits import MAX_TOP_K
 from baton.proto.requests import build_wire_context, refuse_task
 from baton.proto.sampling import (
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
     SamplingParamsInput,
+    with_limited_top_k,
 )
 from baton.proto.value_checks import shown
 from baton.proto.vision_requests import complete_images
@@ -413,29 +413,17 @@ def ids_of(prompt: object) -> npt.NDArray[Any]:
     return array.astype(np.int32) if array.size == 0 else array
 
 
-class _GenerationConfig(msgspec.Struct):
-    """The sampling fields of generation_config.json; null means not given."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    do_sample: bool | None = None
-
-
 def _generation_defaults(files: Mapping[str, bytes]) -> SamplingParamsGenerationConfigDefaults:
     text = files.get("generation_config.json")
     if text is None:
         return SamplingParamsGenerationConfigDefaults()
     try:
-        config = msgspec.json.decode(text, type=_GenerationConfig, strict=False)
+        defaults = msgspec.json.decode(
+            text, type=SamplingParamsGenerationConfigDefaults, strict=False
+        )
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"the model's generation_config.json cannot be read: {error}") from error
-    if config.top_k is not None:  # the cluster clamps the same value (docs/sampling.md)
-        config.top_k = min(config.top_k, MAX_TOP_K)
-    return SamplingParamsGenerationConfigDefaults(**msgspec.structs.asdict(config))
+    return with_limited_top_k(defaults)  # as the cluster does
 
 
 def new_identity() -> bytes:

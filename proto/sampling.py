@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, Self
 
@@ -529,3 +529,11 @@ class SamplingParamsGenerationConfigDefaults:
         """The values that are set, in a new dict."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def with_limited_top_k(
+    defaults: SamplingParamsGenerationConfigDefaults,
+) -> SamplingParamsGenerationConfigDefaults:
+    """Lower a model's ``top_k`` to the limit of requests (docs/sampling.md)."""
+    top_k = defaults.top_k
+    return defaults if top_k is None else replace(defaults, top_k=min(top_k, MAX_TOP_K))
