@@ -28,7 +28,7 @@ from baton.proto.errors import RequestFailed
 from .calibration import NOTHING, Calibration, alone_seen, beside_seen, together_seen
 
 START_S = 600.0
-BUDGET_S = 10.0
+BUDGET_S = 5.0
 """Seconds after which no further round begins."""
 ROUNDS = 6
 PAUSE_S = 0.05
