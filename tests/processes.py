@@ -19,10 +19,14 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], T], timeout: float = 60.0, what: str = "condition") -> T:
-    """Poll ``condition`` until it is true; returns its value. ``timeout``: seconds."""
+    """Poll ``condition`` until it is true; returns its value. ``timeout``: seconds.
+
+    A condition that asks processes takes a tenth of the time, not a third of a processor.
+    """
     until = time.monotonic() + timeout
-    while time.monotonic() < until:
+    while (asked_at := time.monotonic()) < until:
         if value := condition():
             return value
-        time.sleep(0.01)
+        took = time.monotonic() - asked_at
+        time.sleep(min(max(0.01, 9 * took), 0.05))
     raise AssertionError(f"timed out waiting for {what}")

@@ -244,12 +244,17 @@ def lasting_cluster(start_cluster):
 
 @pytest.hookimpl(trylast=True)  # after the fixtures' ends
 def pytest_runtest_teardown(item, nextitem):
-    """End the lasting clusters that no module uses any more, or not soon."""
+    """End the clusters that a module has left, and those of several that none uses soon."""
+    if nextitem is not None and nextitem.path == item.path:
+        return
     last = nextitem is None or nextitem.path.parent != item.path.parent
     for key, left_at in list(LEFT_AT.items()):
         if last or time.monotonic() - left_at > KEPT_S:
             del LEFT_AT[key]
             LASTING.pop(key).end_clean()
+    for cluster in STARTED:
+        if cluster not in LASTING.values():
+            cluster.end()
 
 
 @pytest.fixture(scope="module")
