@@ -333,7 +333,7 @@ def test_the_numerics_of_a_speech_model_name_the_codec_s(device, tmp_path):
     assert kernels.device is not device
     assert load_audio(folder, kernels)[1].codec.backend is kernels
     on_cpu = load_runner(config)
-    assert on_cpu.card.numerics == f"{on_cpu.backend.numerics}/BF16"
+    assert on_cpu.card.numerics == f"{on_cpu.backend.numerics}/BF16/kv-bfloat16"
     assert codec_kernels(on_cpu.backend).numerics == on_cpu.backend.numerics
     (folder / "speech.json").unlink()
     silent = load_runner(config, backend=CudaBackend(device))

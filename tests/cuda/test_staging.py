@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from baton.engine.kernels.bfloat16 import bfloat16_bits as to_bf16
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.pictures import CudaPictures
 from baton.engine.kernels.cuda.staging import Staging
@@ -31,6 +32,18 @@ def test_parts_lie_one_below_the_other(device, rng, piece, slots, threads):
     staging.close()
     again = parts_of(rng, 4)
     np.testing.assert_array_equal(device.download(staging.upload(again)), again[0])
+    staging.close()
+
+
+def test_float32_parts_are_rounded_on_the_way(device, rng):
+    """Beside parts in bfloat16, with every kind of number and a piece that ends anywhere."""
+    words = rng.integers(0, 1 << 32, (9, 24), np.uint32)
+    words[0, :4] = 0x7F800001, 0xFF800000, 0x7F7FFFFF, 0x3F808000  # NaN, -inf, largest, a tie
+    values, bits = words.view(np.float32), parts_of(rng, 2)[0]
+    staging = Staging(device, 100, 2, 2)
+    found = device.download(staging.upload([values, bits]))
+    np.testing.assert_array_equal(found, np.concatenate([to_bf16(values), bits]))
+    assert found[0, :4].tolist() == [0x7FFF, 0xFF80, 0x7F80, 0x3F80]
     staging.close()
 
 

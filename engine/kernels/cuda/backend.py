@@ -215,8 +215,9 @@ class CudaBackend(_BlockMoves):
 
     def parameters(self, weights: npt.NDArray[A]) -> Any:
         """Return a bfloat16 copy on the device of float32 values or bfloat16 bits."""
-        bits = parameter_bits(weights)
-        return self.staging.upload([bits]) if bits.ndim == 2 else self.device.upload(bits)
+        if weights.ndim == 2:
+            return self.staging.upload([_uploadable(weights)])
+        return self.device.upload(parameter_bits(weights))
 
     def end_loading(self) -> None:
         """Return the pinned memory of weights to the system."""
@@ -311,7 +312,7 @@ class CudaBackend(_BlockMoves):
         if len(narrow) == len(parts) and all(_is_readable(part) for part in narrow):
             return self._pack_fp8(narrow, bias)
         arrays = checked_parts([_widened(part) for part in parts])
-        stacked = [parameter_bits(part) for part in arrays]
+        stacked = [_uploadable(part) for part in arrays]
         missing = -sum(map(len, stacked)) % _LOGITS_AT_ONCE
         if missing:
             stacked.append(np.zeros((missing, arrays[0].shape[1]), np.uint16))
@@ -534,6 +535,12 @@ def host_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:
         return ""
+
+
+def _uploadable(weights: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return bfloat16 bits as they are, and other values as float32, which the upload rounds."""
+    kind = np.uint16 if weights.dtype == np.uint16 else np.float32
+    return np.ascontiguousarray(weights, kind)
 
 
 def parameter_bits(weights: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:

@@ -2,8 +2,8 @@
 
 A copy from a file's pages straight to a device goes through a small buffer of the driver, one
 thread fills it, and the caller waits. Here several threads copy pieces from the page cache into
-pinned slots while the device reads the slots before them. A slot is filled again when the device
-has read it; nothing else waits.
+pinned slots while the device reads the slots before them, and round float32 values to bfloat16 on
+the way. A slot is filled again when the device has read it; nothing else waits.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..bfloat16 import round_into
 from .device import Device, DeviceArray, Event
 
 PIECE, SLOTS, THREADS = 8 << 20, 8, 4
 """Bytes of a slot, slots, and threads that fill them."""
 
 Words = npt.NDArray[np.uint16]
+Source = Words | npt.NDArray[np.float32]
 
 
 class Staging:
@@ -40,10 +42,11 @@ class Staging:
         self._slots: list[Any] = []
         self._read: list[Event | None] = []  # when the device has read each slot
 
-    def upload(self, parts: Sequence[Words]) -> DeviceArray:
+    def upload(self, parts: Sequence[Source]) -> DeviceArray:
         """Return the parts ``[out_i, in]`` one below the other on the device; all C-contiguous.
 
-        The parts are read when this returns; the device may still be reading the slots.
+        uint16 words stay as they are, float32 values become bfloat16 bits. The parts are read when
+        this returns; the device may still be reading the slots.
         """
         rows, width = sum(map(len, parts)), parts[0].shape[1]
         if any(part.shape[1:] != (width,) or not part.flags.c_contiguous for part in parts):
@@ -72,7 +75,7 @@ class Staging:
                 event.wait()
         self._slots, self._read = [], []
 
-    def _pieces(self, parts: Sequence[Words]) -> Iterator[tuple[int, Words]]:
+    def _pieces(self, parts: Sequence[Source]) -> Iterator[tuple[int, Source]]:
         """Yield the pieces and where they begin."""
         begin = 0
         for part in parts:
@@ -81,12 +84,16 @@ class Staging:
                 yield begin + at, flat[at : at + self._words]
             begin += len(flat)
 
-    def _fill(self, slot: int, source: Words) -> None:
-        """Copy a piece into a slot, when the device has read what is there."""
+    def _fill(self, slot: int, source: Source) -> None:
+        """Copy or round a piece into a slot, when the device has read what is there."""
         event = self._read[slot]
         if event is not None:
             event.wait()
-        np.copyto(self._slots[slot][: len(source)], source)  # without Python's lock
+        words = self._slots[slot][: len(source)]
+        if source.dtype == np.uint16:
+            np.copyto(words, source)  # without Python's lock
+        else:
+            round_into(words, source.view(np.float32))
 
     def _send(self, flat: Any, filled: tuple[int, int, int, Future[None]]) -> None:
         """Queue the copy of a slot to the device."""
