@@ -56,8 +56,11 @@ def decoded(row: np.ndarray) -> list[float]:
 
 
 def random_rows(rng, shape) -> np.ndarray:
-    """Rows whose sizes differ by some powers of two."""
-    x = rng.standard_normal(shape, dtype=np.float32)
+    """Rows whose sizes differ by some powers of two.
+
+    Draws of a float32 can be -0, whose sign a rotation by no angle may lose: x * 1 - y * 0.
+    """
+    x = rng.standard_normal(shape, dtype=np.float32) + np.float32(0)
     return x * np.exp2(rng.integers(-4, 5, (*shape[:-1], 1))).astype(np.float32)
 
 
