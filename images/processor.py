@@ -223,7 +223,10 @@ class _Helper:
         self._lock = threading.Lock()
 
     def ask(self, request: bytes, max_answer_bytes: int) -> bytes:
-        """Return the answer. Raises InputError for an image that exceeds a limit."""
+        """Return the answer. Raises InputError for an image that exceeds a limit.
+
+        Raises CapacityError if the process cannot start.
+        """
         with self._lock:
             process = self._process
             if process is None or not process.running:
@@ -242,7 +245,10 @@ class _Helper:
                 raise
 
     def end(self) -> None:
-        """Kill the process, if it runs."""
+        """Kill the process, if it runs, also during a request."""
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._lock:
             self._end()
 

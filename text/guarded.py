@@ -1,7 +1,8 @@
 """Untrusted templates and tokenizers in a helper process, which limits can end.
 
-:meth:`GuardedProcess.ask` always returns within its time limit. After a request that exceeds a
-limit on time or memory, the helper is replaced. Thread-safe: requests run one after the other.
+:meth:`GuardedProcess.ask` always ends within its time limit and that of a helper's start. After a
+request that exceeds a limit on time or memory, the helper is replaced. Thread-safe: requests run
+one after the other.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class GuardedProcess:
         self._helper: HelperProcess | None = None
 
     def ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the helper's reply, or ``{"limit": reason}``. None repeats the first request."""
+        """Return the helper's reply, or ``{"limit": reason}``. None repeats the first request.
+
+        Raises CapacityError if a helper cannot start.
+        """
         with self._lock:
             helper = self._helper
             if helper is None or not helper.running:
@@ -59,7 +63,10 @@ class GuardedProcess:
             return self._exchange(helper, request or self.first_request or {})
 
     def close(self) -> None:
-        """End the process. A later request starts another process."""
+        """End the process, also during a request. A later request starts another process."""
+        helper = self._helper
+        if helper is not None:
+            helper.kill()
         with self._lock:
             self._end()
 
@@ -120,6 +127,7 @@ class GuardedRenderer(GuardedProcess):
         Raises:
             RenderLimit: a limit on size, time or memory was exceeded.
             RenderError: the template is invalid or rejected its variables.
+            CapacityError: the process cannot start.
 
         """
         reply = self.ask(
@@ -136,7 +144,7 @@ class GuardedTokenizer(GuardedProcess):
     """A :class:`.tokenizer_core.TokenizerCore` whose library runs in another process.
 
     For tokenizer files outside :mod:`.plain_tokenizers`. Whatever the file does, every call
-    returns or raises TokenizerFailed within its time limit.
+    returns or raises TokenizerFailed within its time limit. CapacityError: no helper can start.
     """
 
     def __init__(

@@ -44,11 +44,9 @@ STACK_BYTES = 2 << 20
 MAX_SCHEMA_BYTES = 128 << 20
 """Memory limit of a compiled schema."""
 _SLACK_BYTES = 256 << 20  # reserved address space without memory: the allocator's arenas
-_START_S = 60.0  # for the helper to read the tokenizer
 _WAIT_FACTOR = 12.0  # seconds that a trial may take per second of CPU time: processors are shared
 _ANSWER_S = 1.0  # added to the trial's own time limit
 _MAX_ANSWER_BYTES = 1 << 20  # a cost, or the message of an error
-_READY = b"\xff"  # the first request, not a schema; answered after the tokenizer is loaded
 
 
 class SchemaCost(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +90,9 @@ class SchemaTrial:
                 timeout = _WAIT_FACTOR * self._limit_s + _ANSWER_S
                 answer = self._started().exchange(schema.encode(), timeout, _MAX_ANSWER_BYTES)
                 verdict = msgspec.msgpack.decode(answer, type=_Verdict)
+            except CapacityError:
+                self._stop()
+                raise
             except (OSError, EOFError, msgspec.MsgspecError) as error:
                 self._stop()
                 text = f"json_schema cannot be checked now: {error!r}"
@@ -111,14 +112,12 @@ class SchemaTrial:
         if self._closed:
             raise EOFError("closed")
         if self._helper is None or not self._helper.running:
-            helper = self._helper = HelperProcess(
+            self._helper = HelperProcess(
                 __name__,
                 *self._arguments,
                 # One thread: the helper must not have other threads when it forks.
                 environment={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )
-            helper.exchange(_READY, _START_S, _MAX_ANSWER_BYTES)
-            return helper
         return self._helper
 
     def _stop(self) -> None:
@@ -140,8 +139,6 @@ def main(arguments: list[str]) -> None:
     tokenizer = load_tokenizer(Path(folder), int(vocab_size), ids)
 
     def answer(request: bytes) -> bytes:
-        if request == _READY:
-            return _READY
         return msgspec.msgpack.encode(_fork(tokenizer, request.decode(), float(limit_s)))
 
     serve(answer)

@@ -2,10 +2,12 @@
 
 The parent's side is :class:`HelperProcess`. The helper's module calls :func:`limit_process` and
 :func:`serve`. A message is its length, 4 bytes big-endian, and its content; what the content means
-is up to the two sides.
+is up to the two sides. An empty message ends the start of the helper: everything is imported. The
+start has a time limit of its own, because on a busy machine with cold files it can take longer
+than a request may.
 
-Invariants: :meth:`HelperProcess.exchange` ends within its time limit, whatever the helper does. A
-helper ends with its parent, because its input ends.
+Invariants: :meth:`HelperProcess.exchange` ends within its time limit and that of the start,
+whatever the helper does. A helper ends with its parent, because its input ends.
 """
 
 from __future__ import annotations
@@ -29,14 +31,17 @@ from .garbage import end_of_imports
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
+START_S = 60.0
+"""Time limit of a helper's start, seconds."""
 
 
 class HelperProcess:
     """A running ``python -m module arguments``. Raises CapacityError if it cannot start.
 
     ``environment``: its environment variables. ``own_session``: a Ctrl-C in the terminal does not
-    reach it; the signals of the parent's process group do not either. Deleting the object kills
-    the process. One thread at a time may use it, except :meth:`kill`.
+    reach it; the signals of the parent's process group do not either. ``start_s``: seconds until
+    it must have started; the first :meth:`exchange` waits for it. Deleting the object kills the
+    process. One thread at a time may use it, except :meth:`kill`.
     """
 
     def __init__(
@@ -45,13 +50,14 @@ class HelperProcess:
         *arguments: str,
         environment: Mapping[str, str],
         own_session: bool = False,
+        start_s: float = START_S,
     ) -> None:
         command = [sys.executable, "-P", "-m", module, *arguments]
         try:
             self._process = _started(command, dict(environment), own_session)
         except OSError as error:
-            text = f"a helper process cannot start: {error}"
-            raise CapacityError(text, retry_after=1.0) from None
+            raise _not_started(str(error)) from None
+        self._start_until: float | None = time.monotonic() + start_s  # None: it has started
         self._finalizer = weakref.finalize(self, _close, self._process)
 
     @property
@@ -75,6 +81,7 @@ class HelperProcess:
         """Send a request and return the answer. After an error, the helper must be closed.
 
         Raises:
+            CapacityError: the process ended while it started, or has not started in time.
             TimeoutError: no complete answer within ``timeout`` seconds, or a longer answer.
             EOFError, OSError: the process has ended.
 
@@ -82,6 +89,7 @@ class HelperProcess:
         if self._process.stdin is None or self._process.stdout is None:
             raise OSError("the process has no pipes")
         sink, source = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._await_start(source)
         os.set_blocking(sink, False)
         deadline = time.monotonic() + timeout
         left, answer = memoryview(_framed(request)), bytearray()
@@ -103,14 +111,33 @@ class HelperProcess:
                         raise TimeoutError("the answer does not end")
         return bytes(answer[_LENGTH.size :])
 
+    def _await_start(self, source: int) -> None:
+        if self._start_until is None:
+            return
+        try:
+            read_message(source, max(0.0, self._start_until - time.monotonic()))
+        except EOFError:
+            code = self.exit_code(1.0)
+            raise _not_started(f"it ended with exit code {code}") from None
+        except TimeoutError:
+            raise _not_started("it takes too long; the machine may be too busy") from None
+        self._start_until = None
+
     def kill(self) -> None:
-        """Kill the process, from any thread. An exchange on another thread raises EOFError."""
+        """Kill the process, from any thread.
+
+        An exchange on another thread raises EOFError, or CapacityError during the start.
+        """
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
         """Kill the process and close its pipes."""
         self._finalizer()
+
+
+def _not_started(reason: str) -> CapacityError:
+    return CapacityError(f"a helper process cannot start: {reason}", retry_after=1.0)
 
 
 def _started(
@@ -179,10 +206,12 @@ def _allow_cpu_seconds(seconds: int) -> None:
 def serve(answer: Callable[[bytes], bytes], cpu_seconds: int | None = None) -> None:
     """Answer requests from standard input on standard output, until the input ends.
 
+    Call it when everything is imported and loaded: it ends the start of the helper.
     ``cpu_seconds``: CPU time of one request. SIGXCPU ends a process that exceeds it.
     """
     end_of_imports()
     requests, answers = sys.stdin.fileno(), sys.stdout.fileno()
+    write_message(answers, b"")
     while True:
         if cpu_seconds is not None:
             _allow_cpu_seconds(cpu_seconds)

@@ -326,6 +326,15 @@ def test_a_machine_without_a_free_processor_makes_no_schema_too_complex(monkeypa
     one.close()
 
 
+def test_a_helper_that_cannot_start_judges_no_schema(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os; os._exit(5)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = trial()
+    with pytest.raises(CapacityError, match="cannot start: it ended with exit code 5"):
+        one.cost(INTEGER)
+    assert one._helper is None
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_helper_that_is_lost_is_replaced(blow):
     one = trial(limit_s=2.0)

@@ -22,7 +22,7 @@ from baton.images.processor import ImageProcessor, ScaledImage
 from baton.images.settings import ImageSettings, read_settings
 from baton.images.tiles import TileSettings
 from baton.proto.contexts.images import image_hash
-from baton.proto.errors import CheckpointError, InputError
+from baton.proto.errors import CapacityError, CheckpointError, InputError
 
 from .cases import SETTINGS, TILES, patches, tiles
 
@@ -256,6 +256,15 @@ def test_a_helper_that_takes_too_long_is_killed():
         assert not any(helper._process for helper in slow._all)
     finally:
         slow.close()
+
+
+def test_a_helper_that_cannot_start_is_an_error(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os; os._exit(5)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    broken = ImageProcessor(ImageSettings())
+    with pytest.raises(CapacityError, match="cannot start: it ended with exit code 5"):
+        broken.process(PLAIN)
+    assert not any(helper._process for helper in broken._all)
 
 
 def test_threads_share_the_helpers(processor):

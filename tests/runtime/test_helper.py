@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,9 +16,15 @@ import pytest
 from baton.proto.errors import CapacityError
 from baton.runtime.process.helper import HelperProcess
 
+from ..processes import alive, wait_until
+
 MODULE = """
-import os, time
+import os, sys, time
 from baton.runtime.process.helper import serve
+
+if sys.argv[1:] == ["ends"]:
+    os._exit(5)
+time.sleep(float(sys.argv[1]) if sys.argv[1:] else 0)
 
 def answer(request):
     if request == b"end":
@@ -37,10 +45,12 @@ def start(tmp_path):
     (tmp_path / "some_helper.py").write_text(MODULE)
     started = []
 
-    def start() -> HelperProcess:
+    def start(*arguments: str, start_s: float = 60.0) -> HelperProcess:
         paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        started.append(HelperProcess("some_helper", environment=environment))
+        started.append(
+            HelperProcess("some_helper", *arguments, environment=environment, start_s=start_s)
+        )
         return started[-1]
 
     yield start
@@ -59,6 +69,24 @@ def test_an_exchange_ends_after_its_time(start):
     helper = start()
     with pytest.raises(TimeoutError):
         helper.exchange(b"sleep", 0.1, MAX_BYTES)
+
+
+def test_the_time_of_an_exchange_begins_after_the_start(start):
+    assert start("2.5").exchange(b"abc", 2.0, MAX_BYTES) == b"cba"
+
+
+def test_a_start_without_end_is_an_error(start):
+    helper = start("600", start_s=0.1)
+    with pytest.raises(CapacityError, match="cannot start: it takes too long") as caught:
+        helper.exchange(b"abc", 60.0, MAX_BYTES)
+    assert caught.value.retry_after
+    with pytest.raises(CapacityError, match="takes too long"):  # it does not wait anew
+        helper.exchange(b"abc", 60.0, MAX_BYTES)
+
+
+def test_a_helper_that_ends_while_it_starts_is_an_error(start):
+    with pytest.raises(CapacityError, match="cannot start: it ended with exit code 5"):
+        start("ends").exchange(b"abc", 60.0, MAX_BYTES)
 
 
 def test_an_endless_answer_is_an_error(start):
@@ -90,6 +118,36 @@ def test_killing_ends_the_exchange_of_another_thread(start):
     helper.kill()
     sleeping.join(60)
     assert len(errors) == 1 and not isinstance(errors[0], TimeoutError)
+
+
+def test_killing_ends_the_start_for_another_thread(start):
+    helper, errors = start("600"), []
+
+    def ask() -> None:
+        with pytest.raises(CapacityError) as caught:
+            helper.exchange(b"abc", 60.0, MAX_BYTES)
+        errors.append(str(caught.value))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    helper.kill()
+    asking.join(60)
+    assert errors == ["a helper process cannot start: it ended with exit code -9"]
+
+
+def test_a_helper_whose_owner_ends_during_the_start_ends_after_it(tmp_path):
+    (tmp_path / "some_helper.py").write_text(MODULE)
+    program = (
+        "import os\n"
+        "from baton.runtime.process.helper import HelperProcess\n"
+        "helper = HelperProcess('some_helper', '0.5', environment=os.environ)\n"
+        "print(helper.pid, flush=True)\n"
+        "os._exit(0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", program]
+    output = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    wait_until(lambda: not alive(int(output)), what="the helper's end")
 
 
 def test_deleting_the_object_ends_the_process():

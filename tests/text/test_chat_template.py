@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from baton.proto.errors import InputError
+from baton.proto.errors import CapacityError, InputError
 from baton.text.guarded import GuardedRenderer
 from baton.text.render_errors import RenderError, RenderLimit
 from baton.text.sandbox import MAX_TEMPLATE_CHARS, render
 from baton.text.tokenizer import ChatTemplate
+
+from ..processes import wait_until
 
 DOUBLING = """\
 {% set n = namespace(s='x') %}
@@ -158,6 +161,35 @@ def test_wall_time_is_limited():
     with pytest.raises(RenderLimit, match="took longer"):
         renderer.render(source, {})
     renderer.close()
+
+
+def test_the_start_of_the_process_is_not_part_of_the_time_limit(monkeypatch, tmp_path):
+    """Reading the libraries from a slow disk can take longer than a template may."""
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    renderer = GuardedRenderer(timeout=2.5)
+    assert renderer.render("{{ a }}", {"a": "fine"}) == "fine"
+    renderer.close()
+
+
+def test_closing_waits_for_no_start(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    renderer, errors = GuardedRenderer(), []
+
+    def render() -> None:
+        with pytest.raises(CapacityError, match="a helper process cannot start") as caught:
+            renderer.render("{{ a }}", {"a": "fine"})
+        errors.append(caught.value)
+
+    rendering = threading.Thread(target=render)
+    rendering.start()
+    wait_until(lambda: renderer._helper, what="the helper")
+    pid = renderer._helper.pid
+    renderer.close()
+    rendering.join(20)
+    assert len(errors) == 1
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_process_that_cannot_run_is_named():
