@@ -13,6 +13,7 @@ import msgspec
 
 from baton.proto.errors import CheckpointError
 
+from .config_numbers import Finite
 from .json_files import read_json
 
 GENERATE, EMBED, DRAW = "generate", "embed", "draw"
@@ -60,7 +61,7 @@ class _SentenceConfig(msgspec.Struct):
 
 
 class _TokenizerConfig(msgspec.Struct):
-    model_max_length: float | None = None
+    model_max_length: Finite | None = None
 
 
 def load_embedding_settings(folder: Path) -> EmbeddingSettings | None:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from baton.proto.errors import CheckpointError
 
 from ..models.rope import parse_rope
+from .config_numbers import Finite, Positive
 
 GEMMA3 = "Gemma3ForCausalLM"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -28,11 +29,11 @@ class _Raw(msgspec.Struct, kw_only=True):
 
     num_hidden_layers: int
     hidden_activation: str
-    query_pre_attn_scalar: Annotated[float, Meta(gt=0)]
+    query_pre_attn_scalar: Positive
     sliding_window_pattern: Annotated[int, Meta(ge=1)] = 6
     layer_types: list[str] | None = None
-    final_logit_softcapping: float | None = None
-    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: Finite | None = None
+    attn_logit_softcapping: Finite | None = None
     use_bidirectional_attention: bool | None = None
 
 

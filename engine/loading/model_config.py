@@ -17,7 +17,8 @@ from msgspec import Meta
 from baton.proto.errors import CheckpointError
 from baton.proto.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 
-from ..models.rope import RopeConfig, parse_rope
+from ..models.rope import RopeConfig, check_frequencies, parse_rope
+from .config_numbers import Epsilon
 from .family_defaults import FAMILY_DEFAULTS, PHI3
 from .fp8 import read_fp8
 from .gemma_config import GEMMA3, own_settings, plain_settings
@@ -203,7 +204,7 @@ class _Raw(msgspec.Struct, kw_only=True):
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     max_position_embeddings: Positions
-    rms_norm_eps: float
+    rms_norm_eps: Epsilon
     hidden_act: str
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -256,7 +257,9 @@ def parse_gemma_config(raw: dict[str, Any], architecture: str) -> GemmaConfig:
     """Build the config of a Gemma 3. Raises as :func:`load_model_config`."""
     filled = {**_family_keys(architecture), **raw}
     fields = _decoder_fields(plain_settings(filled), architecture)
-    return GemmaConfig(**fields, **own_settings(filled))
+    config = GemmaConfig(**fields, **own_settings(filled))
+    check_frequencies(config.local_rope, config.head_dim)
+    return config
 
 
 def parse_phi_config(raw: dict[str, Any], architecture: str) -> ModelConfig:
@@ -380,6 +383,8 @@ def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
             f"config.json: num_attention_heads {fields.num_attention_heads}, head_dim {head_dim} "
             f"and num_key_value_heads {kv_heads} do not fit each other and rotary pairs"
         )
+    rope = parse_rope(filled, partial=architecture == PHI3)
+    check_frequencies(rope, head_dim)
     qwen2 = architecture in ("Qwen2ForCausalLM", QWEN2_5_VL)
     qwen3 = architecture in ("Qwen3ForCausalLM", QWEN3_VL)
     biased = fields.attention_bias and (qwen3 or architecture in ("LlamaForCausalLM", GEMMA3))
@@ -393,7 +398,7 @@ def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": fields.rms_norm_eps,
-        "rope": parse_rope(filled, partial=architecture == PHI3),
+        "rope": rope,
         "tie_word_embeddings": fields.tie_word_embeddings,
         "qkv_bias": qwen2 or biased,
         "o_bias": biased,
@@ -415,7 +420,7 @@ class _RawBert(msgspec.Struct, kw_only=True):
     num_attention_heads: Size
     max_position_embeddings: Positions
     type_vocab_size: Size
-    layer_norm_eps: float
+    layer_norm_eps: Epsilon
     hidden_act: str
     position_embedding_type: str | None = "absolute"
     is_decoder: bool

@@ -12,6 +12,7 @@ from baton.proto.contexts.tiled_images import MAX_TILES, aspect_ratios
 from baton.proto.errors import CheckpointError
 from baton.proto.limits import MAX_LAYERS, MAX_SIZE
 
+from .config_numbers import Epsilon
 from .family_defaults import FAMILY_DEFAULTS
 from .vision_config import IMAGENET_MEAN, IMAGENET_STD, Triple, read_image_scale, renamed
 
@@ -87,7 +88,7 @@ class _RawVision(msgspec.Struct, kw_only=True):
     vision_output_dim: Size
     image_size: Size
     patch_size: Size
-    norm_eps: float
+    norm_eps: Epsilon
     max_num_tiles: Annotated[int, Meta(ge=1, le=MAX_TILES)]
     intermediate_layers_indices: list[int] | None
     supported_aspect_ratios: list[list[int]] | None

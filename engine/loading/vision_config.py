@@ -12,12 +12,13 @@ from msgspec import Meta
 from baton.proto.errors import CheckpointError
 from baton.proto.limits import MAX_LAYERS, MAX_SIZE
 
+from .config_numbers import Finite, Positive
 from .family_defaults import FAMILY_DEFAULTS
 from .json_files import read_json
 
 Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
-Triple = tuple[float, float, float]
+Triple = tuple[Finite, Finite, Finite]
 
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 QWEN3_VL = "Qwen3VLForConditionalGeneration"
@@ -64,6 +65,13 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.hidden_size // self.num_heads
 
 
+class _VisionRope(msgspec.Struct, kw_only=True):
+    """The keys read from ``rope_parameters`` of ``vision_config``."""
+
+    rope_type: str = "axial"
+    rope_theta: Positive | None = None
+
+
 class _RawVision(msgspec.Struct, kw_only=True):
     """The keys read from ``vision_config``; other keys are ignored."""
 
@@ -81,15 +89,15 @@ class _RawVision(msgspec.Struct, kw_only=True):
     deepstack_visual_indexes: list[int] = []
     hidden_act: str
     in_channels: int
-    rope_theta: float
-    rope_parameters: dict[str, Any] | None = None
+    rope_theta: Positive
+    rope_parameters: _VisionRope | None = None
 
 
 class ImageScale(msgspec.Struct, kw_only=True):
     """How pixels become numbers, as the image processor's config has it."""
 
     image_mean: Triple
-    image_std: Triple
+    image_std: tuple[Positive, Positive, Positive]
     rescale_factor: Annotated[float, Meta(ge=1e-9, le=1e9)] = 1 / 255
     do_rescale: bool = True
     do_normalize: bool = True
@@ -104,7 +112,7 @@ def parse_vision(raw: dict[str, Any], architecture: str, folder: Path | None) ->
     given = renamed(given, {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"})
     fields = msgspec.convert({**_family_keys(architecture), **given}, _RawVision)
     images, _ = read_image_scale(folder, _CLIP_MEAN, _CLIP_STD)
-    rope = fields.rope_parameters or {}
+    rope = fields.rope_parameters or _VisionRope()
     _refuse(fields, architecture, rope)
     deep = architecture == QWEN3_VL
     return VisionConfig(
@@ -118,7 +126,7 @@ def parse_vision(raw: dict[str, Any], architecture: str, folder: Path | None) ->
         out_hidden_size=fields.out_hidden_size,
         window_size=0 if deep else fields.window_size,
         full_layers=tuple(range(fields.depth) if deep else fields.fullatt_block_indexes),
-        rope_theta=float(rope.get("rope_theta", fields.rope_theta)),
+        rope_theta=rope.rope_theta or fields.rope_theta,
         image_mean=images.image_mean,
         image_std=images.image_std,
         rescale_factor=images.rescale_factor,
@@ -146,15 +154,15 @@ def _family_keys(architecture: str) -> dict[str, Any]:
     return FAMILY_DEFAULTS[architecture]["vision_config"]
 
 
-def _refuse(fields: _RawVision, architecture: str, rope: dict[str, Any]) -> None:
+def _refuse(fields: _RawVision, architecture: str, rope: _VisionRope) -> None:
     """Reject settings that would silently change the features."""
     if fields.hidden_act != _family_keys(architecture)["hidden_act"] or fields.in_channels != 3:
         raise CheckpointError(
             f"config.json: unsupported vision_config: hidden_act '{fields.hidden_act}', "
             f"in_channels {fields.in_channels}"
         )
-    if rope.get("rope_type", "axial") != "axial":
-        raise CheckpointError(f"config.json: unsupported vision rope '{rope['rope_type']}'")
+    if rope.rope_type != "axial":
+        raise CheckpointError(f"config.json: unsupported vision rope '{rope.rope_type}'")
     if fields.hidden_size % (4 * fields.num_heads):
         raise CheckpointError(
             f"config.json: num_heads {fields.num_heads} of the tower do not divide hidden_size "
@@ -222,6 +230,6 @@ def read_image_scale(
         scale = msgspec.convert({"image_mean": mean, "image_std": std, **settings}, ImageScale)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"preprocessor_config.json: {error}") from error
-    if not scale.do_rescale or not scale.do_normalize or min(scale.image_std) <= 0:
+    if not scale.do_rescale or not scale.do_normalize:
         raise CheckpointError("preprocessor_config.json: pixels must be rescaled and normalized")
     return scale, settings

@@ -27,8 +27,9 @@ from msgspec import Meta
 from baton.proto.errors import CheckpointError
 from baton.proto.limits import MAX_POSITIONS
 
+from ..loading.config_numbers import Finite, Positive
+
 F32 = npt.NDArray[np.float32]
-Positive = Annotated[float, Meta(gt=0)]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,17 +44,17 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     original_max_position_embeddings: Annotated[int, Meta(ge=0, le=MAX_POSITIONS)] | None = None
     factor: Positive | None = None
-    attention_factor: float | None = None
+    attention_factor: Positive | None = None
     beta_fast: Positive | None = None
     beta_slow: Positive | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: Finite | None = None
+    mscale_all_dim: Finite | None = None
     truncate: bool = True
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    partial_rotary_factor: float = 1.0
+    short_factor: tuple[Positive, ...] = ()
+    long_factor: tuple[Positive, ...] = ()
+    partial_rotary_factor: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
     @property
     def original(self) -> int:
@@ -130,6 +131,26 @@ def rotated_channels(config: RopeConfig, head_dim: int) -> int:
             f"rotary channels of {head_dim}"
         )
     return rotated
+
+
+def check_frequencies(config: RopeConfig, head_dim: int) -> None:
+    """Raise CheckpointError for settings that give no finite frequencies, such as a base of 1."""
+    try:
+        with np.errstate(all="ignore"):
+            found, scale = frequencies(
+                config, rotated_channels(config, head_dim), config.default_length()
+            )
+    except (ArithmeticError, ValueError):
+        finite = False
+    else:
+        finite = math.isfinite(scale) and bool(np.isfinite(found).all())
+    if not finite:
+        fields = msgspec.structs.asdict(config).items()
+        given = ", ".join(f"{name} {value}" for name, value in fields if value not in (None, ()))
+        raise CheckpointError(
+            f"config.json: no finite frequencies follow from the rope settings: head_dim "
+            f"{head_dim}, {given}"
+        )
 
 
 def paired_channels(rotated: int, head_dim: int) -> list[int]:

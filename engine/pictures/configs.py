@@ -15,13 +15,13 @@ from msgspec import Meta
 from baton.proto.errors import CheckpointError
 from baton.proto.limits import MAX_LAYERS, MAX_SIZE
 
+from ..loading.config_numbers import Epsilon, Finite, Positive
 from ..loading.json_files import read_json
 from ..loading.safetensors import TensorStore, Weights
 
 Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 Some = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
-Eps = Annotated[float, Meta(ge=0, le=1)]
 
 
 class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class ClipConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_attention_heads: Size = 8
     max_position_embeddings: Size = 77
     hidden_act: str = "quick_gelu"
-    layer_norm_eps: Eps = 1e-5
+    layer_norm_eps: Epsilon = 1e-5
     eos_token_id: int = 49407
 
 
@@ -49,7 +49,7 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: Size = 8
     relative_attention_num_buckets: Annotated[int, Meta(ge=4, le=4096)] = 32
     relative_attention_max_distance: Annotated[int, Meta(ge=2, le=1 << 20)] = 128
-    layer_norm_epsilon: Eps = 1e-6
+    layer_norm_epsilon: Epsilon = 1e-6
     feed_forward_proj: str = "relu"
 
 
@@ -89,7 +89,7 @@ class ZImageConfig(msgspec.Struct, frozen=True, kw_only=True):
     n_refiner_layers: Some = 2
     n_heads: Size = 30
     n_kv_heads: Size = 30
-    norm_eps: Eps = 1e-5
+    norm_eps: Epsilon = 1e-5
     qk_norm: bool = True
     cap_feat_dim: Size = 2560
     rope_theta: Annotated[float, Meta(gt=1, le=1e9)] = 256.0
@@ -123,8 +123,8 @@ class VaeConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers_per_block: Layers = 1
     norm_num_groups: Size = 32
     act_fn: str = "silu"
-    scaling_factor: float = 0.18215
-    shift_factor: float | None = None
+    scaling_factor: Positive = 0.18215
+    shift_factor: Finite | None = None
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
 

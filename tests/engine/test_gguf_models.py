@@ -1,6 +1,7 @@
 """Model folders made from GGUF files: settings, cache, and the logits of the weights' values."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -286,6 +287,9 @@ REFUSED = {
     "texts": ({"tokenizer.ggml.tokens": ["a"] * 1024}, "two tokens have the same text"),
     "named token": ({"tokenizer.ggml.bos_token_id": 5000}, "outside the vocabulary of 1024"),
     "heads": ({"llama.attention.head_count_kv": 0}, "must be positive"),
+    "NaN": ({"llama.attention.layer_norm_rms_epsilon": math.nan}, "rms_epsilon' is not a finite"),
+    "epsilon": ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "rms_norm_eps"),
+    "base": ({"llama.rope.freq_base": -1.0}, "rope_theta"),
 }
 
 
@@ -294,6 +298,16 @@ def test_what_is_not_supported_is_refused_with_the_key(case, tmp_path):
     changes, message = REFUSED[case]
     file = write(tmp_path, gguf({**sizes(), **demo_tokenizer(), **changes}, quantized(1)))
     with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(file)
+
+
+def test_impossible_factors_of_rope_are_refused(tmp_path):
+    factors = floats(np.array([1.0] * 31 + [math.nan]))
+    file = write(
+        tmp_path,
+        gguf({**sizes(), **demo_tokenizer()}, quantized(1) | {"rope_freqs.weight": factors}),
+    )
+    with pytest.raises(CheckpointError, match="short_factor"):
         load_checkpoint(file)
 
 

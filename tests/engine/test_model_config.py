@@ -1,8 +1,13 @@
+import importlib
 import json
+import math
+import pkgutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from baton.engine import audio, loading, models, pictures
 from baton.engine.loading.checkpoint import load_checkpoint, require_tokenizer
 from baton.engine.loading.generation_config import load_generation_config
 from baton.engine.loading.model_config import SUPPORTED_ARCHITECTURES, load_model_config
@@ -146,6 +151,107 @@ def test_bad_settings_are_one_clear_error(tmp_path, changes, message):
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39, -1.0])
+@pytest.mark.parametrize(
+    ("architecture", "key", "where"),
+    [
+        ("Llama", "rms_norm_eps", ""),
+        ("Llama", "rope_theta", ""),
+        ("Llama", "partial_rotary_factor", ""),
+        ("Llama", "factor", "rope_scaling"),
+        ("Llama", "low_freq_factor", "rope_scaling"),
+        ("Llama", "high_freq_factor", "rope_scaling"),
+        ("Llama", "attention_factor", "rope_parameters"),
+        ("Llama", "beta_slow", "rope_parameters"),
+        ("Gemma3", "query_pre_attn_scalar", ""),
+        ("Gemma3", "rope_local_base_freq", ""),
+        ("Qwen2_5_VL", "rope_theta", "vision_config.rope_parameters"),
+        ("Mllama", "norm_eps", "vision_config"),
+        ("Bert", "layer_norm_eps", ""),
+    ],
+)
+def test_impossible_numbers_are_named(tmp_path, architecture, key, where, value):
+    newer = {"rope_local_base_freq": "rope_theta"}
+    full = {"Bert": "BertModel", "Llama": "LlamaForCausalLM", "Gemma3": "Gemma3ForCausalLM"}
+    content = {key: value}
+    if where.startswith("rope"):
+        content |= {"rope_type": "llama3"} if "freq" in key else {"rope_type": "yarn"}
+    for name in reversed(where.split(".") if where else []):
+        content = {name: content}
+    if architecture == "Qwen2_5_VL":
+        content["num_key_value_heads"] = 2
+    name = full.get(architecture, f"{architecture}ForConditionalGeneration")
+    with pytest.raises(CheckpointError, match=rf"{newer.get(key, key)}\b"):
+        load_model_config(write(tmp_path, architectures=[name], **content))
+
+
+@pytest.mark.parametrize("factors", [[math.nan] * 4, [0.0] * 4, [1.0, 1.0, math.inf, 1.0]])
+def test_impossible_factors_of_rope_are_named(tmp_path, factors):
+    scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": [1.0] * 4}
+    with pytest.raises(CheckpointError, match="short_factor"):
+        config_of(tmp_path, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 2, "rope_theta": 1},
+        {"rope_type": "longrope", "factor": 2, "short_factor": [1.0] * 4,
+         "long_factor": [1.0] * 4, "original_max_position_embeddings": 1},
+        {"rope_type": "linear", "factor": 1e-30, "rope_theta": 1e-30},
+    ],
+)  # fmt: skip
+def test_rope_settings_without_finite_frequencies_are_refused(tmp_path, rope):
+    """Each number alone is possible."""
+    with pytest.raises(
+        CheckpointError, match=f"no finite frequencies.*rope_type {rope['rope_type']}"
+    ):
+        config_of(tmp_path, rope_parameters=rope)
+
+
+RESULTS = {"ModelConfig", "VisionConfig", "TiledVisionConfig", "RunnerConfig"}
+"""Structures that Baton makes, not those that it reads from files of a model."""
+
+
+def structures() -> list[type[msgspec.Struct]]:
+    """Return those of all modules that read files of a model."""
+    packages = (loading, models, pictures, audio)
+    modules = [
+        importlib.import_module(f"{package.__name__}.{one.name}")
+        for package in packages
+        for one in pkgutil.iter_modules(package.__path__)
+        if "cuda" not in one.name
+    ]
+    found = {
+        one
+        for module in modules
+        for one in vars(module).values()
+        if isinstance(one, type)
+        and issubclass(one, msgspec.Struct)
+        and one.__module__.startswith("baton.engine")
+    }
+    return [one for one in found if not RESULTS & {kind.__name__ for kind in one.__mro__}]
+
+
+def unbounded(kind: object) -> bool:
+    """Return whether a type takes NaN or an infinity."""
+    if isinstance(kind, msgspec.inspect.FloatType):
+        return (kind.ge is None and kind.gt is None) or (kind.le is None and kind.lt is None)
+    inner = [getattr(kind, name, ()) for name in ("types", "item_types", "item_type")]
+    flat = [one for part in inner for one in (part if isinstance(part, tuple) else (part,))]
+    return any(unbounded(one) for one in flat)
+
+
+def test_every_float_that_is_read_has_bounds():
+    fields = {
+        f"{structure.__module__}.{structure.__name__}.{field.name}": unbounded(field.type)
+        for structure in structures()
+        for field in msgspec.inspect.type_info(structure).fields
+    }
+    assert len(fields) > 100
+    assert [name for name, wide in fields.items() if wide] == []
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xff", b"[" * 100_000])
 def test_unreadable_config(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
@@ -194,6 +300,10 @@ def test_a_top_k_beyond_any_request_counts_as_the_largest(tmp_path):
         {"top_p": []},
         {"top_p": 1.5},
         {"temperature": -1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_p": math.nan},
+        {"repetition_penalty": math.inf},
         {"top_k": -2},
     ],
 )
