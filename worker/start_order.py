@@ -156,6 +156,9 @@ class RankedOrder(Generic[K]):
     ``rank``: called when the key's turn may have come, once; None: the key has no rank. Such a key
     starts before all keys that arrived later. Every :data:`LATE_TURN`-th start goes to the key that
     arrived first, so that no key waits for ever.
+
+    Invariant: the keys by arrival are those that are contained. An error can leave a key in another
+    heap, but no key that is counted and never next, and none that is next and not counted.
     """
 
     def __init__(self, rank: Callable[[K, float], float | None]) -> None:
@@ -174,8 +177,8 @@ class RankedOrder(Generic[K]):
         self._arrived.put(key, place)
 
     def drop(self, key: K) -> None:
-        """Remove ``key`` if it is contained. An error leaves no key that is counted nowhere."""
-        for heap in (self._new, self._ranked, self._unranked, self._arrived):
+        """Remove ``key`` if it is contained."""
+        for heap in (self._arrived, self._new, self._ranked, self._unranked):
             heap.drop(key)
         self._places.pop(key, None)
 
@@ -194,15 +197,22 @@ class RankedOrder(Generic[K]):
         return key
 
     def _next(self) -> K | None:
+        oldest = self._arrived.peek()
         if self._turn % LATE_TURN == 0:
-            return self._arrived.peek()
-        best, other = self._ranked.peek(), self._unranked.peek()
-        if best is None or other is None:
-            return other if best is None else best
-        return other if self._places[other] < self._places[best] else best
+            return oldest
+        best, other = self._first(self._ranked), self._first(self._unranked)
+        if best is None:
+            return oldest if other is None else other
+        return other if other is not None and self._places[other] < self._places[best] else best
+
+    def _first(self, heap: KeyedHeap[K]) -> K | None:
+        """Return the first contained key of a heap."""
+        while (key := heap.peek()) is not None and key not in self._arrived:
+            heap.drop(key)
+        return key
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._arrived)
 
 
 NEW = 0.1
