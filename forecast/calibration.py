@@ -18,7 +18,7 @@ import msgspec
 from baton.loadgen.statistics import Record
 
 from .fit import least_squares
-from .service import ServiceModel
+from .service import ServiceModel, least
 
 Key = TypeVar("Key")
 
@@ -105,9 +105,11 @@ def adapted(alone: ServiceModel, seen: Calibration, cores: int) -> Adapted:
     if not prompts or not streams:
         raise ValueError("a calibration needs prompts and streams that were alone")
     hop, prefill = least_squares(expected, list(prompts.values()))
+    if not prefill or len(prompts) == 1:  # the times do not grow, so they cannot be divided
+        hop, (prefill,) = 0.0, least_squares([(work,) for _, work in expected], [*prompts.values()])
     decode = math.fsum(one.seconds for one in streams)
     decode /= math.fsum(alone.step(one.rows, one.context) for one in streams)
-    service = replace(_scaled(alone, prefill or 1.0, decode), hop_s=hop, cores=cores)
+    service = replace(_scaled(alone, prefill, decode), hop_s=hop, cores=cores)
     token_s = service.kv_token_bytes / service.handoff_rate
     handoffs = [one.seconds - one.tokens * token_s for one in seen.handoffs]
     service = replace(
@@ -192,16 +194,12 @@ def _context(records: Iterable[Record]) -> float:
 
 
 def _scaled(alone: ServiceModel, prefill: float, decode: float) -> ServiceModel:
-    return replace(
-        alone,
-        prefill_s=prefill * alone.prefill_s,
-        prefill_token_s=prefill * alone.prefill_token_s,
-        prefill_pair_s=prefill * alone.prefill_pair_s,
-        decode_s=decode * alone.decode_s,
-        decode_sequence_s=decode * alone.decode_sequence_s,
-        decode_token_s=decode * alone.decode_token_s,
-        hidden_s=decode * alone.hidden_s,
-    )
+    factors = {
+        **dict.fromkeys(("prefill_s", "prefill_token_s", "prefill_pair_s"), prefill),
+        **dict.fromkeys(("decode_s", "decode_sequence_s", "decode_token_s", "hidden_s"), decode),
+    }
+    parts = {name: max(least(name), by * getattr(alone, name)) for name, by in factors.items()}
+    return replace(alone, **parts)
 
 
 def _means(found: Iterable[tuple[Key, float]]) -> dict[Key, float]:

@@ -64,18 +64,19 @@ async def _observed(address: str) -> Calibration:
     target = NativeTarget(client, ignore_eos=True, temperature=0.0)
     try:
         card = (await client.model()).card
-        return await _Probes(Runner(target), card.vocab_size, card.max_length).observe()
+        return await Probes(Runner(target), card.vocab_size, card.max_length).observe()
     finally:
         await target.close()
 
 
-class _Probes:
+class Probes:
     """The calibration requests of one cluster."""
 
     def __init__(self, runner: Runner, vocabulary: int, longest: int) -> None:
         self._runner = runner
         self._rng = np.random.default_rng(1)
         self._vocabulary = vocabulary
+        self._longest = longest
         self._lengths = [min(length, longest // 4) for length in PROMPTS]
 
     async def observe(self) -> Calibration:
@@ -124,4 +125,4 @@ class _Probes:
     def _job(self, prompt: int, output: int) -> Job:
         low = min(FIRST_ID, self._vocabulary - 1)
         tokens = self._rng.integers(low, self._vocabulary, prompt).astype(np.int32)
-        return Job(None, tokens, output)
+        return Job(None, tokens, min(output, self._longest - prompt))

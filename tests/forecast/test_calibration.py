@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from msgspec import structs
+from msgspec import json, structs
 
 from baton.forecast.beside import forecast
 from baton.forecast.calibration import (
@@ -21,7 +21,7 @@ from baton.forecast.calibration import (
     together_seen,
 )
 from baton.forecast.cluster import Setup
-from baton.forecast.service import ServiceModel
+from baton.forecast.service import ServiceModel, least, read_service
 from baton.loadgen.plan import Job
 from baton.loadgen.statistics import Record
 
@@ -101,6 +101,32 @@ def test_a_faster_neighbour_is_none():
     seen = cluster(1.0, 1.0, 0.0, -0.5, (-0.4, -0.2))
     service = adapted(ALONE, seen, cores=2).service
     assert (service.prefill_beside, service.decode_beside, service.handoff_s) == (0.0, 0.0, 0.0)
+
+
+def test_prompts_whose_times_hardly_grow_are_no_way_to_a_worker():
+    """Noise can make the longer one faster: no fit of a way and a multiple then has both."""
+    seen = cluster(1.0, 1.0, 0.0, 0.0, (0.0, 0.0))
+    flat = replace(ALONE, prefill_token_s=1e-9, prefill_pair_s=0.0)
+    prompts = [Prompt(tokens=tokens, seconds=0.003 - 1e-6 * tokens) for tokens in LENGTHS]
+    found = adapted(flat, structs.replace(seen, prompts=prompts), cores=2)
+    mean = sum(one.seconds for one in prompts) / len(prompts)
+    assert found.service.hop_s + found.service.prefill(64, 0) == pytest.approx(mean, rel=0.05)
+    assert found.prefill == pytest.approx(mean / 0.002, rel=0.05)
+    assert found.error < 0.05
+
+
+@pytest.mark.parametrize("name", ["prefill_token_s", "decode_s"])
+def test_a_model_of_a_faster_cluster_can_be_read_again(name, tmp_path):
+    alone = replace(ALONE, **{name: least(name)})
+    seen = Calibration(
+        prompts=[Prompt(tokens=n, seconds=0.7 * alone.prefill(n, 0)) for n in LENGTHS],
+        streams=[Stream(rows=1, context=20.0, seconds=0.7 * alone.step(1, 20.0))],
+        handoffs=[],
+    )
+    found = adapted(alone, seen, cores=2)
+    file = tmp_path / "times.json"
+    file.write_bytes(json.encode({"step_times": found.service}))
+    assert read_service(file) == found.service
 
 
 @pytest.mark.parametrize("lacking", ["prompts", "streams"])

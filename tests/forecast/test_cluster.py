@@ -134,6 +134,17 @@ def test_a_prompt_goes_on_faster_when_its_neighbour_has_nothing_left():
     assert second.first == pytest.approx(first.ended + left)
 
 
+def test_steps_of_a_growing_context_take_twice_the_time_of_a_whole_core():
+    """As a series, whose sum is computed at once: each step is longer than the one before."""
+    service = replace(PLAIN, decode_token_s=1e-3)
+    stream = Arrival(0.0, 8, 101)
+    (alone,) = served([stream], ALONE, COLOCATED, service)
+    assert alone.ended - alone.first == pytest.approx(100 * 0.02 + 1e-3 * sum(range(9, 109)))
+    one_core = replace(service, cores=1)
+    for half in served([stream, stream], {"prefill": 0, "decode": 2}, COLOCATED, one_core):
+        assert half.ended - half.first == pytest.approx(2 * (alone.ended - alone.first))
+
+
 def test_workers_beyond_the_cores_take_turns():
     service = replace(HOST, cores=1)
     first, second = served(

@@ -10,9 +10,11 @@ import pytest
 
 from baton.deploy.config import demo_model_folder
 from baton.engine.loading.runner_config import RunnerConfig
-from baton.forecast.learn import Step, fitted, learn_service, steps
+from baton.forecast.calibration import Calibration, Prompt, Stream
+from baton.forecast.learn import Step, calibrated, fitted, learn_service, steps
 from baton.forecast.service import MAX_FILE, ServiceModel, read_service
 from baton.proto.errors import ConfigError, InputError
+from baton.runtime.process.cores import usable_cores
 
 TRUE = {
     "prefill_s": 0.003, "prefill_token_s": 2e-4, "prefill_pair_s": 1e-7, "decode_s": 0.01,
@@ -68,6 +70,19 @@ def test_a_model_is_measured_on_this_machine():
     assert service.kv_token_bytes == 4 * 2 * 2 * 32 * 2  # bfloat16, as the weights
     assert service.prefill_s + service.decode_s > 0
     assert Step(new=32).pairs == 512
+
+
+def test_a_calibrated_model_has_the_cores_for_its_threads_and_the_larger_error():
+    seen = Calibration(
+        prompts=[Prompt(tokens=tokens, seconds=1.0) for tokens in (16, 64)],
+        streams=[Stream(rows=1, context=9.0, seconds=one) for one in (0.1, 0.9)]
+        + [Stream(rows=2, context=9.0, seconds=one) for one in (4.0, 9.0)],
+        handoffs=[],
+    )
+    threads = usable_cores().count
+    found = calibrated(RunnerConfig(model=str(demo_model_folder()), threads=threads), seen)
+    assert found.service.cores == 1  # worker at a time
+    assert found.error > 0.2  # streams of which one is ten times as slow: no model fits them
 
 
 def test_times_are_read_from_what_a_plan_prints(tmp_path):
