@@ -38,7 +38,7 @@ from baton.loadgen.modes import ADAPTIVE, Configuration, warnings
 from baton.loadgen.picture import tails
 from baton.loadgen.plan import Job, Shape, random_jobs
 from baton.loadgen.run import NativeTarget, Runner
-from baton.loadgen.statistics import OK, Distribution, Summary, summarize, warning
+from baton.loadgen.statistics import OK, Summary, summarize, warning
 from baton.offline.cluster import OwnCluster
 from baton.proto.errors import BatonError, ConfigError, RequestFailed
 from baton.proto.layout import ModelCard
@@ -322,23 +322,26 @@ class Comparison:
             for one, given in zip(self._arguments.compare, self._settings, strict=True):
                 if one.address or (runner := _runner(given)) not in self._seen:
                     continue
+                settings = msgspec.convert(given, ServeSettings)
+                limits = settings.step_time, settings.max_num_batched_tokens
                 if runner not in self._learned:
                     _note("measuring the steps of the model")
-                    self._learned[runner] = calibrated(runner, self._seen[runner])
-                settings = msgspec.convert(given, ServeSettings)
+                    self._learned[runner] = calibrated(runner, self._seen[runner], *limits)
                 pools = {PREFILL: one.prefill, DECODE: one.decode}
                 service = self._learned[runner].service
-                self._forecasts[one.name] = forecast(jobs, service, pools, _setup(settings))
+                setup = replace(_setup(settings), chunk=service.chunk(*limits))
+                self._forecasts[one.name] = forecast(jobs, service, pools, setup)
         except BatonError as problem:
             warn(f"no forecast: {problem}")
 
-    def _beside(self) -> dict[str, tuple[Forecast, Distribution, Distribution]]:
-        """Return each forecast with the measured TTFT and TPOT of all rounds."""
+    def _beside(self) -> dict[str, tuple[Forecast, Forecast]]:
+        """Return each forecast with what was measured in all rounds."""
         found = {}
         for name, predicted in self._forecasts.items():
             records = [one for run in self.runs if run.name == name for one in run.records]
             measured = summarize(records, self._load, *self._limits)
-            found[name] = predicted, measured.ttft, measured.tpot
+            real = Forecast(ttft=measured.ttft, itl=measured.itl, tpot=measured.tpot)
+            found[name] = predicted, real
         return found
 
     def report(self, *, equal_tokens: bool) -> bytes:

@@ -117,24 +117,27 @@ def _service(arguments: argparse.Namespace) -> tuple[ServiceModel, Adapted | Non
     settings = ServeSettings(model=arguments.model, prefill=1, decode=arguments.workers - 1)
     settings = with_local_model(settings, warn)
     runner = runner_of(settings, "decode")
-    learned = calibrated(runner, calibrate({"model": settings.model}, runner))
+    seen = calibrate({"model": settings.model}, runner)
+    learned = calibrated(runner, seen, settings.step_time, settings.max_num_batched_tokens)
     return learned.service, learned
 
 
 def lines(plan: Plan, model: str) -> list[str]:
     """Return the plan as text."""
     best = plan.best
+    tails = f"{'TTFT p99':>11}{'ITL p99':>12}"
     limits = f"first token {plan.slo_ttft:g} s, {plan.slo_itl * 1e3:g} ms between tokens"
     found = [
         f"{plan.requests} requests, {plan.rate:.2f} per second; limits: {limits}",
         "",
-        f"{'mode':15}{'prefill':>8}{'decode':>8}{'order':>7}{'kept':>8}{'goodput':>9}{'worse':>8}",
+        f"{'mode':15}{'prefill':>8}{'decode':>8}{'order':>7}{'kept':>8}{'goodput':>9}{'worse':>8}"
+        + tails,
     ]
     for one in plan.choices[:SHOWN]:
         worse = f"{one.worse:.0%}" if one is not best else "-"
         found.append(
             f"{one.mode:15}{one.prefill:8}{one.decode:8}{one.order:>7}{one.kept:8.1%}"
-            f"{one.goodput:9.2f}{worse:>8}"
+            f"{one.goodput:9.2f}{worse:>8}{one.ttft_p99:9.2f} s{one.itl_p99 * 1e3:9.1f} ms"
         )
     if not best.goodput:
         return [*found, "", "no mode keeps these limits at any rate: workers are too slow for them"]

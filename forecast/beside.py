@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -13,22 +14,37 @@ from baton.loadgen.traces import BLOCK_TOKENS, Arrival
 
 from .cluster import Setup, Targets, fixed
 from .service import ServiceModel
+from .spread import Spreads
 
-_LEVELS = ("mean", "p50", "p95")
+SEEDS = 8
+"""Runs of a forecast, so that its tails are not those of one draw."""
+_LEVELS = ("mean", "p50", "p95", "p99")
+_ROWS = ("ttft", "itl", "tpot")
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies of all requests in one configuration; TPOT without answers of one token."""
+    """Latencies of all requests in one configuration; TPOT without answers of one token.
+
+    ITL has every gap between two tokens.
+    """
 
     ttft: Distribution
+    itl: Distribution
     tpot: Distribution
 
 
 def forecast(jobs: Sequence[Job], service: ServiceModel, pools: Targets, setup: Setup) -> Forecast:
-    """Play the jobs of an open loop in a cluster of ``pools`` of modelled workers."""
-    requests = fixed(list(_arrivals(jobs)), service, pools, setup).requests
+    """Play the jobs of an open loop in a cluster of ``pools`` of modelled workers.
+
+    Without spreads in ``service`` one run is exact; with them several seeds are put together.
+    """
+    trace = list(_arrivals(jobs))
+    seeds = range(1 if service.spreads == Spreads() else SEEDS)
+    runs = [fixed(trace, service, pools, replace(setup, seed=seed, gaps=True)) for seed in seeds]
+    requests = [one for run in runs for one in run.requests]
     return Forecast(
         ttft=Distribution.of(one.ttft for one in requests),
+        itl=Distribution.of(gap for run in runs for gap in run.gaps().tolist()),
         tpot=Distribution.of(one.itl for one in requests if one.arrival.output > 1),
     )
 
@@ -46,26 +62,24 @@ def _arrivals(jobs: Sequence[Job]) -> Iterator[Arrival]:
         yield Arrival(job.at, len(tokens), job.output, blocks)
 
 
-def lines(
-    found: Mapping[str, tuple[Forecast, Distribution, Distribution]], error: float
-) -> list[str]:
+def lines(found: Mapping[str, tuple[Forecast, Forecast]], error: float) -> list[str]:
     """Return a table: what is predicted, and the measured time as a multiple of it.
 
-    ``found``: by configuration, with the measured TTFT and TPOT. ``error``: of the fit of steps.
+    ``found``: by configuration, what was predicted and measured. ``error``: of the fit of steps.
     """
     table = [["", *found]]
-    for level in _LEVELS:
-        cells = [_cell(one.ttft, real, level) for one, real, _ in found.values()]
-        table.append([f"TTFT {level}, ms", *cells])
-    for level in _LEVELS:
-        cells = [_cell(one.tpot, real, level) for one, _, real in found.values()]
-        table.append([f"TPOT {level}, ms", *cells])
+    for row in _ROWS:
+        for level in _LEVELS:
+            cells = [
+                _cell(getattr(one, row), getattr(real, row), level) for one, real in found.values()
+            ]
+            table.append([f"{row.upper()} {level}, ms", *cells])
     widths = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
     shown = [f"simulated with steps measured on this machine (mean error of the fit {error:.0%}),"]
     shown.append("and what was measured as a multiple of it")
-    for row in table:
-        placed = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        shown.append(f"{row[0]:{widths[0]}}  " + "  ".join(list(placed)[1:]).rstrip())
+    for line in table:
+        placed = (f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+        shown.append(f"{line[0]:{widths[0]}}  " + "  ".join(list(placed)[1:]).rstrip())
     return shown
 
 

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeVar
 
 import msgspec
@@ -19,8 +20,11 @@ from baton.loadgen.statistics import Record
 
 from .fit import least_squares
 from .service import ServiceModel, least
+from .spread import Spread, Spreads, deviation, multiples, seconds
 
 Key = TypeVar("Key")
+_PROMPT = ("prefill_s", "chunk_s", "prefill_token_s", "prefill_pair_s")
+_STREAM = ("decode_s", "decode_sequence_s", "decode_token_s", "hidden_s")
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,12 +39,17 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean seconds between tokens of ``rows`` streams with ``context`` tokens altogether."""
+    """The seconds between tokens of ``rows`` streams with ``context`` tokens altogether."""
 
     rows: int
     context: float
-    seconds: float
+    gaps: Sequence[float]
     others: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The mean."""
+        return statistics.mean(self.gaps)
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,21 +95,28 @@ class Adapted(msgspec.Struct, frozen=True, kw_only=True):
         beside = f"{1 + one.prefill_beside:.2f} x and {1 + one.decode_beside:.2f} x"
         way, handoff = f"{1e3 * one.hop_s:.1f} ms", f"{1e3 * one.handoff_s:.1f} ms"
         steps = f"prompts take {self.prefill:.2f} x and tokens {self.decode:.2f} x"
+        found = one.spreads
+        tails = [
+            max(part, default=1) for part in (found.prefill, found.decode, found.decode_beside)
+        ]
         return [
             f"calibrated in a running cluster: {steps} the time of the engine alone;",
-            f"beside a busy worker {beside} that; {way} to a worker and back; {handoff} a handoff",
+            f"beside a busy worker {beside} that; {way} to a worker and back; {handoff} a handoff;",
+            "the slowest of 100 prompts takes {:.2f} x the mean; of 100 tokens {:.2f} x, and "
+            "beside a busy worker {:.2f} x".format(*tails),
         ]
 
 
-def adapted(alone: ServiceModel, seen: Calibration, cores: int) -> Adapted:
+def adapted(alone: ServiceModel, seen: Calibration, cores: int, chunk: int = 0) -> Adapted:
     """Return the model of a cluster from that of its engine alone.
 
-    ``cores``: workers of the host that can compute at once; 0: each has a host of its own. Times
+    ``cores``: workers of the host that can compute at once; 0: each has a host of its own.
+    ``chunk``: prompt tokens of a step of the calibrated prefill worker (0: the whole prompt). Times
     of equal requests are averaged first: a stall is a part of what a cluster takes. Raises
     ValueError without prompts and streams alone.
     """
     prompts = _means((p.tokens, p.seconds) for p in seen.prompts if not p.others)
-    expected = [(1.0, alone.prefill(tokens, 0)) for tokens in prompts]
+    expected = [(1.0, alone.prefill(tokens, 0, chunk)) for tokens in prompts]
     streams = [one for one in seen.streams if not one.others]
     if not prompts or not streams:
         raise ValueError("a calibration needs prompts and streams that were alone")
@@ -116,35 +132,36 @@ def adapted(alone: ServiceModel, seen: Calibration, cores: int) -> Adapted:
         service,
         handoff_s=max(0.0, statistics.mean(handoffs)) if handoffs else 0.0,
         prefill_beside=_beside(
-            [(p.seconds - hop, service.prefill(p.tokens, 0), p.others) for p in seen.prompts]
+            [(p.seconds - hop, service.prefill(p.tokens, 0, chunk), p.others) for p in seen.prompts]
         ),
         decode_beside=_beside(
             [(s.seconds, service.step(s.rows, s.context), s.others) for s in seen.streams]
         ),
     )
-    error = _error(service, seen)
+    error = _error(service, seen, chunk)
+    service = replace(service, spreads=_spreads(service, seen, chunk))
     return Adapted(service=service, prefill=prefill, decode=decode, error=error)
 
 
 def alone_seen(record: Record) -> Calibration:
     """Return what a request shows that had the cluster for itself."""
-    ttft, pause = record.ttft, gap([record])
-    if ttft is None or pause is None:
+    ttft, pause = record.ttft, gaps([record])
+    if ttft is None or not pause:
         return NOTHING
     first = record.stamps[1][0] - record.stamps[0][0]
     return Calibration(
         prompts=[Prompt(tokens=record.prompt_tokens, seconds=ttft)],
-        streams=[Stream(rows=1, context=_context([record]), seconds=pause)],
-        handoffs=[Handoff(tokens=record.prompt_tokens, seconds=first - pause)],
+        streams=[Stream(rows=1, context=_context([record]), gaps=pause)],
+        handoffs=[Handoff(tokens=record.prompt_tokens, seconds=first - statistics.mean(pause))],
     )
 
 
 def together_seen(records: Sequence[Record]) -> Calibration:
     """Return what streams show that one worker had at once."""
-    pause = gap(records)
-    if pause is None:
+    pause = gaps(records)
+    if not pause:
         return NOTHING
-    stream = Stream(rows=len(records), context=_context(records), seconds=pause)
+    stream = Stream(rows=len(records), context=_context(records), gaps=pause)
     return Calibration(prompts=[], streams=[stream], handoffs=[])
 
 
@@ -158,34 +175,34 @@ def beside_seen(stream: Record, prompts: Sequence[Record]) -> Calibration:
     if not busy:
         return NOTHING
     since, until = busy[0].sent, busy[-1].ended
-    pause = gap([stream], since, until)
+    pause = gaps([stream], since, until)
     share = math.fsum(one.ttft or 0.0 for one in busy) / (until - since)
     found = [Prompt(tokens=one.prompt_tokens, seconds=one.ttft or 0.0, others=1.0) for one in busy]
     streams = []
-    if pause is not None:
+    if pause:
         context = _context([stream])
-        streams = [Stream(rows=1, context=context, seconds=pause, others=min(1.0, share))]
+        streams = [Stream(rows=1, context=context, gaps=pause, others=min(1.0, share))]
     return Calibration(prompts=found, streams=streams, handoffs=[])
 
 
-def gap(
+def gaps(
     records: Sequence[Record], since: float = -math.inf, until: float = math.inf
-) -> float | None:
-    """Return the mean seconds between tokens while all of the streams run; None for too few.
+) -> list[float]:
+    """Return the seconds between tokens while all of the streams run; empty for too few.
 
-    The first token of each is left out, because its gap has the handoff.
+    The first token of each is left out, because its gap has the handoff. Tokens of one message are
+    0 apart.
     """
     if any(len(one.stamps) < 3 for one in records):
-        return None
+        return []
     since = max(since, *(one.stamps[1][0] for one in records))
     until = min(until, *(one.stamps[-1][0] for one in records))
-    seconds, tokens = 0.0, 0
+    found: list[float] = []
     for one in records:
         inside = [stamp for stamp in one.stamps if since <= stamp[0] <= until]
-        if len(inside) > 1:
-            seconds += inside[-1][0] - inside[0][0]
-            tokens += sum(count for _, count in inside[1:])
-    return seconds / tokens if tokens else None
+        for (before, _), (at, count) in pairwise(inside):
+            found += [at - before, *[0.0] * (count - 1)]
+    return found
 
 
 def _context(records: Iterable[Record]) -> float:
@@ -195,8 +212,8 @@ def _context(records: Iterable[Record]) -> float:
 
 def _scaled(alone: ServiceModel, prefill: float, decode: float) -> ServiceModel:
     factors = {
-        **dict.fromkeys(("prefill_s", "prefill_token_s", "prefill_pair_s"), prefill),
-        **dict.fromkeys(("decode_s", "decode_sequence_s", "decode_token_s", "hidden_s"), decode),
+        **dict.fromkeys(_PROMPT, prefill),
+        **dict.fromkeys(_STREAM, decode),
     }
     parts = {name: max(least(name), by * getattr(alone, name)) for name, by in factors.items()}
     return replace(alone, **parts)
@@ -222,11 +239,58 @@ def _beside(found: Iterable[tuple[float, float, float]]) -> float:
     )
 
 
-def _error(service: ServiceModel, seen: Calibration) -> float:
+def _spreads(service: ServiceModel, seen: Calibration, chunk: int) -> Spreads:
+    """Return how the calibration requests differ from the model.
+
+    The shortest prompts show the spread of the way to a worker and back, the longest ones that of
+    the steps, less that of the way. The gap with a handoff has a step as well.
+    """
+    lengths = [p.tokens for p in seen.prompts]
+    short, long = min(lengths), max(lengths)
+
+    def work(prompt: Prompt) -> float:
+        beside = 1 + service.prefill_beside * prompt.others
+        return beside * service.prefill(prompt.tokens, 0, chunk)
+
+    ways = [p.seconds - work(p) for p in seen.prompts if p.tokens == short and not p.others]
+    hop = seconds(ways) if service.hop_s else ()
+
+    def prompts(beside: bool) -> Spread:
+        chosen = [p for p in seen.prompts if p.tokens == long and bool(p.others) == beside]
+        found = [max(0.0, p.seconds - service.hop_s) / work(p) for p in chosen]
+        wide = deviation(multiples(found)) * statistics.mean(map(work, chosen)) if chosen else 0.0
+        return multiples(found, min(1.0, deviation(hop) / wide)) if wide else ()
+
+    def streams(beside: bool) -> Spread:
+        return multiples(
+            gap / service.step(s.rows, s.context) / (1 + service.decode_beside * s.others)
+            for s in seen.streams
+            if bool(s.others) == beside
+            for gap in s.gaps
+        )
+
+    decode = streams(beside=False)
+    token_s = service.kv_token_bytes / service.handoff_rate
+    moved = [one.seconds - one.tokens * token_s for one in seen.handoffs]
+    wide = deviation(seconds(moved))
+    step = deviation(decode) * service.step(1, 0.0)
+    return Spreads(
+        hop_s=hop,
+        handoff_s=seconds(moved, min(1.0, step / wide)) if wide else (),
+        prefill=prompts(beside=False),
+        decode=decode,
+        prefill_beside=prompts(beside=True),
+        decode_beside=streams(beside=True),
+    )
+
+
+def _error(service: ServiceModel, seen: Calibration, chunk: int) -> float:
     """Return the mean relative error of the model for each kind of calibration request."""
     multiples = []
     for prompt in seen.prompts:
-        work = service.prefill(prompt.tokens, 0) * (1 + service.prefill_beside * prompt.others)
+        work = service.prefill(prompt.tokens, 0, chunk) * (
+            1 + service.prefill_beside * prompt.others
+        )
         kind = "prompt", prompt.tokens, prompt.others > 0
         multiples.append((kind, prompt.seconds / (service.hop_s + work)))
     for stream in seen.streams:

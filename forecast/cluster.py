@@ -1,7 +1,8 @@
 """A trace played against modelled workers, with the router's own policy and decider.
 
 Requests are bound to their workers when they come, as the router does it: a worker that joins
-later takes nothing over. Everything is exact and repeatable, without randomness.
+later takes nothing over. Everything is repeatable: a service model with spreads is drawn from by
+generators of a seed, any other is exact.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from baton.deploy.autoscale.metrics import ROLES, Metrics, RouterSample
 from baton.loadgen.traces import BLOCK_TOKENS, Arrival
@@ -23,6 +26,7 @@ from baton.router.registry import store_load
 from baton.runtime.liveness import HEARTBEAT_S
 
 from .service import ServiceModel
+from .spread import Draws, Values
 from .workers import DecodeWorker, Life, PrefillWorker, Request
 
 Targets = dict[str, int]
@@ -47,6 +51,8 @@ class Setup:
     order that keeps this time; 0: by arrival. ``step_s``, ``token_budget``: of decode workers'
     steps with prompt tokens. ``flipped``: number of the request that mode adaptive sends the other
     way, -1: none. ``turn_s``: seconds of a change of role after the drain; 0: workers keep theirs.
+    ``chunk``: prompt tokens of a prefill worker's step; 0: the whole prompt. ``seed``: of what is
+    drawn. ``gaps``: whether the outcome has the time between any two tokens.
     """
 
     mode: str = "disaggregated"
@@ -56,6 +62,9 @@ class Setup:
     token_budget: int = 512
     flipped: int = -1
     turn_s: float = 0.0
+    chunk: int = 0
+    seed: int = 0
+    gaps: bool = False
 
 
 @dataclass
@@ -81,6 +90,11 @@ class Outcome:
     def kept(self, slo: Slo) -> list[bool]:
         """For each request, whether it was within both limits."""
         return [r.ttft <= slo.ttft and r.itl <= slo.itl for r in self.requests]
+
+    def gaps(self) -> Values:
+        """Return the seconds between two tokens of a request, float64 ``[n]``; see ``Setup``."""
+        found = [w.gaps.seconds() for w in self.workers if isinstance(w, DecodeWorker)]
+        return np.concatenate(found) if found else np.empty(0)
 
     def hours(self, role: str | None = None) -> float:
         """Worker-hours paid for: from the order to the end of the drain or of the trace."""
@@ -108,6 +122,7 @@ class Replay:
         self._speed = speed
         self._service = service
         self._cold = cold_s
+        self._hops, self._handoffs = Draws(setup.seed, "hops"), Draws(setup.seed, "handoffs")
         name = "prefix_aware" if trace[0].blocks else "least_loaded"
         self._policy = make_policy(PolicyConfig(name=name, block_tokens=BLOCK_TOKENS))
         self._tails = HandoffTails()
@@ -207,8 +222,9 @@ class Replay:
         at_decode = placed(decode, arrival.blocks, arrival.prompt)
         found = at_decode if prefill is None else cached
         attempt.count_prompt(max(0, arrival.prompt - found), self.now, late=late)
-        if self._service.hop_s:
-            self._at(self.now + self._service.hop_s, self._enter, request, server)
+        hop = self._hops.seconds(self._service.hop_s, self._service.spreads.hop_s)
+        if hop:
+            self._at(self.now + hop, self._enter, request, server)
         else:
             self._enter(request, server)
 
@@ -286,6 +302,7 @@ class Replay:
         if arrival.output > 1 and decode is not None:
             lacking = arrival.prompt - decode.cached(arrival)
             moved = self._service.handoff(lacking, request.computing_s)
+            moved = self._handoffs.seconds(moved, self._service.spreads.handoff_s)
             self._at(self.now + moved, self._handed_over, decode, request)
             self._tails.learn(worker.name, decode.name, moved)
         else:
@@ -370,12 +387,16 @@ class Replay:
         number, setup = self._next[role], self._setup
         worker: PrefillWorker | DecodeWorker
         if role == "prefill":
-            worker = PrefillWorker(number, self._service, life, setup.slo_ttft)
+            worker = PrefillWorker(
+                number, self._service, life, setup.slo_ttft, setup.chunk, setup.seed
+            )
         else:
             limit = setup.slo_ttft if setup.mode == "adaptive" else 0.0
             worker = DecodeWorker(
-                number, self._service, life, setup.step_s, setup.token_budget, limit
-            )
+                number, self._service, life, setup.step_s, setup.token_budget, limit,
+                setup.seed,
+            )  # fmt: skip
+            worker.gaps.kept = setup.gaps
         self._next[role] += 1
         self._pools[role].append(worker)
         self.outcome.workers.append(worker)

@@ -28,6 +28,8 @@ MOST_STEPS = 500
 FCFS, EDF = "fcfs", "edf"
 CHUNK_TOKENS = 4096
 """Prompt tokens of a step at most; the target time of a step bounds them earlier."""
+PREFILL_STEP_S, PREFILL_TOKENS = 0.05, 512
+"""Seconds and tokens of a prefill worker's step, as ``baton serve`` has them by default."""
 Values = npt.NDArray[np.float64]
 
 
@@ -75,7 +77,11 @@ class Trials:
 
     def setup(self, cluster: Cluster, slo: Slo) -> Setup:
         """Return how a cluster serves within ``slo``."""
-        return cluster.setup(slo, self.step_s(slo))
+        found = cluster.setup(slo, self.step_s(slo))
+        if not self.service.chunk_s:
+            return found
+        step_s = found.step_s if cluster.mode != "disaggregated" else PREFILL_STEP_S
+        return replace(found, chunk=self.service.chunk(step_s, PREFILL_TOKENS))
 
     def step_s(self, slo: Slo) -> float:
         """Return the longest step with prompt tokens that keeps the ITL limit; 0 without a limit.
@@ -98,6 +104,14 @@ class Trials:
         """Return the share of requests within both limits."""
         found = self.latencies(cluster, slo, power)
         return float(np.mean((found[:, 0] <= slo.ttft) & (found[:, 1] <= slo.itl)))
+
+    def tails(self, cluster: Cluster, slo: Slo) -> tuple[float, float]:
+        """Return the 99th percentiles of TTFT and of all gaps, at the trace's own rate."""
+        setup = replace(self.setup(cluster, slo), gaps=True)
+        outcome = fixed(self.trace, self.service, cluster.pools, setup)
+        gaps = outcome.gaps()
+        first = float(np.quantile([one.ttft for one in outcome.requests], 0.99))
+        return first, float(np.quantile(gaps, 0.99)) if len(gaps) else 0.0
 
     def goodput(self, cluster: Cluster, slo: Slo, near: int = 0) -> float:
         """Return the highest speed at which :data:`KEEP` of the requests keep both limits, or 0.

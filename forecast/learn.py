@@ -82,13 +82,14 @@ def fitted(times: dict[Step, float]) -> tuple[dict[str, float], float]:
     hidden = max(0.0, statistics.median(saved)) if saved else 0.0
     found = zip(_PARTS, (*prompt, *stream, hidden), strict=True)
     parts: dict[str, float] = {name: max(least(name), part) for name, part in found}
+    parts["prefill_s"] = 0.0  # every step launches its own kernels
     model = ServiceModel(**parts)  # type: ignore[arg-type]  # all of them are floats
     errors = [abs(_predicted(model, step) / seconds - 1) for step, seconds in times.items()]
     return parts, statistics.mean(errors)
 
 
 _PARTS = (
-    "prefill_s", "prefill_token_s", "prefill_pair_s",
+    "chunk_s", "prefill_token_s", "prefill_pair_s",
     "decode_s", "decode_sequence_s", "decode_token_s", "hidden_s",
 )  # fmt: skip
 
@@ -130,18 +131,21 @@ def learn_service(
     return service, error
 
 
-def calibrated(config: RunnerConfig, seen: Calibration) -> Adapted:
+def calibrated(
+    config: RunnerConfig, seen: Calibration, step_s: float = 0.0, most: int = 0
+) -> Adapted:
     """Measure a worker's model on this machine, and adapt it to what a running cluster showed.
 
-    ``error`` is the larger one of both. Raises as :func:`learn_service`, RequestFailed if the
-    calibration has nothing that can be used.
+    ``step_s``, ``most``: seconds and tokens of a step of its prefill worker. ``error`` is the
+    larger one of both. Raises as :func:`learn_service`, RequestFailed if the calibration has
+    nothing that can be used.
     """
     alone, error = learn_service(config)
     cores = 0
     if config.backend != "cuda":
         cores = max(1, usable_cores().count // threads_of(config).count)
     try:
-        found = adapted(alone, seen, cores)
+        found = adapted(alone, seen, cores, alone.chunk(step_s, most))
     except ValueError as problem:
         raise RequestFailed(str(problem)) from None
     return msgspec.structs.replace(found, error=max(error, found.error))

@@ -19,7 +19,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     ``kept``: share of the requests within both limits at the trace's own rate. ``goodput``: highest
     rate, as a multiple of the trace's, at which 95 % of the requests are. ``worse``: part of the
-    best goodput that it lacks.
+    best goodput that it lacks. ``ttft_p99``, ``itl_p99``: seconds at the trace's own rate, the
+    latter of all gaps between tokens.
     """
 
     mode: str
@@ -29,6 +30,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     kept: float
     goodput: float
     worse: float = 0.0
+    ttft_p99: float = 0.0
+    itl_p99: float = 0.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,14 +71,17 @@ def make_plan(trace: Sequence[Arrival], service: ServiceModel, workers: int, slo
         found.append((goodput, trials.kept(cluster, slo), cluster))
     best = max(goodput for goodput, _, _ in found)
     ranked = sorted(found, key=lambda one: (-one[0], -one[1]))
-    choices = [
-        Choice(
-            mode=cluster.mode, prefill=cluster.prefill, decode=cluster.decode,
-            order=cluster.order, kept=kept, goodput=goodput,
-            worse=1 - goodput / best if best else 0.0,
-        )
-        for goodput, kept, cluster in ranked
-    ]  # fmt: skip
+    choices = []
+    for goodput, kept, cluster in ranked:
+        ttft_p99, itl_p99 = trials.tails(cluster, slo)
+        choices.append(
+            Choice(
+                mode=cluster.mode, prefill=cluster.prefill, decode=cluster.decode,
+                order=cluster.order, kept=kept, goodput=goodput,
+                worse=1 - goodput / best if best else 0.0,
+                ttft_p99=ttft_p99, itl_p99=itl_p99,
+            )
+        )  # fmt: skip
     span = trace[-1].at
     return Plan(
         requests=len(trace),

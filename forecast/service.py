@@ -8,12 +8,16 @@ are reached in prefill, of their 6.7 TB/s 75 % in decode, shares serving engines
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
+from baton.engine.scheduling.step_time import GRAIN, LEAST
 from baton.proto.errors import ConfigError, InputError
+
+from .spread import Spreads
 
 _FLOPS = 0.45 * 1979e12
 LAST_CHUNK = 512
@@ -27,6 +31,8 @@ class ServiceModel:
 
     prefill_s: float = 0.02
     """Launching a prompt's steps and handing over its last layer."""
+    chunk_s: float = 0.0
+    """The same for each step of a prompt: its chunks are computed one after the other."""
     prefill_token_s: float = 140e9 / _FLOPS
     """1.6e-4: 6,400 tokens/s as long as attention is short."""
     prefill_pair_s: float = 2.62e6 / _FLOPS
@@ -59,11 +65,25 @@ class ServiceModel:
     """Part by which a prompt takes longer for each other worker of the host that computes."""
     decode_beside: float = 0.0
     """The same of a decode step."""
+    spreads: Spreads = field(default_factory=Spreads)
+    """How times differ from those above, which are their means."""
 
-    def prefill(self, new: int, cached: int) -> float:
-        """Seconds to compute ``new`` tokens after ``cached`` tokens."""
+    def prefill(self, new: int, cached: int, chunk: int = 0) -> float:
+        """Seconds to compute ``new`` tokens after ``cached``, in steps of ``chunk`` (0: one)."""
         pairs = new * (cached + new / 2)
-        return self.prefill_s + new * self.prefill_token_s + pairs * self.prefill_pair_s
+        fixed = self.prefill_s + self.chunk_s * (math.ceil(new / chunk) if chunk else 1)
+        return fixed + new * self.prefill_token_s + pairs * self.prefill_pair_s
+
+    def chunk(self, step_s: float, most: int) -> int:
+        """Return the prompt tokens of a prefill worker's step that may take ``step_s`` seconds.
+
+        ``most``: the step's maximum. 0 stands for no limit, in all three.
+        """
+        if not step_s:
+            return most
+        fitting = int((step_s - self.chunk_s) / self.prefill_token_s) // GRAIN * GRAIN
+        fitting = max(LEAST, fitting)
+        return min(fitting, most) if most else fitting
 
     def step(self, sequences: int, context: float) -> float:
         """Seconds of one decode step of ``sequences`` with ``context`` tokens altogether."""
@@ -73,7 +93,7 @@ class ServiceModel:
         """Seconds of a step with ``new`` prompt tokens besides, which attend to ``pairs``."""
         work = new * self.prefill_token_s + pairs * self.prefill_pair_s
         if not sequences:
-            return work
+            return self.chunk_s + work
         return self.step(sequences, context) + max(0.0, work - self.hidden_s)
 
     def handoff(self, tokens: int, computing_s: float) -> float:
@@ -102,7 +122,8 @@ class ServiceModel:
             for name in self.__dataclass_fields__
             if name.endswith("_s")
         }
-        return replace(self, handoff_rate=self.handoff_rate / factor, **times)
+        spreads = self.spreads.scaled(factor)
+        return replace(self, handoff_rate=self.handoff_rate / factor, spreads=spreads, **times)
 
 
 MAX_FILE = 1 << 16
@@ -130,7 +151,9 @@ def read_service(path: Path) -> ServiceModel:
     unknown = found.keys() - ServiceModel.__dataclass_fields__.keys()
     if unknown:
         raise InputError(f"{path}: unknown field {min(unknown)!r}")
-    for name in ServiceModel.__dataclass_fields__:
+    if name := service.spreads.wrong():
+        raise InputError(f"{path}: spreads.{name} has a value that no time can have")
+    for name in ServiceModel.__dataclass_fields__.keys() - {"spreads"}:
         value = getattr(service, name)
         low = least(name)
         if not low <= value <= _MOST:
@@ -145,7 +168,7 @@ def least(name: str) -> float:
 
 _MOST = 1e15
 _MAY_BE_ZERO = {
-    "prefill_s", "prefill_pair_s", "decode_sequence_s", "decode_token_s", "hidden_s",
+    "prefill_s", "chunk_s", "prefill_pair_s", "decode_sequence_s", "decode_token_s", "hidden_s",
     "kv_token_bytes", "max_length", "hop_s", "handoff_s", "cores", "prefill_beside",
     "decode_beside",
 }  # fmt: skip

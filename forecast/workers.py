@@ -16,6 +16,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from baton.deploy.autoscale.metrics import WorkerSample
 from baton.engine.scheduling.step_time import ChunkBudget
 from baton.loadgen.traces import BLOCK_TOKENS, Arrival
@@ -28,6 +30,7 @@ from baton.runtime.metrics.families import STEP_SECONDS
 from baton.worker.start_order import Pace, StartOrder, latest_start
 
 from .service import ServiceModel
+from .spread import Draws, Steps, Values, steps_of
 
 _CARD = ModelCard(
     name="modelled",
@@ -109,13 +112,44 @@ def _entry(name: str, role: str, number: int, service: ServiceModel, now: float)
     return worker
 
 
+class Gaps:
+    """The seconds between the tokens of a decode worker's streams, if they are kept."""
+
+    def __init__(self) -> None:
+        self.kept = False
+        self._found: list[tuple[Values, int]] = []
+        self._waits: list[float] = []  # of streams without a step here yet
+
+    def joined(self, wait: float) -> None:
+        """A stream has its first step next, ``wait`` seconds after its first token."""
+        if self.kept:
+            self._waits.append(wait)
+
+    def add(self, steps: Values, rows: int) -> None:
+        """So many streams had a token in each of these steps."""
+        if not len(steps):
+            return
+        self._found.append((steps, rows - len(self._waits)))
+        rest = steps[1:]
+        for wait in self._waits:
+            self._found.append((np.array([steps[0] + wait, *rest]), 1))
+        self._waits = []
+
+    def seconds(self) -> Values:
+        """Return all of them, float64 ``[n]``."""
+        return np.concatenate([np.empty(0), *(np.repeat(*one) for one in self._found)])
+
+
 class PrefillWorker:
     """Prompts in the order of their coming, one at a time; a cache of prefix blocks."""
 
     def __init__(
-        self, number: int, service: ServiceModel, life: Life, slo_ttft: float = 0.0
-    ) -> None:
+        self, number: int, service: ServiceModel, life: Life, slo_ttft: float = 0.0, chunk: int = 0,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
         self.name = f"prefill-{number}"
+        self._chunk = chunk
+        self._draws = Draws(seed, self.name)
         self.number = number
         self.life = life
         self.service = service
@@ -160,7 +194,9 @@ class PrefillWorker:
         self._new = arrival.prompt - cached
         self._hits += cached
         self._began, self.pace = now, pace
-        self._ends = now + pace * self.service.prefill(self._new, cached)
+        spreads = self.service.spreads
+        drawn = self._draws.multiple(spreads.prefill_beside if pace > 1 else spreads.prefill)
+        self._ends = now + drawn * pace * self.service.prefill(self._new, cached, self._chunk)
         return self._ends
 
     def change_pace(self, now: float, pace: float) -> float:
@@ -237,8 +273,13 @@ class DecodeWorker:
         step_s: float = 0.0,
         token_budget: int = 0,
         slo_ttft: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.name = f"decode-{number}"
+        self.gaps = Gaps()
+        self._draws = Draws(seed, self.name)
+        alone, beside = service.spreads.decode, service.spreads.decode_beside
+        self._spans = steps_of(seed, self.name, alone), steps_of(seed, self.name, beside)
         self.number = number
         self.life = life
         self.service = service
@@ -382,6 +423,8 @@ class DecodeWorker:
         self._generated += rows
         self._context += rows
         self._at = now
+        if self.gaps.kept:
+            self.gaps.add(np.array([self._step_s]), rows)
         started = []
         for request, count in self._chunks:
             request.computed += count
@@ -410,6 +453,7 @@ class DecodeWorker:
             request = self.pending.popleft()
             self._cache.add(request.arrival.blocks)
             self._join(request)
+            self.gaps.joined(now - request.first)
         left = self._budget.tokens
         left -= sum(one.arrival.prompt - one.computed for one in self._computing)
         while left > 0 and (first := self._order.pop(now)) is not None:
@@ -455,31 +499,47 @@ class DecodeWorker:
         self._step_s = service.mixed(len(self._ends), self._context, new, pairs)
         if not self._ends:
             self._step_s += last * service.prefill_s
-        self._step_s *= self.pace
+        spreads = service.spreads
+        drawn = spreads.prefill_beside if self.pace > 1 else spreads.prefill
+        self._step_s *= self.pace * self._draws.multiple(drawn)
         self._until = now + self._step_s
 
     def _advance(self, now: float) -> None:
         if self._ends:
             steps = self._steps_until(now)
             self._seconds += self._span(steps)
+            if self.gaps.kept:
+                self.gaps.add(self._drawn.each(self._steps, steps, *self._costs), len(self._ends))
             self._generated += steps * len(self._ends)
             self._context += steps * len(self._ends)
             self._steps += steps
         self._at = now
 
+    @property
+    def _drawn(self) -> Steps:
+        """The steps at the present pace."""
+        return self._spans[self.pace > 1]
+
+    @property
+    def _costs(self) -> tuple[float, float]:
+        """The cost of the next step without prompt tokens, and by how much each later one has more.
+
+        The context grows by a token a stream.
+        """
+        return (
+            self._seconds_of(self._context),
+            self.pace * self.service.decode_token_s * len(self._ends),
+        )
+
     def _span(self, steps: int) -> float:
-        """Seconds of the next ``steps`` steps; the context grows by a token a stream."""
-        growth = self.pace * self.service.decode_token_s * len(self._ends)
-        return steps * self._seconds_of(self._context) + growth * steps * (steps - 1) / 2
+        """Seconds of the next ``steps`` steps."""
+        return self._drawn.span(self._steps, steps, *self._costs)
 
     def _seconds_of(self, context: float) -> float:
-        """Seconds of a step without prompt tokens."""
+        """Mean seconds of a step without prompt tokens."""
         return self.pace * self.service.step(len(self._ends), context)
 
     def _steps_until(self, now: float) -> int:
         """Fewest steps that end at ``now`` or later."""
-        half = self.pace * self.service.decode_token_s * len(self._ends) / 2
-        first = self._seconds_of(self._context) - half
         left = max(0.0, now - self._at - 1e-9)
-        steps = 2 * left / (first + math.sqrt(first * first + 4 * half * left))
-        return math.ceil(steps - 1e-9)
+        return self._drawn.until(self._steps, left, *self._costs)

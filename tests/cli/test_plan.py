@@ -43,7 +43,7 @@ def test_the_table_ends_with_the_command(capsys, trace):
     assert "80 requests" in lines[0] and "60 ms" in lines[0]
     rows = [line.split() for line in lines[3:-2]]
     assert {row[0] for row in rows} == MODES
-    assert [row[-1] for row in rows].count("-") == 1
+    assert [row[6] for row in rows].count("-") == 1
     goodput = [float(row[5]) for row in rows]
     assert goodput == sorted(goodput, reverse=True)
     assert lines[-1].startswith(f"baton serve m --mode {rows[0][0]} ")
@@ -93,9 +93,10 @@ def test_requests_beyond_the_context_are_counted(capsys, trace, tmp_path):
 def test_a_measurement_is_printed_with_what_its_error_means(capsys, trace):
     words = ["plan", str(demo_model_folder()), "--trace", trace, "--workers", "2"]
     assert main([*words, "--slo", LIMITS, "--requests", "5"]) == 0
-    first, steps, beside, last = capsys.readouterr().out.splitlines()[:4]
+    first, steps, beside, slow, last = capsys.readouterr().out.splitlines()[:5]
     error = first.rpartition(" ")[2]
     assert "a running cluster: prompts take" in steps and "beside a busy worker" in beside
+    assert slow.startswith("the slowest of 100 prompts takes")
     assert last.startswith(f"differences (worse) below {error} mean nothing")
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from baton.forecast.beside import forecast, lines
+from baton.forecast.beside import Forecast, forecast, lines
 from baton.forecast.cluster import Setup
 from baton.forecast.service import ServiceModel
 from baton.loadgen.plan import Job
@@ -44,9 +44,12 @@ def test_equal_beginnings_are_cached():
 
 def test_the_table_has_what_was_measured_as_a_multiple():
     simulated = forecast([Job(0.0, prompt(1, 100), 11)], SERVICE, ONE_EACH, Setup())
-    measured = Distribution.of([0.11]), Distribution.of([])
-    shown = lines({"1:1": (simulated, *measured)}, 0.04)
+    measured = Forecast(
+        ttft=Distribution.of([0.11]), itl=Distribution.of([0.015]), tpot=Distribution.of([])
+    )
+    shown = lines({"1:1": (simulated, measured)}, 0.04)
     assert "fit 4%" in shown[0]
     rows = {line.rpartition("ms")[0]: line.rpartition("ms")[2].strip() for line in shown[3:]}
     assert rows["TTFT p50, "] == "100.0 x 1.10"
+    assert rows["ITL p99, "] == "10.0 x 1.50"
     assert rows["TPOT p95, "] == "10.0"

@@ -17,7 +17,7 @@ from baton.forecast.calibration import (
     adapted,
     alone_seen,
     beside_seen,
-    gap,
+    gaps,
     together_seen,
 )
 from baton.forecast.cluster import Setup
@@ -52,7 +52,7 @@ def cluster(prefill, decode, hop, handoff, beside):
             Stream(
                 rows=rows,
                 context=context,
-                seconds=decode * ALONE.step(rows, context) * (1 + beside[1] * share),
+                gaps=[decode * ALONE.step(rows, context) * (1 + beside[1] * share)],
                 others=share,
             )
             for rows, context, share in steps
@@ -79,6 +79,15 @@ def test_the_truth_is_found_again(prefill, decode, hop, handoff, beside):
     assert f"{prefill:.2f} x" in found.lines()[0] and f"{1e3 * hop:.1f} ms" in found.lines()[1]
 
 
+def test_prompts_in_chunks_are_scaled_by_what_their_steps_cost():
+    alone = replace(ALONE, chunk_s=0.002)
+    seen = [Prompt(tokens=n, seconds=0.004 + 1.5 * alone.prefill(n, 0, 64)) for n in LENGTHS]
+    streams = [Stream(rows=1, context=20.0, gaps=[alone.step(1, 20.0)])]
+    found = adapted(alone, Calibration(prompts=seen, streams=streams, handoffs=[]), 2, chunk=64)
+    assert (found.prefill, found.service.hop_s) == pytest.approx((1.5, 0.004))
+    assert found.service.chunk_s == pytest.approx(0.003)
+
+
 def test_fast_and_slow_times_of_equal_requests_count_by_their_mean():
     seen = cluster(1.0, 1.0, 0.0, 0.0, (0.0, 0.0))
     found = adapted(ALONE, scaled(seen, 0.8) + scaled(seen, 1.4), cores=0)
@@ -86,14 +95,13 @@ def test_fast_and_slow_times_of_equal_requests_count_by_their_mean():
 
 
 def scaled(seen, factor):
-    return Calibration(
-        **{
-            name: [
-                structs.replace(one, seconds=factor * one.seconds) for one in getattr(seen, name)
-            ]
-            for name in ("prompts", "streams", "handoffs")
-        }
-    )
+    def times(found):
+        return [structs.replace(one, seconds=factor * one.seconds) for one in found]
+
+    streams = [
+        structs.replace(one, gaps=[factor * gap for gap in one.gaps]) for one in seen.streams
+    ]
+    return Calibration(prompts=times(seen.prompts), streams=streams, handoffs=times(seen.handoffs))
 
 
 def test_a_faster_neighbour_is_none():
@@ -120,7 +128,7 @@ def test_a_model_of_a_faster_cluster_can_be_read_again(name, tmp_path):
     alone = replace(ALONE, **{name: least(name)})
     seen = Calibration(
         prompts=[Prompt(tokens=n, seconds=0.7 * alone.prefill(n, 0)) for n in LENGTHS],
-        streams=[Stream(rows=1, context=20.0, seconds=0.7 * alone.step(1, 20.0))],
+        streams=[Stream(rows=1, context=20.0, gaps=[0.7 * alone.step(1, 20.0)])],
         handoffs=[],
     )
     found = adapted(alone, seen, cores=2)
@@ -178,7 +186,7 @@ def test_streams_count_while_all_of_them_run():
     (stream,) = seen.streams
     assert stream.rows == 2 and stream.seconds == pytest.approx(0.02)
     assert stream.context == pytest.approx(32 + (len(early) + 5) / 2)
-    assert gap([record(0.9, early[:2]), record(1.9, late)]) is None
+    assert gaps([record(0.9, early[:2]), record(1.9, late)]) == []
     assert (
         together_seen([record(0.9, early), record(3.0, [(4.0, 1), (5.0, 1), (6.0, 1)])]) == NOTHING
     )

@@ -36,6 +36,20 @@ def test_a_local_prompt_alone_takes_what_a_prefill_worker_needs():
     assert local.ttft == pytest.approx(apart.ttft)
 
 
+def test_every_chunk_of_a_prompt_launches_its_own_step():
+    service = replace(PLAIN, chunk_s=0.01)
+    trace = [Arrival(0.0, 900, 1)]
+    (whole,) = served(trace, ONE_OF_EACH, service=service)
+    (cut,) = served(trace, ONE_OF_EACH, Setup(chunk=service.chunk(0.074, 512)), service)
+    assert whole.ttft == pytest.approx(0.91)
+    assert cut.ttft == pytest.approx(0.9 + 15 * 0.01)  # of 64 tokens
+    (local,) = served(trace, ALONE, replace(COLOCATED, step_s=0.0, token_budget=100), service)
+    assert local.ttft == pytest.approx(0.9 + 9 * 0.01)
+    assert [service.chunk(*limits) for limits in ((0.0, 7), (1.0, 512), (0.02, 0), (0.1, 0))] == [
+        7, 512, 32, 80,
+    ]  # fmt: skip
+
+
 def test_chunks_fill_what_a_step_leaves_beside_its_streams():
     """The budget doubles from 64 to 128 tokens, but those of a step of 52 ms are 32."""
     trace = [Arrival(0.0, 10, 1000), Arrival(1.0, 320, 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import count
 
 import msgspec
@@ -13,12 +14,13 @@ from baton.engine.loading.runner_config import RunnerConfig
 from baton.forecast.calibration import Calibration, Prompt, Stream
 from baton.forecast.learn import Step, calibrated, fitted, learn_service, steps
 from baton.forecast.service import MAX_FILE, ServiceModel, read_service
+from baton.forecast.spread import Spreads
 from baton.proto.errors import ConfigError, InputError
 from baton.runtime.process.cores import usable_cores
 
 TRUE = {
-    "prefill_s": 0.003, "prefill_token_s": 2e-4, "prefill_pair_s": 1e-7, "decode_s": 0.01,
-    "decode_sequence_s": 1e-3, "decode_token_s": 1e-6, "hidden_s": 0.004,
+    "prefill_s": 0.0, "chunk_s": 0.003, "prefill_token_s": 2e-4, "prefill_pair_s": 1e-7,
+    "decode_s": 0.01, "decode_sequence_s": 1e-3, "decode_token_s": 1e-6, "hidden_s": 0.004,
 }  # fmt: skip
 
 
@@ -75,14 +77,28 @@ def test_a_model_is_measured_on_this_machine():
 def test_a_calibrated_model_has_the_cores_for_its_threads_and_the_larger_error():
     seen = Calibration(
         prompts=[Prompt(tokens=tokens, seconds=1.0) for tokens in (16, 64)],
-        streams=[Stream(rows=1, context=9.0, seconds=one) for one in (0.1, 0.9)]
-        + [Stream(rows=2, context=9.0, seconds=one) for one in (4.0, 9.0)],
+        streams=[Stream(rows=1, context=9.0, gaps=[one]) for one in (0.1, 0.9)]
+        + [Stream(rows=2, context=9.0, gaps=[one]) for one in (4.0, 9.0)],
         handoffs=[],
     )
     threads = usable_cores().count
     found = calibrated(RunnerConfig(model=str(demo_model_folder()), threads=threads), seen)
     assert found.service.cores == 1  # worker at a time
     assert found.error > 0.2  # streams of which one is ten times as slow: no model fits them
+
+
+def test_spreads_are_read_again(tmp_path):
+    spreads = Spreads(hop_s=(-0.001, 0.001), decode=(0.5, 1.5))
+    model = ServiceModel(**TRUE, spreads=spreads)
+    file = tmp_path / "times.json"
+    file.write_bytes(msgspec.json.encode(model))
+    assert read_service(file) == model
+    twice = model.scaled(2.0)
+    assert (twice.spreads.hop_s, twice.spreads.decode) == ((-0.002, 0.002), (0.5, 1.5))
+    for wrong in (Spreads(decode=(0.0, 2.0)), Spreads(prefill=(-1.0,)), Spreads(hop_s=(1e9,))):
+        file.write_bytes(msgspec.json.encode(replace(model, spreads=wrong)))
+        with pytest.raises(InputError, match=r"spreads\.(decode|prefill|hop_s) has a value"):
+            read_service(file)
 
 
 def test_times_are_read_from_what_a_plan_prints(tmp_path):

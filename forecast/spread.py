@@ -1,0 +1,184 @@
+"""The spread of measured times beside their fitted costs, and how a simulation draws from it. Pure.
+
+A spread is a list of values that are equally frequent. That of steps has multiples of the fitted
+cost, with a mean of 1; that of waits has seconds around the fitted ones, with a mean of 0. Without
+values nothing is drawn. Every worker has generators of its own, so equal seeds give equal runs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+Spread = tuple[float, ...]
+Values = npt.NDArray[np.float64]
+SHARES = 100
+"""Values of a spread at most, each the mean of an equal share of the measured ones."""
+LEAST = 0.05
+"""Least multiple: a step takes time, though two tokens may come in one message."""
+MOST = 1e6
+PERIOD = 4096
+"""Steps after which the draws of a worker repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spreads:
+    """The spreads of a service model; empty: everything takes exactly its cost.
+
+    ``hop_s``, ``handoff_s``: seconds around the model's. ``prefill``: multiples of a step with
+    prompt tokens, ``decode``: of one without, of a worker alone. ``prefill_beside``,
+    ``decode_beside``: the same while another worker of the host computes.
+    """
+
+    hop_s: Spread = ()
+    handoff_s: Spread = ()
+    prefill: Spread = ()
+    decode: Spread = ()
+    prefill_beside: Spread = ()
+    decode_beside: Spread = ()
+
+    def scaled(self, factor: float) -> Spreads:
+        """Return the spreads of a machine on which everything takes ``factor`` times as long."""
+        return replace(
+            self,
+            hop_s=tuple(factor * one for one in self.hop_s),
+            handoff_s=tuple(factor * one for one in self.handoff_s),
+        )
+
+    def wrong(self) -> str:
+        """Return the name of a field with values that cannot be, or an empty text."""
+        for field in fields(self):
+            low = -MOST if field.name.endswith("_s") else LEAST / 2
+            if not all(low <= one <= MOST for one in getattr(self, field.name)):
+                return field.name
+        return ""
+
+
+def multiples(found: Iterable[float], noise: float = 0.0) -> Spread:
+    """Return the spread of times as multiples of their cost.
+
+    ``noise``: part of their standard deviation that has another cause, and is left out.
+    """
+    shares = _shares(found)
+    mean = statistics.mean(shares) if shares else 0.0
+    if mean <= 0:
+        return ()
+    kept = math.sqrt(max(0.0, 1 - noise * noise))
+    values = [max(LEAST, 1 + kept * (one / mean - 1)) for one in shares]
+    mean = statistics.mean(values)
+    return tuple(one / mean for one in values)
+
+
+def seconds(found: Iterable[float], noise: float = 0.0) -> Spread:
+    """Return the spread of seconds around their mean; ``noise``: see :func:`multiples`."""
+    shares = _shares(found)
+    if not shares:
+        return ()
+    mean, kept = statistics.mean(shares), math.sqrt(max(0.0, 1 - noise * noise))
+    return tuple(kept * (one - mean) for one in shares)
+
+
+def deviation(spread: Spread) -> float:
+    """Return the standard deviation; 0 without values."""
+    return statistics.pstdev(spread) if spread else 0.0
+
+
+def _shares(found: Iterable[float]) -> list[float]:
+    ordered = np.sort(np.array(list(found)))
+    parts = np.array_split(ordered, min(SHARES, len(ordered))) if len(ordered) else []
+    return [float(part.mean()) for part in parts]
+
+
+class Draws:
+    """Single draws of one kind; ``name``: of the worker and of what is drawn."""
+
+    def __init__(self, seed: int, name: str) -> None:
+        self._random = random.Random(f"{seed} {name}")  # noqa: S311 -- a simulation
+
+    def multiple(self, spread: Spread) -> float:
+        """Return how many times its cost a step takes."""
+        return self._random.choice(spread) if spread else 1.0
+
+    def seconds(self, mean: float, spread: Spread) -> float:
+        """Return the seconds of a wait that takes ``mean`` on average."""
+        return max(0.0, mean + self._random.choice(spread)) if spread else mean
+
+
+class Steps:
+    """The times of a worker's steps whose costs are an arithmetic series.
+
+    Step number ``first`` costs ``cost`` seconds, each later one ``growth`` more than the last.
+    """
+
+    def span(self, first: int, count: int, cost: float, growth: float) -> float:
+        """Return the seconds of ``count`` steps."""
+        return count * cost + growth * count * (count - 1) / 2
+
+    def until(self, first: int, left: float, cost: float, growth: float) -> int:
+        """Return the fewest steps that take ``left`` seconds or more."""
+        half = growth / 2
+        base = cost - half
+        steps = 2 * left / (base + math.sqrt(base * base + 4 * half * left))
+        return math.ceil(steps - 1e-9)
+
+    def each(self, first: int, count: int, cost: float, growth: float) -> Values:
+        """Return the seconds of each of ``count`` steps, float64 ``[count]``."""
+        return np.arange(count, dtype=np.float64) * growth + cost
+
+
+class DrawnSteps(Steps):
+    """Steps that take drawn multiples of their costs; a span costs no loop over its steps."""
+
+    def __init__(self, seed: int, name: str, spread: Spread) -> None:
+        table = np.tile(np.array(spread), math.ceil(PERIOD / len(spread)))
+        random_ = np.random.default_rng([seed, *name.encode()])
+        self._factors: Values = random_.permutation(table)
+        start: Values = np.zeros(1)
+        self._plain: Sequence[float] = np.concatenate([start, self._factors.cumsum()]).tolist()
+        weighted = np.arange(len(table)) * self._factors
+        self._weighted: Sequence[float] = np.concatenate([start, weighted.cumsum()]).tolist()
+
+    def span(self, first: int, count: int, cost: float, growth: float) -> float:
+        """See :class:`Steps`."""
+        plain, weighted = self._sums(first)
+        plain_end, weighted_end = self._sums(first + count)
+        return (cost - growth * first) * (plain_end - plain) + growth * (weighted_end - weighted)
+
+    def until(self, first: int, left: float, cost: float, growth: float) -> int:
+        """See :class:`Steps`."""
+        if left <= 0:
+            return 0
+        most = 1
+        while self.span(first, most, cost, growth) < left - 1e-12:
+            most *= 2
+        return bisect_left(
+            range(most), left - 1e-12, key=lambda count: self.span(first, count, cost, growth)
+        )
+
+    def each(self, first: int, count: int, cost: float, growth: float) -> Values:
+        """See :class:`Steps`."""
+        numbers = np.arange(first, first + count) % len(self._factors)
+        return super().each(first, count, cost, growth) * self._factors[numbers]
+
+    def _sums(self, number: int) -> tuple[float, float]:
+        """Return the sums of the factors of the first steps, alone and times their numbers."""
+        period = len(self._factors)
+        full, rest = divmod(number, period)
+        plain, weighted = self._plain[period], self._weighted[period]
+        return (
+            full * plain + self._plain[rest],
+            period * plain * full * (full - 1) / 2 + full * weighted
+            + full * period * self._plain[rest] + self._weighted[rest],
+        )  # fmt: skip
+
+
+def steps_of(seed: int, name: str, spread: Spread) -> Steps:
+    """Return the steps of a worker with this name."""
+    return DrawnSteps(seed, name, spread) if spread else Steps()
