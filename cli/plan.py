@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +13,13 @@ from baton.deploy.config import ServeSettings
 from baton.deploy.plan.hub import with_local_model
 from baton.forecast.calibration import Adapted
 from baton.forecast.cluster import Slo
+from baton.forecast.goodput import EDF, FCFS, Cluster
+from baton.forecast.moves import Moves
 from baton.forecast.plan import Plan, make_plan, shortened
 from baton.forecast.service import ServiceModel, read_service
+from baton.loadgen.modes import ADAPTIVE, parse_configuration
 from baton.loadgen.traces import Arrival, read_trace
+from baton.proto.errors import ConfigError, InputError
 
 from .numbers import at_least_one, limits
 from .parser import warn
@@ -59,6 +64,10 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--requests", type=at_least_one, default=REQUESTS, metavar="N",
         help=f"play the first N requests [{REQUESTS}]",
     )  # fmt: skip
+    parser.add_argument(
+        "--now", type=_running, metavar="[adaptive:]PREFILL:DECODE",
+        help="a running cluster: say also which of its workers should change their role, and when",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -71,7 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     long = [one for one in whole if 0 < service.max_length < one.prompt + one.output]
     if long:
         warn(_shortened(long, len(whole), service.max_length))
-    plan = make_plan(trace, service, arguments.workers, Slo(*arguments.slo))
+    now: Cluster | None = arguments.now
+    if now is not None and now.prefill + now.decode != arguments.workers:
+        raise ConfigError(f"--now has another number of workers than {arguments.workers}")
+    plan = make_plan(trace, service, arguments.workers, Slo(*arguments.slo), now)
     if arguments.json:
         content = {
             "command": plan.command(arguments.model),
@@ -141,7 +153,33 @@ def lines(plan: Plan, model: str) -> list[str]:
         )
     if not best.goodput:
         return [*found, "", "no mode keeps these limits at any rate: workers are too slow for them"]
-    return [*found, "", plan.command(model)]
+    return [*found, *_moves(plan.moves), "", plan.command(model)]
+
+
+def _moves(found: Moves | None) -> list[str]:
+    """Return the lines of the changes of role."""
+    if found is None:
+        return []
+    gain = f"{found.gain:+.0%}" if math.isfinite(found.gain) else "from nothing"
+    head = (
+        f"{found.mode} with changes of role: goodput {found.goodput:.2f} instead of "
+        f"{found.goodput_now:.2f} ({gain}), kept {found.kept:.1%} instead of {found.kept_now:.1%}"
+    )
+    steps = [
+        f"{'now' if not one.at else f'after {one.at:.0f} s of the trace'}: {one.command}"
+        for one in found.moves
+    ]
+    return ["", head, *steps]
+
+
+def _running(text: str) -> Cluster:
+    try:
+        found = parse_configuration(text)
+    except InputError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+    if not found.prefill or not found.decode:
+        raise argparse.ArgumentTypeError("only a cluster of both pools has workers to change")
+    return Cluster(found.mode, found.prefill, found.decode, EDF if found.mode == ADAPTIVE else FCFS)
 
 
 def _workers(text: str) -> int:

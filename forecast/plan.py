@@ -11,6 +11,7 @@ from baton.loadgen.traces import BLOCK_TOKENS, Arrival
 
 from .cluster import Slo
 from .goodput import EDF, FCFS, Cluster, Trials, clusters
+from .moves import Moves, find_moves
 from .service import ServiceModel
 
 
@@ -35,7 +36,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan says; ``choices`` from the best one, ``rate``: requests per second."""
+    """What a plan says; ``choices`` from the best one, ``rate``: requests per second.
+
+    ``moves``: changes of role that make a running cluster, or the best one, better; None: none do.
+    """
 
     requests: int
     rate: float
@@ -43,6 +47,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     slo_itl: float
     step_time: float
     choices: list[Choice]
+    moves: Moves | None = None
 
     @property
     def best(self) -> Choice:
@@ -62,8 +67,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return f"baton serve {model} --mode {best.mode} {pools}{order} {limits}{step}"
 
 
-def make_plan(trace: Sequence[Arrival], service: ServiceModel, workers: int, slo: Slo) -> Plan:
-    """Play the trace in every mode and split, and rank them by goodput, then by simplicity."""
+def make_plan(
+    trace: Sequence[Arrival],
+    service: ServiceModel,
+    workers: int,
+    slo: Slo,
+    now: Cluster | None = None,
+) -> Plan:
+    """Play the trace in every mode and split, and rank them by goodput, then by simplicity.
+
+    ``now``: a running cluster of both pools, whose workers may change their role.
+    """
     trials = Trials(trace, service)
     found: list[tuple[float, float, Cluster]] = []
     for cluster in clusters(workers):
@@ -71,6 +85,7 @@ def make_plan(trace: Sequence[Arrival], service: ServiceModel, workers: int, slo
         found.append((goodput, trials.kept(cluster, slo), cluster))
     best = max(goodput for goodput, _, _ in found)
     ranked = sorted(found, key=lambda one: (-one[0], -one[1]))
+    like = now or next((one for _, _, one in ranked if one.prefill and one.decode), None)
     choices = []
     for goodput, kept, cluster in ranked:
         ttft_p99, itl_p99 = trials.tails(cluster, slo)
@@ -90,6 +105,7 @@ def make_plan(trace: Sequence[Arrival], service: ServiceModel, workers: int, slo
         slo_itl=slo.itl,
         step_time=trials.step_s(slo),
         choices=choices,
+        moves=None if like is None else find_moves(trials, slo, like, now),
     )
 
 

@@ -50,7 +50,7 @@ def parse_configurations(text: str) -> list[Configuration]:
     parts = [part.strip() for part in text.split(",")]
     if not 2 <= len(parts) <= MOST:
         raise InputError(f"a comparison has 2 to {MOST} configurations, not {len(parts)}")
-    found = [_configuration(part) for part in parts]
+    found = [parse_configuration(part) for part in parts]
     names = [one.name for one in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -58,7 +58,8 @@ def parse_configurations(text: str) -> list[Configuration]:
     return found
 
 
-def _configuration(text: str) -> Configuration:
+def parse_configuration(text: str) -> Configuration:
+    """Read one of them. Raises InputError."""
     name, given, rest = text.partition("=")
     if not given:
         name, rest = text, text

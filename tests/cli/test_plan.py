@@ -49,6 +49,27 @@ def test_the_table_ends_with_the_command(capsys, trace):
     assert lines[-1].startswith(f"baton serve m --mode {rows[0][0]} ")
 
 
+def test_a_running_cluster_gets_the_commands_that_change_its_roles(capsys, tmp_path):
+    path = tmp_path / "load.csv"
+    path.write_text(
+        "timestamp_ms,input_length,output_length\n"
+        + "".join(f"{500 * number},9000,2\n" for number in range(60))
+    )
+    words = ["plan", "m", "--trace", str(path), "--workers", "3", "--step-times", "h100x2-70b"]
+    words += ["--slo", "ttft=5s,itl=1s", "--now", "1:2"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head, move = lines[-4:-2]
+    assert head.startswith("disaggregated with changes of role: goodput ") and "(+" in head
+    assert move == "now: baton role decode-1 prefill"
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["moves"]
+    assert found["moves"] == [{"at": 0.0, "worker": "decode-1", "role": "prefill"}]
+    assert found["goodput"] > 1.5 * found["goodput_now"]
+    assert main([*words[:-1], "2:2"]) == 2
+    assert "another number of workers" in capsys.readouterr().err
+
+
 def test_json_has_all_and_its_times_are_read_again(capsys, trace, tmp_path):
     _, output = planned(capsys, trace, "--step-times", "h100x2-70b", "--json")
     found = json.loads(output.out)
@@ -111,7 +132,8 @@ def test_limits_that_nothing_keeps_are_named(capsys, trace):
     [
         (["--workers", "1"], "2 to 16"), (["--workers", "17"], "2 to 16"),
         (["--slo", "ttft=0s"], "limits such as"), (["--slo", "x"], "limits such as"),
-        (["--requests", "0"], "1 or more"),
+        (["--requests", "0"], "1 or more"), (["--now", "colocated:2"], "both pools"),
+        (["--now", "x"], "not a configuration"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_one_line(capsys, trace, words, named):
