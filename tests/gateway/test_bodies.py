@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from baton.client.options import check_options
-from baton.gateway import bodies
+from baton.gateway import bodies, images_route, responses_route, routes, speech_route, text_routes
 from baton.gateway.bodies import (
     TEMPLATE_FIELDS,
     BodyReader,
@@ -219,6 +221,22 @@ DOCUMENTED = {
 def test_every_documented_parameter_is_known(kind):
     """So each is used, or refused with the reason: see the test before."""
     assert set(DOCUMENTED[kind].split()) <= set(kind.__struct_fields__)
+
+
+OF_ROUTES = [
+    reader
+    for module in (routes, text_routes, responses_route, images_route, speech_route)
+    for reader in vars(module).values()
+    if isinstance(reader, BodyReader)
+]
+
+
+@pytest.mark.parametrize("reader", OF_ROUTES, ids=lambda reader: reader._kind.__name__)
+def test_a_field_that_takes_any_value_has_a_rule_of_its_route(reader):
+    """Else it would be ignored without a word."""
+    fields = msgspec.structs.fields(reader._kind)
+    free = {field.name for field in fields if field.type is Any} - {"tool_choice"}
+    assert free <= set(reader._names)
 
 
 @pytest.mark.parametrize("name", sorted({*EMBEDDINGS_REFUSED, "truncate_prompt_tokens"}))

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.requests import Request
 
+from baton.client.options import BATCH_RETRIES
 from baton.gateway import image_fetch
 from baton.gateway.errors import GatewayBusy, ParameterError, error_json, status_of
 from baton.gateway.image_fetch import (
@@ -137,7 +138,7 @@ class Refused(Exception):
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_several_answers_share_the_images_of_a_request(number):
-    asked = []
+    asked, retries = [], []
 
     class Cluster:
         async def model(self):
@@ -153,6 +154,7 @@ def test_several_answers_share_the_images_of_a_request(number):
 
         def begin(self, tokens, params, options):
             asked.append(options["images"])
+            retries.append(options.get("max_retries"))
             if len(asked) == number:
                 raise Refused
 
@@ -168,6 +170,7 @@ def test_several_answers_share_the_images_of_a_request(number):
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "app": app}
     with pytest.raises(Refused):
         asyncio.run(chat(Request(scope, receive)))
+    assert retries == [None, *[BATCH_RETRIES] * (number - 1)]  # a full cluster refuses the first
     decoded = []
 
     def prepare(one):

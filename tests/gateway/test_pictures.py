@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from baton.client.async_client import AsyncClient
+from baton.client.options import BATCH_RETRIES
 from baton.gateway.app import ROUTES, make_app
 from baton.gateway.bodies import BodyReader
 from baton.gateway.errors import ParameterError
@@ -171,6 +172,18 @@ def test_several_pictures_have_seeds_that_follow_each_other(painter):
     names = {one.request_id for one in painter.prefill.assigned[-3:]}
     assert len(names) == 3
     assert all("img-mine-" in name for name in names)
+
+
+def test_a_full_cluster_refuses_the_first_picture_alone(painter, monkeypatch):
+    image, retries = AsyncClient.image, []
+
+    async def noted(client, prompt, **options):
+        retries.append(options.get("max_retries"))
+        return await image(client, prompt, **options)
+
+    monkeypatch.setattr(AsyncClient, "image", noted)
+    assert post(painter, {**TINY, "n": 3})[0] == 200
+    assert retries == [None, BATCH_RETRIES, BATCH_RETRIES]
 
 
 def test_without_a_seed_pictures_differ(painter):
