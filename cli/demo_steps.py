@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.client import Client, Output
-from baton.deploy.messages import counted, mebibytes
+from baton.deploy.messages import counted
 from baton.deploy.report import HandoffRecord, WorkerReport
 from baton.proto.errors import InternalError
 from baton.proto.sampling import SamplingParamsInput
+from baton.runtime.process.memory import size_text
 
 from .cluster import parsed
 
@@ -139,7 +140,7 @@ def wait_handoff(client: Client, before: int) -> HandoffRecord:
 def describe(prefill: str, decode: str, handoff: HandoffRecord) -> str:
     """One sentence about both workers' parts and the KV cache sent between the workers."""
     return (
-        f"{prefill} read the prompt, handed {mebibytes(handoff.bytes_received)} of KV cache "
+        f"{prefill} read the prompt, handed {size_text(handoff.bytes_received)} of KV cache "
         f"({counted(handoff.blocks, 'block')}, {handoff.milliseconds:.1f} ms, {handoff.transport}) "
         f"to {decode}, which wrote the answer"
     )

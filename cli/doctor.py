@@ -22,7 +22,7 @@ from baton import DISTRIBUTION
 from baton.deploy.config import ServeSettings, demo_model_folder
 from baton.deploy.local.banner import kernels_warning
 from baton.deploy.local.run_folder import socket_in_use
-from baton.deploy.messages import counted, mebibytes
+from baton.deploy.messages import counted
 from baton.deploy.plan.addresses import free_ports, ipc_path
 from baton.deploy.plan.folders import folder_memory
 from baton.deploy.plan.memory import PROCESS_BYTES, process_bytes
@@ -38,7 +38,7 @@ from baton.proto.layout import KV_CHOICES
 from baton.proto.wire.endpoints import MAX_IPC_PATH_BYTES
 from baton.runtime.net.user_address import default_address
 from baton.runtime.process.cores import default_threads, plural, usable_cores
-from baton.runtime.process.memory import free_memory
+from baton.runtime.process.memory import free_memory, size_text
 
 from .numbers import count
 
@@ -182,7 +182,7 @@ def check_memory() -> Iterable[Finding]:
         free = shutil.disk_usage(shm).free
         level = "ok" if free >= _MIN_SHM else "warn"
         advice = "" if level == "ok" else "enlarge it (containers: --shm-size)"
-        yield Finding(level, "shm", f"{free >> 20} MiB free in /dev/shm", advice)
+        yield Finding(level, "shm", f"{size_text(free)} free in /dev/shm", advice)
 
 
 def check_ipc() -> Iterable[Finding]:
@@ -262,8 +262,8 @@ def check_folder(settings: ServeSettings) -> Iterable[Finding]:
 def _check_pictures(folder: str) -> Iterator[Finding]:
     memory = folder_memory(folder, 0, ServeSettings().block_size)
     weights = memory.weights + memory.drawing
-    detail = f"{folder}: picture model, {mebibytes(weights)} of weights"
-    detail += f", {mebibytes(memory.context)} of KV memory per picture"
+    detail = f"{folder}: picture model, {size_text(weights)} of weights"
+    detail += f", {size_text(memory.context)} of KV memory per picture"
     yield Finding("ok", "model", detail)
     yield from _fits(0, weights + memory.context + PROCESS_BYTES, "one picture")
 
@@ -278,7 +278,7 @@ def _fits(need: int, each: int, context: str) -> Generator[Finding, None, int]:
         return 2
     workers = max(0, free - need) // max(1, each)
     text = f"{counted(workers, 'worker')} with {context} each fit into "
-    text += f"{mebibytes(free)} of free memory"
+    text += f"{size_text(free)} of free memory"
     advice = "" if workers > 1 else "prefill and decode need a worker each; see --max-model-len"
     yield Finding("ok" if workers > 1 else "warn", "fits", text, advice)
     return workers

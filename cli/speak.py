@@ -21,6 +21,7 @@ from baton.engine.audio.flac import FlacEncoder
 from baton.engine.audio.pcm import wav_header
 from baton.engine.audio.snac import SnacEncoder
 from baton.proto.errors import ConfigError
+from baton.runtime.process.memory import size_text
 from baton.text.model_files import SPEECH_FILE
 
 from .cluster import add_deadline, connect
@@ -120,7 +121,7 @@ def encoded(path: Path, model: ServedModel) -> I32:
 
 def _check_size(path: Path) -> None:
     if path.stat().st_size > MAX_VOICE_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_VOICE_BYTES >> 20} MiB")
+        raise ConfigError(f"{path}: larger than {size_text(MAX_VOICE_BYTES)}")
 
 
 def audio_tokens(path: Path) -> list[int] | npt.NDArray[np.integer]:

@@ -19,7 +19,7 @@ from baton.client import Client
 from baton.deploy.controller.admin import Overview
 from baton.deploy.controller.health import DEGRADED
 from baton.deploy.local.banner import dashboard_of
-from baton.deploy.messages import counted, duration, mebibytes
+from baton.deploy.messages import counted, duration
 from baton.deploy.report import (
     DRAINED,
     ClusterReport,
@@ -32,7 +32,7 @@ from baton.deploy.roles import GATEWAY, POOLS, ROUTER
 from baton.deploy.supervise.core import Phase
 from baton.proto.errors import BatonError, ConnectionLost, VersionMismatch
 from baton.runtime.process.log import printable
-from baton.runtime.process.memory import command_of, family_of, parent_of, share_of
+from baton.runtime.process.memory import command_of, family_of, parent_of, share_of, size_text
 
 from .cluster import addresses_of, keys_of, parsed
 from .numbers import count, seconds
@@ -214,9 +214,9 @@ def memory_on_this_host(report: ClusterReport) -> str:
     total = sum(share_of(pid) for top in supervisors for pid in family_of(top))
     if not total:
         return ""
-    parts = [f"{name} {mebibytes(share)}" for name, share in shares.items()]
-    others = mebibytes(max(0, total - sum(shares.values())))
-    return f"{mebibytes(total)} on this host: {', '.join(parts)}, others {others}"
+    parts = [f"{name} {size_text(share)}" for name, share in shares.items()]
+    others = size_text(max(0, total - sum(shares.values())))
+    return f"{size_text(total)} on this host: {', '.join(parts)}, others {others}"
 
 
 def describe(report: ClusterReport, *, verbose: bool = False, memory: str = "") -> list[str]:
@@ -243,8 +243,8 @@ def describe(report: ClusterReport, *, verbose: bool = False, memory: str = "") 
         ),
         "",
         (
-            f"handoffs: {totals.count}, {mebibytes(totals.bytes_sent)} sent, "
-            f"{mebibytes(totals.bytes_received)} received"
+            f"handoffs: {totals.count}, {size_text(totals.bytes_sent)} sent, "
+            f"{size_text(totals.bytes_received)} received"
         ),
         *(f"  {describe_handoff(record)}" for record in totals.last),
         *_failed_pairs(report),
@@ -365,7 +365,7 @@ def _changed_role(worker: WorkerReport) -> bool:
 def describe_handoff(record: HandoffRecord) -> str:
     """One line about one handoff."""
     return (
-        f"{record.prefill} to {record.decode}: {mebibytes(record.bytes_sent)} in "
+        f"{record.prefill} to {record.decode}: {size_text(record.bytes_sent)} in "
         f"{counted(record.blocks, 'block')} over {record.transport}, "
         f"{counted(record.cached_tokens, 'token')} cached, "
         f"{record.milliseconds:.1f} ms"

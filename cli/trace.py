@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.client import Client
-from baton.deploy.messages import counted, mebibytes
+from baton.deploy.messages import counted
 from baton.proto.errors import BatonError, ConfigError, ConnectionLost, InputError, VersionMismatch
 from baton.router.story_slices import slices_of
 from baton.runtime.process.log import printable
+from baton.runtime.process.memory import size_text
 
 from .cluster import add_address, addresses_of, keys_of
 from .numbers import at_least_one
@@ -239,7 +240,7 @@ def _attempt(attempt: dict[str, Any]) -> list[str]:
         blocks, frames = counted(handoff["blocks"], "block"), counted(handoff["frames"], "frame")
         cached = counted(handoff["cached_tokens"], "token")
         lines.append(
-            f"  handoff  {mebibytes(handoff['bytes_sent'])} in {blocks} and {frames} over "
+            f"  handoff  {size_text(handoff['bytes_sent'])} in {blocks} and {frames} over "
             f"{handoff['transport']}{again}, {cached} already there, "
             f"{_ms(handoff['seconds'])} from Reserve to Committed"
         )

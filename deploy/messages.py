@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from baton.runtime.process.log import timestamp
+from baton.runtime.process.memory import size_text
 
 from .supervise.core import Log
 
@@ -63,7 +64,7 @@ def load_progress(progress: Sequence[tuple[str, int, int]]) -> str:
 
 def _bar(done: int, total: int, width: int = 12) -> str:
     filled = min(width, width * done // total) if total else 0
-    return f"[{'#' * filled}{'.' * (width - filled)}] {mebibytes(done)}/{mebibytes(total)}"
+    return f"[{'#' * filled}{'.' * (width - filled)}] {size_text(done)}/{size_text(total)}"
 
 
 def duration(seconds: float) -> str:
@@ -81,8 +82,3 @@ def duration(seconds: float) -> str:
 def counted(number: int, what: str) -> str:
     """Format a count: "1 block", "2 blocks"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def mebibytes(size: int) -> str:
-    """Format a byte count in KiB or MiB."""
-    return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / 1024:.1f} KiB"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from baton.proto.errors import DecodeFailed
+from baton.runtime.process.memory import size_text
 
 ALIVE_STATES = frozenset({"ready", "draining"})
 DEAD = "dead"
@@ -240,7 +241,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
         if not sharers:
             return ""
         count = f"{sharers} of {len(sizes)} workers"
-        return f"{max(sizes) / (1 << 20):.1f} MiB in memory that {count} share"
+        return f"{size_text(max(sizes))} in memory that {count} share"
 
     @property
     def threads(self) -> str:

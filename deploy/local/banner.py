@@ -23,6 +23,7 @@ from baton.proto.layout import model_name
 from baton.proto.limits import MAX_DESCRIBED_BYTES
 from baton.router.describe import read_text_files
 from baton.runtime.keys.api_keys import KEY_VARIABLE
+from baton.runtime.process.memory import size_text
 from baton.text.model_files import TokenizerSettings
 
 from ..config import (
@@ -33,7 +34,6 @@ from ..config import (
     kv_size,
     shares_memory,
 )
-from ..messages import mebibytes
 from ..plan.plan import ClusterPlan
 from ..report import ClusterReport, WorkerReport
 from ..roles import GATEWAY, POOLS
@@ -198,7 +198,7 @@ def _kv_memory(plan: ClusterPlan) -> str:
         if not getattr(plan.settings, role):
             continue
         blocks, memory = kv_size(plan.settings, role)
-        size = f"{blocks} blocks" if blocks else mebibytes(memory or plan.kv_default)
+        size = f"{blocks} blocks" if blocks else size_text(memory or plan.kv_default)
         chosen = "" if blocks or memory else ", from free memory"
         parts.append(f"{size} per {role} worker{chosen}")
     return "; ".join(parts)

@@ -26,7 +26,7 @@ from baton.proto.picture_requests import longest_row
 from baton.runtime.keys.allowed import OPERATOR
 from baton.runtime.keys.keyring import CONTROLLER, client_keys, load_keys
 from baton.runtime.process.cores import default_threads
-from baton.runtime.process.memory import free_memory, total_memory
+from baton.runtime.process.memory import free_memory, size_text, total_memory
 from baton.runtime.process.otlp import check_installed
 
 from ..config import (
@@ -41,7 +41,6 @@ from ..config import (
     with_colocated_workers,
 )
 from ..local.run_folder import RunFolder
-from ..messages import mebibytes
 from ..roles import GATEWAY, POOLS
 from ..supervise.core import describe_exit
 from ..supervise.process import child_environment
@@ -485,7 +484,7 @@ def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, 
         return ""
     workers = " and ".join(f"{count} {role}" for role, count in counts.items() if count)
     return (
-        f"{workers} workers need {mebibytes(need)} of memory, this machine has {mebibytes(total)}"
+        f"{workers} workers need {size_text(need)} of memory, this machine has {size_text(total)}"
     )
 
 

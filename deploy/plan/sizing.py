@@ -22,8 +22,8 @@ from baton.engine.loading.checkpoint import Checkpoint
 from baton.engine.loading.kv_types import AUTO, kv_type_of
 from baton.engine.loading.safetensors import TensorEntry, is_narrow
 from baton.runtime.process.cores import plural
+from baton.runtime.process.memory import size_text
 
-from ..messages import mebibytes
 from .memory import model_memory, process_bytes
 
 ROWS = (1, 8, 512)
@@ -105,15 +105,15 @@ def sizing(
 def lines(found: Sizing) -> Iterator[tuple[str, str]]:
     """Yield the subject and the text of each line for a terminal."""
     size = (
-        f"{found.parameters:,} parameters, {mebibytes(found.file_bytes)} in the file, "
-        f"{mebibytes(found.weights_bytes)} in memory, {mebibytes(found.kv_token_bytes)} of KV "
+        f"{found.parameters:,} parameters, {size_text(found.file_bytes)} in the file, "
+        f"{size_text(found.weights_bytes)} in memory, {size_text(found.kv_token_bytes)} of KV "
         f"memory per token ({found.kv_type})"
     )
     yield "size", size
     memory = (
         f"{found.workers} {plural(found.workers, 'worker')}: "
-        f"{mebibytes(found.shared_bytes)} with one copy of the weights, "
-        f"{mebibytes(found.private_bytes)} with private ones "
+        f"{size_text(found.shared_bytes)} with one copy of the weights, "
+        f"{size_text(found.private_bytes)} with private ones "
         f"({'shared' if found.shares else 'private'} here); "
         f"KV memory for {found.tokens} tokens in each"
     )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from baton import DISTRIBUTION
 from baton.proto.errors import ConfigError
+from baton.runtime.process.memory import size_text
 
 from .connect import RAY_VERSION, connect
 
@@ -39,7 +40,7 @@ def read_wheel(path: Path) -> Wheel:
     """Read a wheel of Baton. Raises ConfigError if it is missing or needs another Ray."""
     try:
         if path.stat().st_size > _MAX_WHEEL_BYTES:
-            raise ConfigError(f"{path} is larger than {_MAX_WHEEL_BYTES >> 20} MiB")
+            raise ConfigError(f"{path} is larger than {size_text(_MAX_WHEEL_BYTES)}")
         with zipfile.ZipFile(path) as archive:
             found = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
             text = archive.read(found[0]).decode("utf-8", "replace") if found else ""

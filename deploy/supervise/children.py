@@ -19,6 +19,7 @@ from typing import Any
 from baton.proto.errors import BatonError
 from baton.runtime.net.loop import Loop
 from baton.runtime.process.log import get_logger
+from baton.runtime.process.memory import size_text
 from baton.runtime.process.supervision import SIGN_OF_LIFE
 
 from ..controller.backend import (
@@ -30,7 +31,7 @@ from ..controller.backend import (
 )
 from ..local.run_folder import RunFolder
 from ..local.terminal import Terminal
-from ..messages import json_line, load_progress, mebibytes, sentence
+from ..messages import json_line, load_progress, sentence
 from ..report import ClusterReport
 from .certifier import Certifier
 from .core import (
@@ -370,10 +371,10 @@ class LoadProgress:
         load.done, load.total = done, total
         if done >= total:
             load.ended = True
-            self._out(f"{name} loaded {mebibytes(total)} of weights in {now - load.began:.1f} s")
+            self._out(f"{name} loaded {size_text(total)} of weights in {now - load.began:.1f} s")
         elif self._draw is None and not load.announced and now >= load.began + LOADING_LINE_S:
             load.announced = True
-            self._out(f"{name} loads {mebibytes(total)} of weights")
+            self._out(f"{name} loads {size_text(total)} of weights")
         running = [(n, o.done, o.total) for n, o in self._loads.items() if not o.ended]
         if self._draw is not None and running and now >= self._drawn_at + REDRAW_S:
             self._drawn_at = now

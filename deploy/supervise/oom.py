@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.runtime.process.memory import total_memory
+from baton.runtime.process.memory import size_text, total_memory
 
 WORKER_MARGIN = 100
 """Difference between the scores of a worker and of the process that starts it, in thousandths."""
@@ -90,7 +90,7 @@ class OomWatch:
 
 def _limit(root: Path) -> str:
     total = total_memory(root)
-    return "unknown" if total is None else f"{total / (1 << 20):.0f} MiB"
+    return "unknown" if total is None else size_text(total)
 
 
 def _sum(counts: Iterator[int]) -> int | None:

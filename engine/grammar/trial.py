@@ -32,6 +32,7 @@ import msgspec
 
 from baton.proto.errors import BatonError, CapacityError, InputError, SchemaTooComplex
 from baton.runtime.process.helper import HelperProcess, read_message, serve, write_message
+from baton.runtime.process.memory import size_text
 from baton.runtime.process.os_settings import die_with_parent
 
 from .compiler import compile_schema, load_tokenizer
@@ -208,7 +209,7 @@ def _try(tokenizer: LLTokenizer, schema: str) -> _Verdict:
     del matcher
     if nbytes > MAX_SCHEMA_BYTES:
         return _too_complex(
-            f"it needs {nbytes >> 20} MiB, the limit is {MAX_SCHEMA_BYTES >> 20} MiB"
+            f"it needs {size_text(nbytes)}, the limit is {size_text(MAX_SCHEMA_BYTES)}"
         )
     return _Verdict(SchemaCost(seconds, max(nbytes, 0)))
 

@@ -21,6 +21,7 @@ from baton.proto.layout import FEATURES, AudioCard, KVLayout, ModelCard, model_n
 from baton.proto.sampling import SamplingParamsGenerationConfigDefaults
 from baton.runtime.process.cores import MAX_THREADS, Threads, default_threads, plural
 from baton.runtime.process.log import get_logger
+from baton.runtime.process.memory import size_text
 
 from ..audio.chunks import codec_fingerprint, read_layout
 from ..audio.codec_kernels import codec_numerics
@@ -192,7 +193,7 @@ def _state_memory(
     sizes = {"total": total, "free": free, "weights": weights, "kv": kv, "widened": widened}
     _log.info("memory.device", **sizes, workers=config.device_sharers)
     if kv + widened > free:
-        shown = {name: f"{size / 2**30:.2f} GiB" for name, size in sizes.items()}
+        shown = {name: size_text(size) for name, size in sizes.items()}
         beside = f" and {shown['widened']} to widen a context's int8 blocks" if widened else ""
         raise ConfigError(
             f"{shown['kv']} of KV blocks{beside} do not fit: the GPU has {shown['total']}, of "

@@ -13,6 +13,18 @@ from .control_groups import groups_of, text_of
 _PROC = Path("/proc")
 
 
+def size_text(size: int) -> str:
+    """Format a byte count in the largest unit of which there is at least one, such as "1.5 GiB"."""
+    if size < 1024:
+        return f"{size} B"
+    value, unit = size / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if round(value, 1) < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}"
+
+
 def share_of(pid: int) -> int:
     """Return the bytes of a process, its shared pages divided among the processes that map them.
 

@@ -78,7 +78,7 @@ def test_little_shared_memory(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _path: usage)
     level, line = only(doctor.check_memory)
     assert level == "warn"
-    assert "8 MiB free" in line
+    assert "8.0 MiB free" in line
     assert "--shm-size" in line
 
 

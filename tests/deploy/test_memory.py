@@ -9,7 +9,7 @@ from baton.deploy.plan import prepare
 from baton.deploy.plan.memory import LEAST_BYTES, ModelMemory, kv_share, model_memory
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.proto.errors import ConfigError
-from baton.runtime.process.memory import free_memory, total_memory
+from baton.runtime.process.memory import free_memory, size_text, total_memory
 
 GIB = 1 << 30
 SMALL = ModelMemory(weights=1 << 20, context=4 << 20)
@@ -139,6 +139,19 @@ def test_more_than_the_machine_holds_is_refused(monkeypatch, settings, targets, 
     monkeypatch.setattr(prepare, "total_memory", lambda: 16 * GIB)
     text = prepare.memory_refusal(ServeSettings(**settings), 16 << 20, targets)
     assert bool(text) == refused
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"),
+        (1536, "1.5 KiB"), ((1 << 20) - 1, "1.0 MiB"), (3 << 20, "3.0 MiB"),
+        (1536 << 20, "1.5 GiB"), (int(1023.99 * (1 << 30)), "1.0 TiB"), (200 << 40, "200.0 TiB"),
+        (5000 << 40, "5000.0 TiB"),
+    ],
+)  # fmt: skip
+def test_sizes_have_readable_units(size, text):
+    assert size_text(size) == text
 
 
 def test_a_plan_of_more_than_the_machine_holds_is_refused(monkeypatch):

@@ -25,7 +25,7 @@ def count(root, group, machine):
 @pytest.mark.parametrize("line", ["4:memory:/a/b", "0::/a"])
 @pytest.mark.parametrize(
     ("group", "machine", "words"),
-    [(1, 1, "its memory limit, 2048 MiB"), (0, 1, "probably out of memory"), (0, 0, "")],
+    [(1, 1, "its memory limit, 2.0 GiB"), (0, 1, "probably out of memory"), (0, 0, "")],
 )
 def test_a_kill_is_explained_by_the_counts_that_rose(root, line, group, machine, words):
     (root / "proc/self/cgroup").write_text(f"1:cpu:/\n{line}\n")

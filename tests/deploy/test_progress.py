@@ -38,7 +38,7 @@ def test_a_worker_that_ended_begins_anew():
     now[0] = 7.0
     progress.update("a", 1, 2)
     progress.update("a", 2, 2)
-    assert lines == ["a loaded 0.0 KiB of weights in 0.0 s"]
+    assert lines == ["a loaded 2 B of weights in 0.0 s"]
 
 
 @pytest.fixture
