@@ -15,7 +15,7 @@ from msgspec import Meta
 from baton.proto.errors import CheckpointError
 from baton.proto.limits import MAX_LAYERS, MAX_SIZE
 
-from ..loading.config_numbers import Epsilon, Finite, Positive
+from ..loading.config_numbers import Epsilon, Finite
 from ..loading.json_files import read_json
 from ..loading.safetensors import TensorStore, Weights
 
@@ -123,7 +123,7 @@ class VaeConfig(msgspec.Struct, frozen=True, kw_only=True):
     layers_per_block: Layers = 1
     norm_num_groups: Size = 32
     act_fn: str = "silu"
-    scaling_factor: Positive = 0.18215
+    scaling_factor: Finite = 0.18215
     shift_factor: Finite | None = None
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
