@@ -41,6 +41,7 @@ from ..config import (
     with_colocated_workers,
 )
 from ..local.run_folder import RunFolder
+from ..messages import counted
 from ..roles import GATEWAY, POOLS
 from ..supervise.core import describe_exit
 from ..supervise.process import child_environment
@@ -95,12 +96,34 @@ def check_model(settings: ServeSettings) -> None:
         _check_embeds(settings)
     if task != DRAW:
         load_checkpoint(folder).served_length(settings.max_model_len)  # reads the headers too
+        _check_blocks(with_task(settings), 0)
         return
     if settings.mode == COLOCATED:
         raise ConfigError("mode colocated cannot serve a picture model, which needs both pools")
     from baton.engine.pictures.folder import open_folder  # other models need none of its modules
 
     open_folder(folder)
+    _check_blocks(with_task(settings), 0)
+
+
+def _check_blocks(settings: ServeSettings, kv_default: int) -> None:
+    """Raise ConfigError if the KV memory of a pool is less than a block; a picture needs two.
+
+    ``settings``: those of :func:`with_task`. ``kv_default``: default memory in bytes; 0: unknown.
+    """
+    least = 2 if settings.task == DRAW else 1
+    for role in POOLS if settings.task != EMBED else ():
+        blocks, memory = kv_size(settings, role)
+        memory = memory or kv_default
+        if blocks or not memory or not getattr(settings, role):
+            continue
+        size, kind = block_size(settings, role), kv_kind(settings, role)
+        token = folder_memory(model_folder(settings), 1, size, kind).context
+        if memory < (need := least * size * token):
+            raise ConfigError(
+                f"kv_memory {size_text(memory)} is too small for a {role} worker: "
+                f"it needs {size_text(need)}, {counted(least, 'block')} of {size} tokens"
+            )
 
 
 def turn_refusal(settings: ServeSettings) -> str:
@@ -398,6 +421,7 @@ def make_plan(settings: ServeSettings, folder: RunFolder | None, http_port: int 
     """
     settings = with_task(settings)
     kv_default = default_kv_bytes(settings)
+    _check_blocks(settings, kv_default if settings.device == "cpu" else 0)
     settings = with_picture_memory(settings, kv_default)
     problem = memory_refusal(settings, kv_default, {})
     if problem:

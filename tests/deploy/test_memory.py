@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.deploy.config import ServeSettings, demo_model_folder
 from baton.deploy.plan import prepare
 from baton.deploy.plan.memory import LEAST_BYTES, ModelMemory, kv_share, model_memory
 from baton.engine.loading.checkpoint import load_checkpoint
+from baton.engine.loading.loader import load_runner
+from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.errors import ConfigError
 from baton.runtime.process.memory import free_memory, size_text, total_memory
 
@@ -139,6 +142,43 @@ def test_more_than_the_machine_holds_is_refused(monkeypatch, settings, targets, 
     monkeypatch.setattr(prepare, "total_memory", lambda: 16 * GIB)
     text = prepare.memory_refusal(ServeSettings(**settings), 16 << 20, targets)
     assert bool(text) == refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kv_memory": "1"}, r"kv_memory 1 B is too small for a prefill worker: it needs"),
+        (
+            {"decode_kv_memory": "4KiB"},
+            r"small for a decode worker: .* of 16 tokens",
+        ),
+        ({"kv_memory": "4KiB", "device": "cuda"}, r"4\.0 KiB is too small"),
+        ({"kv_memory": "64KiB", "block_size": 4096}, r"1 block of 4096 tokens"),
+    ],
+)
+def test_kv_memory_below_a_block_is_refused_before_any_process_starts(settings, problem):
+    with pytest.raises(ConfigError, match=problem):
+        prepare.check_model(ServeSettings(**settings))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_least_kv_memory_is_that_of_a_block(role):
+    """The workers load with it, and not with a byte less."""
+    block = 16 * model_memory(load_checkpoint(demo_model_folder()), 1).context
+    enough, less = ({f"{role}_kv_memory": str(size)} for size in (block, block - 1))
+    prepare.check_model(ServeSettings(**enough))
+    with pytest.raises(ConfigError, match=f"small for a {role} worker"):
+        prepare.check_model(ServeSettings(**less))
+    runner = RunnerConfig(model=str(demo_model_folder()), kv_bytes=block, block_size=16)
+    load_runner(runner)
+    with pytest.raises(ConfigError, match="too small"):
+        load_runner(msgspec.structs.replace(runner, kv_bytes=block - 1))
+
+
+def test_default_kv_memory_below_a_block_is_refused(monkeypatch):
+    monkeypatch.setattr(prepare, "default_kv_bytes", lambda _: 1 << 10)
+    with pytest.raises(ConfigError, match=r"1\.0 KiB is too small"):
+        prepare.make_plan(ServeSettings(address="ipc:///tmp/x.sock"), None)
 
 
 @pytest.mark.parametrize(
