@@ -22,6 +22,7 @@ from baton.engine.audio.pcm import wav_header
 from baton.engine.audio.snac import SnacEncoder
 from baton.proto.errors import ConfigError
 from baton.runtime.process.memory import size_text
+from baton.runtime.small_files import check_file
 from baton.text.model_files import SPEECH_FILE
 
 from .cluster import add_deadline, connect
@@ -120,6 +121,7 @@ def encoded(path: Path, model: ServedModel) -> I32:
 
 
 def _check_size(path: Path) -> None:
+    check_file(path)
     if path.stat().st_size > MAX_VOICE_BYTES:
         raise ConfigError(f"{path}: larger than {size_text(MAX_VOICE_BYTES)}")
 

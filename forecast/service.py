@@ -16,6 +16,7 @@ import msgspec
 
 from baton.engine.scheduling.step_time import GRAIN, LEAST
 from baton.proto.errors import ConfigError, InputError
+from baton.runtime.small_files import check_file
 
 from .spread import Spreads
 
@@ -136,6 +137,7 @@ def read_service(path: Path) -> ServiceModel:
     ConfigError for an unreadable file, InputError for anything that is not such an object.
     """
     try:
+        check_file(path)
         with path.open("rb") as file:
             data = file.read(MAX_FILE + 1)
     except OSError as problem:

@@ -27,6 +27,7 @@ from baton.runtime.process.bursts import Burst
 from baton.runtime.process.garbage import collect_rarely
 from baton.runtime.process.log import get_logger
 from baton.runtime.process.main import SIGN_EVERY_S, favor_event_loop, say_alive
+from baton.runtime.small_files import check_file
 
 from .acceptor import Acceptor
 from .app import make_app
@@ -156,6 +157,8 @@ def _check_certificate(config: GatewayConfig) -> None:
     if not config.ssl_certfile:
         return
     try:
+        check_file(config.ssl_certfile)
+        check_file(config.ssl_keyfile)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     except OSError as error:  # ssl.SSLError is one

@@ -24,6 +24,7 @@ from baton.proto.contexts.images import image_hash
 from baton.proto.errors import InputError
 from baton.proto.value_checks import shown
 from baton.runtime.process.helper import HelperProcess
+from baton.runtime.small_files import check_file
 
 from .decode import check_size, pillow, resized_pixels
 from .settings import Settings, read_settings
@@ -268,11 +269,10 @@ class _Helper:
 
 def _file_content(path: Path) -> bytes:
     try:
+        check_file(path)
         size = path.stat().st_size
         if size > MAX_IMAGE_BYTES:
             raise InputError(f"{path} has {size} bytes, limit {MAX_IMAGE_BYTES}")
-        if not path.is_file():
-            raise InputError(f"{path} is not a file")
         return path.read_bytes()
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):

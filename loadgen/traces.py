@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.proto.errors import ConfigError, InputError
+from baton.runtime.small_files import check_file
 
 BLOCK_TOKENS = 512
 """Tokens a hash id of the Mooncake traces stands for."""
@@ -78,6 +79,7 @@ def read_trace(path: Path, most: int = 0) -> list[Arrival]:
 
 
 def _opened(path: Path) -> io.TextIOBase:
+    check_file(path)
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8", newline="")
     return path.open(encoding="utf-8", newline="")

@@ -21,6 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from baton.proto.errors import ConfigError, RequestFailed, error_from_code
+from baton.runtime.small_files import check_writable
 
 END_S = 30.0
 """Seconds for the cluster to end before it is killed."""
@@ -68,7 +69,9 @@ def _open_log(log: str | None) -> IO[bytes]:
     if log is None:
         return tempfile.TemporaryFile()
     try:
-        return Path(log).expanduser().open("ab")
+        file = Path(log).expanduser()
+        check_writable(file)
+        return file.open("ab")
     except OSError as problem:
         raise ConfigError(f"cannot write the log {log}: {problem.strerror}") from None
 

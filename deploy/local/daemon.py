@@ -26,6 +26,7 @@ from baton.proto.errors import BatonError, ConfigError, RequestFailed
 from baton.runtime.process.garbage import end_of_imports
 from baton.runtime.process.log import timestamp
 from baton.runtime.process.os_settings import die_with_parent, outlive_parent
+from baton.runtime.small_files import check_writable
 
 from ..config import ServeSettings
 from ..messages import SUPERVISOR, json_line
@@ -87,6 +88,7 @@ class Daemon:
 def _open_log(log: Path) -> BinaryIO:
     """Open the log file for appending, readable by this user only. Raises ConfigError."""
     try:
+        check_writable(log)
         descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     except OSError as problem:
         raise ConfigError(f"cannot write the log {log}: {problem.strerror}") from problem

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from baton.proto.errors import ConfigError
+from baton.runtime.small_files import check_file
 
 from .certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from .hosts import check_node_types, check_pools, provider_settings
@@ -160,6 +161,7 @@ def read_cluster_file(path: Path) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]  # of Ray
 
     try:
+        check_file(path)
         content = yaml.safe_load(path.read_text())
     except OSError as problem:
         raise ConfigError(f"cannot read {path}: {problem.strerror}") from None

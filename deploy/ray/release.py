@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from baton import DISTRIBUTION
 from baton.proto.errors import ConfigError
 from baton.runtime.process.memory import size_text
+from baton.runtime.small_files import check_file
 
 from .connect import RAY_VERSION, connect
 
@@ -39,6 +40,7 @@ class Wheel(NamedTuple):
 def read_wheel(path: Path) -> Wheel:
     """Read a wheel of Baton. Raises ConfigError if it is missing or needs another Ray."""
     try:
+        check_file(path)
         if path.stat().st_size > _MAX_WHEEL_BYTES:
             raise ConfigError(f"{path} is larger than {size_text(_MAX_WHEEL_BYTES)}")
         with zipfile.ZipFile(path) as archive:

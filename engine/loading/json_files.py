@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from baton.proto.errors import CheckpointError
+from baton.runtime.small_files import check_file
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises :class:`CheckpointError` if unreadable or not an object."""
     try:
+        check_file(path)
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

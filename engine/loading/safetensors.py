@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
+from baton.runtime.small_files import check_file
 from baton.text.lfs_pointers import IS_LFS_POINTER, LFS_POINTER
 
 from ..kernels.fp8 import DTYPE as FP8
@@ -257,6 +258,7 @@ def widened(tensor: Weights) -> npt.NDArray[np.float32]:
 def map_file(path: Path) -> mmap.mmap:
     """Map a file for reading. Raises CheckpointError if that is impossible."""
     try:
+        check_file(path)
         with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
