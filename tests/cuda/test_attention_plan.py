@@ -13,6 +13,7 @@ from baton.engine.kernels.cuda.attention_plan import (
     decode_chunk,
     plan_decode,
     plan_prefill,
+    plan_widened,
 )
 from baton.engine.kernels.cuda.row_plan import GraphPlan
 from baton.engine.kernels.cuda.tuning import Tuning
@@ -183,3 +184,42 @@ def test_a_wrong_prefill_plan_is_refused(offsets, group, window, message):
 def test_negative_positions_are_refused():
     with pytest.raises(ValueError, match="positions"):
         plan_prefill(np.array([0, 1], np.int32), np.array([-1], np.int32), 4)
+
+
+def test_pieces_have_the_blocks_that_rows_see():
+    offsets = np.array([0, 2, 2, 5, 6], np.int32)
+    positions = np.array([30, 31, 3, 4, 5, 16], np.int32)
+    (whole,) = plan_widened(offsets, positions, 0, 8, 6, 100)
+    assert (whole.first, whole.last) == (0, 4)
+    assert whole.entries.tolist() == [0, 1, 2, 3, 12, 18, 19, 20]
+    assert whole.tables[3].tolist() == [5, 6, 7, 0, 0, 0]
+    seen = plan_widened(offsets, positions, 9, 8, 6, 3)
+    assert [(piece.first, piece.last) for piece in seen] == [(0, 3), (3, 4)]
+    assert seen[0].entries.tolist() == [2, 3, 12]
+    assert seen[0].tables[0].tolist() == [0, 0, 0, 1, 0, 0]
+    assert seen[1].entries.tolist() == [19, 20]
+    assert plan_widened(offsets[:1], positions[:0], 0, 8, 6, 3) == []
+
+
+@pytest.mark.parametrize("window", [0, *range(1, 20)])
+def test_pieces_have_no_other_blocks_and_none_too_many(rng, window):
+    """Rows at the edges of blocks and windows; whole pieces are as full as they can be."""
+    lengths = rng.integers(1, 5, 40)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    starts = rng.integers(0, 36, 40)
+    rows = [np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+    positions, width, capacity = np.concatenate(rows).astype(np.int32), 5, 7
+    seen = []
+    for sequence, own in enumerate(rows):
+        first = max(0, own[0] + 1 - window) if window else 0
+        seen.append([width * sequence + block for block in range(first // 8, own[-1] // 8 + 1)])
+    pieces = plan_widened(offsets, positions, window, 8, width, capacity)
+    assert [piece.first for piece in pieces] == [0, *(piece.last for piece in pieces[:-1])]
+    assert pieces[-1].last == len(rows)
+    for piece in pieces:
+        wanted = [block for own in seen[piece.first : piece.last] for block in own]
+        assert piece.entries.tolist() == wanted and len(wanted) <= capacity
+        places = np.flatnonzero(np.isin(np.arange(piece.tables.size) + width * piece.first, wanted))
+        assert piece.tables.reshape(-1)[places].tolist() == [*range(len(wanted))]
+        after = seen[piece.last] if piece.last < len(rows) else range(capacity)
+        assert len(wanted) + len(after) > capacity

@@ -12,11 +12,10 @@ import pytest
 
 from baton.benchmarks.checkpoints import write_checkpoint
 from baton.engine.kernels import kv_rows
-from baton.engine.kernels.cuda.attention_plan import plan_widened
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.cuda.reference_int8 import rows_of
-from baton.engine.kernels.memory import blocks_beside_widened, widened_bytes
+from baton.engine.kernels.memory import widened_bytes
 from baton.engine.llm import LLMEngine
 from baton.engine.loading.loader import Runner, load_runner
 from baton.engine.loading.runner_config import RunnerConfig
@@ -27,7 +26,6 @@ from baton.engine.scheduling.scheduler import SchedulerConfig
 from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.shared_pool import MappedPools
 from baton.proto.errors import ConfigError
-from baton.proto.layout import KVLayout
 from baton.proto.sampling import SamplingParams
 
 from .conftest import SHAPE
@@ -109,21 +107,6 @@ def test_prompts_are_widened_in_pieces_without_another_bit(
         logits_of(runner, steps)
 
 
-def test_pieces_have_the_blocks_that_rows_see() -> None:
-    offsets = np.array([0, 2, 2, 5, 6], np.int32)
-    positions = np.array([30, 31, 3, 4, 5, 16], np.int32)
-    (whole,) = plan_widened(offsets, positions, 0, 8, 6, 100)
-    assert (whole.first, whole.last) == (0, 4)
-    assert whole.entries.tolist() == [0, 1, 2, 3, 12, 18, 19, 20]
-    assert whole.tables[3].tolist() == [5, 6, 7, 0, 0, 0]
-    seen = plan_widened(offsets, positions, 9, 8, 6, 3)
-    assert [(piece.first, piece.last) for piece in seen] == [(0, 3), (3, 4)]
-    assert seen[0].entries.tolist() == [2, 3, 12]
-    assert seen[0].tables[0].tolist() == [0, 0, 0, 1, 0, 0]
-    assert seen[1].entries.tolist() == [19, 20]
-    assert plan_widened(offsets[:1], positions[:0], 0, 8, 6, 3) == []
-
-
 def test_captured_steps_give_the_tokens_of_single_launches(
     folder: Path, device: Device, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,17 +182,6 @@ def test_the_card_names_the_rounding(folder: Path, device: Device) -> None:
 
 
 def test_a_pool_leaves_room_for_the_widened_blocks(folder: Path, device: Device) -> None:
-    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, block_size=8, dtype="int8")
-    block = 2 * layout.block_bytes
-    assert widened_bytes(layout, 17) == 3 * 2 * 8 * 64 * 2
-    assert widened_bytes(msgspec.structs.replace(layout, dtype="bfloat16"), 17) == 0
-    for nbytes in range(block, 40 * block, 997):
-        blocks = blocks_beside_widened(nbytes, layout, 100)
-
-        def taken(count: int) -> int:
-            return count * block + widened_bytes(layout, min(100, 8 * count))
-
-        assert taken(blocks) <= nbytes < taken(blocks + 1)
     share = 0.004
     runner = load(
         folder, CudaBackend(device), num_blocks=0, kv_bytes=0, gpu_memory_utilization=share
@@ -218,7 +190,8 @@ def test_a_pool_leaves_room_for_the_widened_blocks(folder: Path, device: Device)
     assert wide == widened_bytes(runner.card.layout, runner.card.max_length) > 0
     limit = int(device.memory_bytes() * share)
     left = limit - runner.pipeline.model.weights_bytes - runner.pool.nbytes - wide
-    assert 0 <= left < block + widened_bytes(runner.card.layout, 8)
+    layout = runner.card.layout
+    assert 0 <= left < layout.num_layers * layout.block_bytes + widened_bytes(layout, 8)
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_all_sizes(folder: Path, host_device) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
-from baton.engine.kernels.memory import CACHE_LINE, Arena
+from baton.engine.kernels.memory import CACHE_LINE, Arena, blocks_beside_widened, widened_bytes
+from baton.proto.layout import KVLayout
 
 
 def address(array: np.ndarray) -> int:
@@ -40,3 +42,17 @@ def test_what_does_not_fit_a_stretch_gets_its_own(more, monkeypatch):
     large[:] = 1
     assert not first.any()
     assert not arena.zeros(100).any()
+
+
+def test_a_pool_leaves_room_for_the_widened_blocks_of_its_longest_context():
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, block_size=8, dtype="int8")
+    block = 2 * layout.block_bytes
+    assert widened_bytes(layout, 17) == 3 * 2 * 8 * 64 * 2
+    assert widened_bytes(msgspec.structs.replace(layout, dtype="bfloat16"), 17) == 0
+    for nbytes in range(block, 40 * block, 997):
+        blocks = blocks_beside_widened(nbytes, layout, 100)
+
+        def taken(count: int) -> int:
+            return count * block + widened_bytes(layout, min(100, 8 * count))
+
+        assert taken(blocks) <= nbytes < taken(blocks + 1)
