@@ -365,6 +365,12 @@ def test_numbers_of_gpus_that_cannot_be_are_refused(text):
         check(ServeSettings(device_ids=text))
 
 
+@pytest.mark.parametrize("kinds", [("bfloat16", ""), ("auto", "bfloat16"), ("int8", "int8")])
+def test_auto_is_the_same_type_of_keys_and_values_on_gpus_as_bfloat16(kinds):
+    prefill, decode = kinds
+    check(ServeSettings(device="cuda", prefill_kv_type=prefill, decode_kv_type=decode))
+
+
 def test_all_gateways_use_the_same_ports_for_metrics_also_in_a_rollout():
     settings = ServeSettings(model="/models/m", gateways=2, routers=2, metrics_port=9464)
     plan = plan_for(gateways=2, routers=2, metrics_port=9464)
