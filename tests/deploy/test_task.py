@@ -79,6 +79,10 @@ def test_a_context_longer_than_the_model_s_is_refused_before_anything_starts(mod
     check_model(ServeSettings(model=folder, max_model_len=most))
     with pytest.raises(ConfigError, match=f"max_model_len {most + 1} is more than the {most} "):
         check_model(ServeSettings(model=folder, max_model_len=most + 1))
+    shown = {given: prepare.served_context(ServeSettings(model=folder, max_model_len=given))
+             for given in (0, most - 1, most + 1)}  # fmt: skip
+    usual = load_checkpoint(folder).config.rope.default_length()
+    assert shown == {0: usual, most - 1: most - 1, most + 1: 0}
 
 
 @pytest.mark.parametrize(
