@@ -17,6 +17,10 @@ _FAIR, _MOST = 0.5, 0.8
 """Share of the free memory for all processes: normally, and if needed for one whole context."""
 _BATCHES = 2
 """Contexts of maximum length per running request: its own, and one in the prefix cache."""
+PROCESS_BYTES = 64 << 20
+"""Memory of a worker besides weights and KV blocks."""
+OTHER_BYTES = 40 << 20
+"""Memory of a router or a gateway (measured)."""
 LEAST_BYTES = 16 << 20
 """Minimum KV memory per worker. Unused memory is not allocated by the kernel."""
 
@@ -54,19 +58,23 @@ def model_memory(checkpoint: Checkpoint, max_length: int, kv_type: str = AUTO) -
     return ModelMemory(weights=checkpoint.tensors.loaded_bytes, context=context)
 
 
-def kv_share(free: int, workers: int, batch: int, model: ModelMemory, copies: int = 0) -> int:
+def kv_share(
+    free: int, workers: int, batch: int, model: ModelMemory, *, copies: int = 0, others: int = 0
+) -> int:
     """Bytes of KV memory for each of ``workers``, each with max batch size ``batch``.
 
-    ``copies``: copies of the weights that the workers have together; 0: one each.
+    ``copies``: copies of the weights that the workers have together; 0: one each. ``others``:
+    routers and gateways that start too.
 
     An equal part of half the free memory, but at least one context of maximum length if that fits,
-    and at most the memory that a full batch can use.
+    and at most the memory that a full batch can use, or that the processes leave.
     """
     weights = max(model.weights, model.drawing)
     taken = (copies or workers) * weights
     fair, most = ((int(free * part) - taken) // workers for part in (_FAIR, _MOST))
+    rest = (free - taken - workers * PROCESS_BYTES - others * OTHER_BYTES) // workers
     useful = _BATCHES * batch * model.context
-    return max(LEAST_BYTES, min(useful, max(fair, min(model.context, most))))
+    return max(LEAST_BYTES, min(useful, rest, max(fair, min(model.context, most))))
 
 
 def picture_share(free: int, used: int, decode: int, model: ModelMemory) -> int:
@@ -77,8 +85,6 @@ def picture_share(free: int, used: int, decode: int, model: ModelMemory) -> int:
     return max(model.picture, (int(free * _MOST) - used) // decode)
 
 
-PROCESS_BYTES = 64 << 20
-"""Memory of a worker besides weights and KV blocks."""
 _ENTRY_BYTES = 1 << 10
 """Memory for an entry of the vocabulary: grammars hold all texts and merges (measured)."""
 

@@ -26,7 +26,7 @@ from baton.proto.picture_requests import longest_row
 from baton.runtime.keys.allowed import OPERATOR
 from baton.runtime.keys.keyring import CONTROLLER, client_keys, load_keys
 from baton.runtime.process.cores import default_threads
-from baton.runtime.process.memory import free_memory, size_text, total_memory
+from baton.runtime.process.memory import free_memory, memory_holder, size_text, total_memory
 from baton.runtime.process.otlp import check_installed
 
 from ..config import (
@@ -48,7 +48,7 @@ from ..supervise.process import child_environment
 from .addresses import client_addresses, free_ports
 from .folders import USUAL_PROMPT_TOKENS, folder_memory
 from .instances import instances_of, workers_gpus
-from .memory import PROCESS_BYTES, ModelMemory, kv_share, model_memory, picture_share
+from .memory import OTHER_BYTES, PROCESS_BYTES, ModelMemory, kv_share, model_memory, picture_share
 from .plan import (
     ClusterPlan,
     GpuBook,
@@ -353,7 +353,13 @@ def default_kv_bytes(settings: ServeSettings) -> int:
         return DEFAULT_KV_BYTES  # the workers report the error
     batch = max(settings.max_num_seqs, settings.prefill_max_num_seqs)
     copies = 1 if shares_weights(settings) else 0
-    return kv_share(free, sized_for(settings), batch, model, copies)
+    others = other_processes(settings)
+    return kv_share(free, sized_for(settings), batch, model, copies=copies, others=others)
+
+
+def other_processes(settings: ServeSettings) -> int:
+    """Return the number of routers and gateways."""
+    return settings.routers + settings.gateways
 
 
 def shares_weights(settings: ServeSettings) -> bool:
@@ -475,7 +481,7 @@ class _port_taker:  # noqa: N801 -- a function with state
 def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, int]) -> str:
     """Return why this machine has too little memory for pools of this size, or an empty text.
 
-    All workers together, with full KV memory, may use the total memory of the machine or its
+    All processes together, with full KV memory, may use the total memory of the machine or its
     control group.
     """
     total = total_memory()
@@ -498,7 +504,7 @@ def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, 
         }  # fmt: skip
     except BatonError:
         return ""  # the workers report the error
-    need = sum(
+    need = other_processes(settings) * OTHER_BYTES + sum(
         counts[role] * _worker_bytes(settings, role, kv_default, token)
         for role, token in needs.items()
     )
@@ -507,9 +513,8 @@ def memory_refusal(settings: ServeSettings, kv_default: int, targets: dict[str, 
     if need <= total:
         return ""
     workers = " and ".join(f"{count} {role}" for role, count in counts.items() if count)
-    return (
-        f"{workers} workers need {size_text(need)} of memory, this machine has {size_text(total)}"
-    )
+    holder = memory_holder(total)
+    return f"{workers} workers need {size_text(need)} of memory, {holder} {size_text(total)}"
 
 
 def _worker_bytes(settings: ServeSettings, role: str, kv_default: int, token: ModelMemory) -> int:

@@ -69,6 +69,13 @@ def total_memory(root: Path = Path("/")) -> int | None:
     return min([machine << 10, *(int(limit) for limit in limits if limit.isdigit())])
 
 
+def memory_holder(total: int, root: Path = Path("/")) -> str:
+    """Return subject and verb for a sentence that ends with :func:`total_memory`."""
+    machine = _field(root / "proc/meminfo", "MemTotal:")
+    limited = machine is not None and total < machine << 10
+    return "the limit of this control group is" if limited else "this machine has"
+
+
 def free_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes that new processes can use without swapping; None if unknown.
 

@@ -7,12 +7,19 @@ import pytest
 
 from baton.deploy.config import ServeSettings, demo_model_folder
 from baton.deploy.plan import prepare
-from baton.deploy.plan.memory import LEAST_BYTES, ModelMemory, kv_share, model_memory
+from baton.deploy.plan.memory import (
+    LEAST_BYTES,
+    OTHER_BYTES,
+    PROCESS_BYTES,
+    ModelMemory,
+    kv_share,
+    model_memory,
+)
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.engine.loading.loader import load_runner
 from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.errors import ConfigError
-from baton.runtime.process.memory import free_memory, size_text, total_memory
+from baton.runtime.process.memory import free_memory, memory_holder, size_text, total_memory
 
 GIB = 1 << 30
 SMALL = ModelMemory(weights=1 << 20, context=4 << 20)
@@ -104,6 +111,16 @@ def test_shares(free, workers, model, share):
     assert kv_share(free, workers, 32, model) == share
 
 
+@pytest.mark.parametrize("free", [m << 20 for m in (250, 300, 400, 700, 2000, 9000)])
+@pytest.mark.parametrize("copies", [0, 1])
+def test_full_kv_memory_and_all_processes_fit_into_a_small_control_group(free, copies):
+    """Half of 250 MiB is more than two workers, a router and a gateway leave."""
+    kv = kv_share(free, 2, 32, SMALL, copies=copies, others=2)
+    processes = 2 * PROCESS_BYTES + 2 * OTHER_BYTES
+    assert 2 * kv + processes + (copies or 2) * SMALL.weights <= free
+    assert kv >= LEAST_BYTES
+
+
 def test_the_demo_model_s_memory_is_what_its_files_say():
     memory = model_memory(load_checkpoint(str(demo_model_folder())), 0)
     assert memory.context == 2048 * 2 * 2 * 4 * 2 * 32  # tokens, K and V, bfloat16, layers, heads
@@ -124,6 +141,8 @@ def test_all_memory_is_the_least_of_machine_and_groups(tmp_path):
     assert total_memory(root) == 4 * GIB
     assert total_memory(write(tmp_path / "other", MEMINFO)) == 32000000 << 10
     assert total_memory(tmp_path / "none") is None
+    assert memory_holder(4 * GIB, root) == "the limit of this control group is"
+    assert memory_holder(32000000 << 10, root) == "this machine has"
 
 
 @pytest.mark.parametrize(

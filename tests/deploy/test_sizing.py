@@ -5,7 +5,13 @@ import pytest
 from baton.benchmarks.checkpoints import Shape, write_checkpoint
 from baton.deploy.config import ServeSettings
 from baton.deploy.plan import prepare
-from baton.deploy.plan.memory import kv_share, model_memory, process_bytes
+from baton.deploy.plan.memory import (
+    OTHER_BYTES,
+    PROCESS_BYTES,
+    kv_share,
+    model_memory,
+    process_bytes,
+)
 from baton.deploy.plan.sizing import Speed, bytes_read, lines, measure, sizing, suggestion
 from baton.engine.kernels.load import load_backend
 from baton.engine.loading.checkpoint import load_checkpoint
@@ -73,12 +79,12 @@ def test_shared_weights_leave_memory_for_more_workers(model, monkeypatch):
     memory = model_memory(load_checkpoint(model), 1024)
     settings = ServeSettings(model=str(model), prefill=1, decode=9, share_weights="off")
     shared = ServeSettings(model=str(model), prefill=1, decode=9, share_weights="on")
-    need = 10 * ((64 << 20) + (16 << 20) + memory.weights)
+    need = 10 * (PROCESS_BYTES + (16 << 20) + memory.weights) + 2 * OTHER_BYTES
     monkeypatch.setattr(prepare, "total_memory", lambda: need - 8 * memory.weights)
     assert "need" in prepare.memory_refusal(settings, 16 << 20, {})
     assert prepare.memory_refusal(shared, 16 << 20, {}) == ""
     free = 400 << 20
-    assert kv_share(free, 4, 999, memory, 1) > kv_share(free, 4, 999, memory)
+    assert kv_share(free, 4, 999, memory, copies=1) > kv_share(free, 4, 999, memory)
 
 
 def test_quantized_weights_are_measured_in_their_blocks(tmp_path, monkeypatch):
