@@ -70,6 +70,11 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         flag = f"--{field.replace('_', '-')}"
         parser.add_argument(flag, metavar="TEXT", help=f"{meaning} [{getattr(_DEFAULTS, field)}]")
     parser.add_argument(
+        "--turn",
+        action="store_true",
+        help="give workers' hosts the keys of both pools, so that workers can change their role",
+    )
+    parser.add_argument(
         "--idle-minutes",
         metavar="N",
         type=number,

@@ -14,8 +14,8 @@ ROLES = ("prefill", "decode")
 EPILOG = """\
 The worker takes no new requests in its present role and finishes the running ones; after --grace
 seconds of the cluster other workers take them over, with the same tokens. Then it registers in the
-other pool under its old name, with an empty cache. The sizes of both pools follow. Not for clusters
-with keys or under Ray.
+other pool under its old name, with an empty cache. The sizes of both pools follow. In a cluster
+with keys the worker's host needs the keys of both roles.
 """
 
 

@@ -19,7 +19,7 @@ from baton.engine.loading.runner_config import with_folder
 from baton.engine.pipeline.runner import StepRunner
 from baton.proto.errors import ConfigError
 from baton.proto.wire.messages import PoolTicket
-from baton.runtime.keys.keyring import KeyRing
+from baton.runtime.keys.keyring import KeyRing, load_keys
 from baton.runtime.process.log import get_logger
 from baton.runtime.process.main import (
     EXIT_TURN,
@@ -57,12 +57,16 @@ class RoleModule(Protocol):
 
 
 def serve_roles(config: Any, loaded: Loaded, keys: KeyRing | None) -> int:
-    """Run incarnations of the role of ``config``, then of the roles that follow it."""
+    """Run incarnations of the role of ``config``, then of the roles that follow it.
+
+    ``keys``: of the first role. Raises ConfigError if this host has no key of a later one.
+    """
     while True:
         code = run_incarnations(keys, _module(config.role).shells(config, loaded))
         if code != EXIT_TURN:
             return code
         config = _next_settings()
+        keys = load_keys(config.keys, config.role, config.worker_id)
         _log.info("worker.turns", to=config.role)
 
 

@@ -106,7 +106,8 @@ class Backend(Protocol):
     def turn(self, spec: MemberSpec) -> None:
         """Let a running worker drain and go on in the role of ``spec``, on its loaded model.
 
-        After a crash the worker is restarted in that role. Call it only without a refusal.
+        After a crash the worker is restarted in that role. Call it only without a refusal. ``spec``
+        replaces the one that the member has, so that a second call may take it back.
         """
 
     def turn_refusal(self) -> str:

@@ -192,6 +192,7 @@ class ControllerShell:
         self._events: list[Event] = []
         self._stop_by = float("inf")
         self._turns_of = -1  # the revision that :meth:`_learn_turns` judged
+        self._turns_allowed = False  # by its settings
 
     def listen(self, address: str) -> str:
         """Open the admin socket and return its address. Raises ConfigError."""
@@ -305,12 +306,11 @@ class ControllerShell:
     def _learn_turns(self) -> None:
         """Note whether workers can change their role with the settings of the newest revision."""
         revision = self.core.pools.revision
-        if revision == self._turns_of:
-            return
-        self._turns_of, self.core.can_turn = revision, False
-        with suppress(BatonError):
-            self._check_turn()
-            self.core.can_turn = True
+        if revision != self._turns_of:
+            self._turns_of, self._turns_allowed = revision, False
+            with suppress(BatonError):
+                self._turns_allowed = not turn_refusal(self._revisions.settings(revision))
+        self.core.can_turn = self._turns_allowed and not self.backend.turn_refusal()
 
     def _report_handler(self, router: str) -> Callable[[ClusterReport], None]:
         def handle(report: ClusterReport) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from baton.runtime.keys.keyring import role_without_key
 from baton.runtime.net.loop import Loop
 from baton.runtime.process.os_settings import hold_signals, on_stop_signal
 
@@ -32,6 +33,7 @@ from ..plan.addresses import HttpPort, admin_address, check_metrics_ports, claim
 from ..plan.prepare import check_keys, check_model, make_plan, memory_refusal, served_context
 from ..plan.revisions import Revisions
 from ..report import ClusterReport
+from ..roles import POOLS
 from ..supervise.children import TICK, Children, Output
 from ..supervise.core import Log, Phase, SupervisorCore
 from ..supervise.hangs import HangLimits
@@ -55,9 +57,13 @@ class LocalBackend:
     def __init__(self, children: Children, refusal: Callable[[dict[str, int]], str]) -> None:
         self._children = children
         self._refusal = refusal
+        self._keyless: dict[str, str] = {}  # the role for which a worker has no key, by name
 
     def start(self, spec: MemberSpec) -> None:
         """Start a child and keep it running."""
+        if spec.role in POOLS:
+            keys = getattr(spec.process.config, "keys", "")
+            self._keyless[spec.name] = role_without_key(keys, POOLS, spec.name)
         self._children.start(spec.process)
 
     def stop(self, name: str, grace: float) -> None:
@@ -69,7 +75,10 @@ class LocalBackend:
         self._children.turn(spec.process)
 
     def turn_refusal(self) -> str:
-        """Return an empty text: children of this machine can change their role."""
+        """Return an empty text unless a worker has a key of its own, of one role alone."""
+        for name, role in self._keyless.items():
+            if role:
+                return f"{name} cannot be a {role} worker: its key is of the other role"
         return ""
 
     def kill(self, name: str) -> None:

@@ -128,8 +128,6 @@ def _check_blocks(settings: ServeSettings, kv_default: int) -> None:
 
 def turn_refusal(settings: ServeSettings) -> str:
     """Return why the workers of this cluster cannot change their role, or an empty text."""
-    if settings.keys:
-        return "a worker of a cluster with keys cannot change its role, which its key names"
     if settings.mode == COLOCATED:
         return f"mode {COLOCATED} has one role only"
     folder = model_folder(settings)

@@ -13,6 +13,7 @@ import msgspec
 from baton.proto.errors import ConnectionLost
 
 from ..controller.backend import MemberSpec
+from ..plan.plan import role_of
 from ..roles import DECODE, GATEWAY, POOLS, PREFILL, ROUTER
 from .backend import ActorGone
 from .connect import NAMESPACE
@@ -49,7 +50,10 @@ class Ray:
         self._members = ray.remote(PoolMember)
 
     def create(self, spec: MemberSpec) -> Any:
-        """Return the member's actor, and create it if it does not exist."""
+        """Return the member's actor, and create it if it does not exist.
+
+        A worker's node is one of the pool in which it began, whatever its role is now.
+        """
         order = order_of(spec, self._head)
         return self._members.options(
             name=spec.name,
@@ -60,7 +64,7 @@ class Ray:
             max_task_retries=0,
             num_cpus=0,
             num_gpus=self._gpus if spec.role in POOLS else 0,
-            resources=dict([_needs(spec.role)]),
+            resources=dict([_needs(role_of(spec.name))]),
         ).remote(order)
 
     # ------------------------------------------------------------- members
@@ -86,6 +90,10 @@ class Ray:
     def stop(self, actor: Any, grace: float) -> None:
         """Order the actor to stop its child."""
         actor.stop.remote(grace)
+
+    def turn(self, actor: Any, spec: MemberSpec) -> None:
+        """Order the actor to let its worker take the role of ``spec``."""
+        actor.turn.remote(order_of(spec, self._head))
 
     def kill_child(self, actor: Any, pid: int) -> None:
         """Order the actor to kill its hanging child."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from baton.proto.errors import BatonError, InternalError
+from baton.proto.errors import BatonError
 from baton.runtime.net.loop import Loop
 from baton.runtime.process.log import get_logger
 
@@ -31,8 +31,9 @@ from ..controller.backend import (
     MemberStarted,
     MemberUnplaced,
 )
+from ..plan.plan import role_of
 from ..report import ClusterReport
-from ..roles import GATEWAY
+from ..roles import GATEWAY, POOLS
 from ..supervise.hangs import HangLimits, Hangs
 from .member import MemberReport, State
 
@@ -71,6 +72,9 @@ class RayApi(Protocol):
 
     def stop(self, actor: Any, grace: float) -> None:
         """Order the actor to stop its child within ``grace`` seconds."""
+
+    def turn(self, actor: Any, spec: MemberSpec) -> None:
+        """Order the actor to let its worker take the role of ``spec``."""
 
     def kill_child(self, actor: Any, pid: int) -> None:
         """Order the actor to kill its hanging child."""
@@ -123,6 +127,7 @@ class _Remote:
     waits_for: str = ""
     waits_since: float = 0.0
     waits_sent: str = ""
+    turn_sent_at: float = 0.0
     stop_until: float | None = None
     stop_sent_at: float = 0.0
     ending: MemberEnded | None = None  # to emit after the name is free
@@ -138,10 +143,14 @@ class MemberWatch:
         self._remotes: dict[str, _Remote] = {}
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._over = threading.Event()
+        self._wanted: dict[str, int] | None = None  # members by role, as the controller counts
+        self._requested: dict[str, int] | None = None  # by the pool of their nodes
         self.capacity: dict[str, int] | None = None
         """See :meth:`RayApi.capacity`; as last read."""
         self.nodes: dict[str, int] | None = None
         """See :meth:`RayApi.nodes`; as last read, None before."""
+        self.keyless: dict[str, str] = {}
+        """See :class:`.member.MemberReport`; by member, as last read."""
         self._capacity_at = 0.0
         self._thread = threading.Thread(target=self._run, name="ray", daemon=True)
 
@@ -175,6 +184,7 @@ class MemberWatch:
             self._guarded(self._read_capacity)
         for remote in list(self._remotes.values()):
             self._guarded(partial(self._look, remote, now))
+        self._guarded(self._send_request)
 
     def _guarded(self, command: Callable[[], object]) -> None:
         try:
@@ -213,7 +223,23 @@ class MemberWatch:
 
     def request(self, bundles: dict[str, int]) -> None:
         """See ``Backend.request``."""
-        self._api.request(bundles)
+        self._wanted, self._requested = bundles, None
+
+    def turn(self, spec: MemberSpec) -> None:
+        """See ``Backend.turn``."""
+        remote = self._remotes.get(spec.name)
+        if remote is not None:
+            remote.spec, remote.turn_sent_at = spec, 0.0
+
+    def _send_request(self) -> None:
+        """Request nodes; a worker that changed its role keeps a node of the pool where it began."""
+        if self._wanted is None:
+            return
+        roles = {remote.spec.name: remote.spec.role for remote in self._remotes.values()}
+        bundles = by_node(self._wanted, roles)
+        if bundles != self._requested:
+            self._requested = bundles
+            self._api.request(bundles)
 
     # ------------------------------------------------------------- one member
 
@@ -229,6 +255,16 @@ class MemberWatch:
         if remote.ticket is None:
             remote.ticket = self._api.ask(remote.actor)
         self._read_report(remote, now)
+        self._turn(remote, now)
+
+    def _turn(self, remote: _Remote, now: float) -> None:
+        """Order a change of role, until the actor reports it; a restarted actor has to be told."""
+        report, spec = remote.report, remote.spec
+        if report is None or spec.role not in POOLS or report.role == spec.role:
+            return
+        if report.state is not State.ENDED and now - remote.turn_sent_at >= ASK_AGAIN:
+            self._api.turn(remote.actor, spec)
+            remote.turn_sent_at = now
 
     def _read_report(self, remote: _Remote, now: float) -> None:
         try:
@@ -241,6 +277,7 @@ class MemberWatch:
             return
         if report is not None:
             remote.ticket, remote.report = None, report
+            self.keyless[remote.spec.name] = report.keyless
             remote.asked_at, remote.waits_sent = now, ""
             self._handle(remote, report)
         elif now - remote.asked_at >= UNPLACED_AFTER:
@@ -274,7 +311,7 @@ class MemberWatch:
 
         The delay avoids messages while hosts join one after another.
         """
-        why = self._api.why_unplaced(remote.actor, remote.spec.role)
+        why = self._api.why_unplaced(remote.actor, role_of(remote.spec.name))
         if why != remote.waits_for:
             remote.waits_for, remote.waits_since = why, now
         lasting = now - remote.waits_since >= UNPLACED_AFTER
@@ -285,7 +322,7 @@ class MemberWatch:
     def _stop(self, remote: _Remote, until: float, now: float) -> None:
         """Order the stop. Kill an actor without a host or without a report in time."""
         waits = remote.report is None and bool(
-            self._api.why_unplaced(remote.actor, remote.spec.role)
+            self._api.why_unplaced(remote.actor, role_of(remote.spec.name))
         )
         if waits or now > until + MARGIN:
             remote.ending = MemberEnded(remote.spec.name, -9, "stopped")
@@ -301,11 +338,37 @@ class MemberWatch:
         remote.kills += 1
         if self._api.is_free(remote.spec.name):
             del self._remotes[remote.spec.name]
+            self.keyless.pop(remote.spec.name, None)
             self._emit(ended)
 
 
+def by_node(
+    sizes: Mapping[str, int], roles: Mapping[str, str], *, may_turn: bool = False
+) -> dict[str, int]:
+    """Return sizes of pools by the pools of their nodes, which are those where workers began.
+
+    ``roles``: the present roles by member. ``may_turn``: spare workers of a pool will take the role
+    that the other one lacks, as the controller decides it (``Pools.turns``).
+    """
+    found = dict(sizes)
+    if not set(POOLS) <= found.keys():
+        return found
+    for role, other in (POOLS, POOLS[::-1]):
+        moved = sum(now == role and role_of(name) == other for name, now in roles.items())
+        if may_turn:
+            present = [sum(now == pool for now in roles.values()) for pool in (role, other)]
+            moved += max(0, min(sizes[role] - present[0], present[1] - sizes[other]))
+        moved = min(moved, found[role])
+        found[role] -= moved
+        found[other] += moved
+    return found
+
+
 class RayBackend:
-    """A ``Backend`` (see :mod:`..controller.backend`). ``emit`` is called on ``loop``."""
+    """A ``Backend`` (see :mod:`..controller.backend`). ``emit`` is called on ``loop``.
+
+    ``can_turn``: returns whether the controller lets workers change their role.
+    """
 
     def __init__(
         self,
@@ -313,7 +376,9 @@ class RayBackend:
         api: RayApi,
         emit: Callable[[MemberEvent], object],
         worker_timeout: float,
+        can_turn: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._can_turn = can_turn
         self._loop = loop
         self._emit = emit
         self._roles: dict[str, str] = {}
@@ -341,12 +406,19 @@ class RayBackend:
         self._watch.put(partial(self._watch.stop, name, grace))
 
     def turn(self, spec: MemberSpec) -> None:
-        """Never called, because of :meth:`turn_refusal`."""
-        raise InternalError(f"{spec.name}: {self.turn_refusal()}")
+        """See ``Backend``. The worker stays on its node, which another pool started."""
+        self._roles[spec.name] = spec.role
+        self._watch.put(partial(self._watch.turn, spec))
 
     def turn_refusal(self) -> str:
-        """Return why the actors do not change the role of their workers."""
-        return "under Ray a worker cannot change its role; change both pools with baton scale"
+        """Return which worker's host has no key of the other role, or an empty text."""
+        for name, role in dict(self._watch.keyless).items():
+            if role:
+                return (
+                    f"{name} cannot be a {role} worker: its host has no {role} key for it; "
+                    "`baton ray-config --turn` gives workers' hosts both"
+                )
+        return ""
 
     def kill(self, name: str) -> None:
         """See ``Backend``."""
@@ -359,7 +431,7 @@ class RayBackend:
     def refusal(self, targets: dict[str, int]) -> str:
         """See ``Backend``: by the maximum capacity of the autoscaler's node types."""
         capacity = self._watch.capacity
-        for role, count in targets.items():
+        for role, count in self._on_nodes(targets).items():
             most = count if capacity is None else capacity.get(role, 0)
             if count > most:
                 return (
@@ -373,10 +445,14 @@ class RayBackend:
         nodes = self._watch.nodes
         if self._watch.capacity is not None or nodes is None:
             return ""
-        for role, count in targets.items():
+        for role, count in self._on_nodes(targets).items():
             if count > nodes.get(role, 0):
                 return f"the Ray cluster has {nodes.get(role, 0)} live nodes for {role} workers"
         return ""
+
+    def _on_nodes(self, targets: Mapping[str, int]) -> dict[str, int]:
+        """Return pools of these sizes by the pool of their nodes, after the changes of role."""
+        return by_node(targets, self._roles, may_turn=self._can_turn())
 
     def reported(self, router: str, report: ClusterReport) -> None:
         """See ``Backend``."""

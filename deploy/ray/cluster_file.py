@@ -21,8 +21,10 @@ import msgspec
 from baton.proto.errors import ConfigError
 from baton.runtime.small_files import check_file
 
+from ..roles import POOLS
 from .certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from .hosts import check_node_types, check_pools, provider_settings
+from .key_copies import TURN
 from .plan import CLIENT_PORT
 
 TEMPLATE = "on-premises.yaml"
@@ -41,7 +43,8 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
     folder on the machine where `ray up` runs. ``idle_minutes``: minutes before an unused host is
     removed. ``reconnect``: seconds that the cluster keeps serving without Ray's head before it
     stops. ``tls``: folder of certificates (:mod:`.certificates`); empty: no TLS between Ray's
-    processes. ``launch``: more arguments for `baton launch`.
+    processes. ``launch``: more arguments for `baton launch`. ``turn``: give the workers' hosts the
+    keys of both pools, so that workers can change their role.
     """
 
     head: str
@@ -60,6 +63,7 @@ class FixedCluster(msgspec.Struct, frozen=True, kw_only=True):
     reconnect: int = 3600
     tls: str = ""
     launch: str = ""
+    turn: bool = False
 
 
 def write_cluster_file(cluster: FixedCluster) -> str:
@@ -105,6 +109,7 @@ def _replacements(cluster: FixedCluster) -> list[tuple[str, str]]:
         ("python: python3.11", f"python: {_text(cluster.python)}"),
         ("|| python3.11 -m", f"|| {cluster.python} -m"),
         *(_tls(cluster.tls) if cluster.tls else []),
+        *((f'"{pool}": 1}}', f'"{pool}": 1, "{TURN}": 1}}') for pool in POOLS if cluster.turn),
     ]
 
 

@@ -28,7 +28,6 @@ from ..controller.members import Stage
 from ..controller.shell import Contacts, ControllerShell
 from ..messages import FAILURES, json_line, sentence
 from ..plan.addresses import HttpPort, admin_address, check_metrics_ports, claim_admin
-from ..plan.plan import role_of
 from ..plan.prepare import check_keys, with_task
 from ..plan.revisions import Revisions
 from ..roles import GATEWAY, ROUTER
@@ -119,7 +118,8 @@ class RayCluster:
     def _make_shell(self, api: ControllerApi) -> ControllerShell:
         def backend(emit: Callable[[Any], None]) -> RayBackend:
             timeout = self._plan.settings.worker_timeout
-            made = self._backend = RayBackend(self._loop, api, emit, timeout)
+            can_turn = partial(getattr, self._core, "can_turn")
+            made = self._backend = RayBackend(self._loop, api, emit, timeout, can_turn)
             return made
 
         facts = Overview(backend="ray", address=self.address, http=self.http)
@@ -135,7 +135,7 @@ class RayCluster:
             member = self._core.pools.members.get(name)
             if member is None:
                 continue
-            spec = self._revisions.spec(name, role_of(name), member.revision)
+            spec = self._revisions.spec(name, member.role, member.revision)
             self._shell.backend.start(spec)
             if member.stage is Stage.STOPPING:
                 self._shell.backend.stop(name, self._core.limits.stop_timeout)

@@ -19,12 +19,19 @@ HEAD_ROLES = (ROUTER, OPERATOR, PREFILL, DECODE)
 """Roles of the keys on the head: for its routers and controller, and to copy to workers' hosts."""
 
 
+TURN = "turn"
+"""Resource of a node type whose hosts get the keys of both pools, so that workers change roles."""
+
+
 def roles_by_type(node_types: Mapping[str, Any], head_type: str) -> dict[str, list[str]]:
     """Return the roles whose keys each node type needs, from the resources of the node type."""
     found = {}
     for name, kind in node_types.items():
         resources = kind.get("resources") or {}
-        found[name] = [role for role in (ROUTER, PREFILL, DECODE) if resources.get(role, 0) > 0]
+        has = {role for role in (ROUTER, PREFILL, DECODE) if resources.get(role, 0) > 0}
+        if resources.get(TURN, 0) > 0 and has & {PREFILL, DECODE}:
+            has |= {PREFILL, DECODE}
+        found[name] = [role for role in (ROUTER, PREFILL, DECODE) if role in has]
     return {**found, head_type: list(HEAD_ROLES)}
 
 

@@ -47,7 +47,8 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     member that waits for its next start: why the last process ended, number of consecutive exits,
     seconds until the start. ``code``, ``reason``, ``refused``: of an ended member; see
     :class:`..controller.backend.MemberEnded`. ``quiet``: seconds since the child's last heartbeat,
-    None before the first.
+    None before the first. ``keyless``: the role that the worker could not have on its host for lack
+    of a key, or empty.
     """
 
     name: str
@@ -65,12 +66,13 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     ends: int = 0
     wait: float = 0.0
     quiet: float | None = None
+    keyless: str = ""
 
 
 class Supervisor:
     """Keeps one child running until :meth:`stop`. Methods are safe from any thread.
 
-    ``process``: the child. ``host``: address of this node, for the report.
+    ``process``: the child. ``host``, ``keyless``: see :class:`MemberReport`.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Supervisor:
         *,
         revision: int = 0,
         host: str = "",
+        keyless: str = "",
         limits: RestartLimits | None = None,
     ) -> None:
         self._process = process
@@ -89,6 +92,7 @@ class Supervisor:
             host=host,
             supervisor=os.getpid(),
             state=State.RUNNING,
+            keyless=keyless,
         )
         """As of the child's last event; replaced as a whole, because other threads read it."""
         self._start_at = 0.0
@@ -121,6 +125,10 @@ class Supervisor:
     def stop(self, grace: float) -> None:
         """Send SIGTERM to the child and SIGKILL after ``grace`` seconds; do not restart it."""
         self._loop.post(lambda: self._stop(grace))
+
+    def turn(self, process: ProcessSpec) -> None:
+        """Let the child go on in the role of ``process``, also after restarts. Idempotent."""
+        self._loop.post(lambda: self._turn(process))
 
     def kill_child(self, pid: int) -> None:
         """Kill the child's process group, if its pid is still ``pid``; the child is restarted."""
@@ -161,6 +169,14 @@ class Supervisor:
         if self._report.state is not State.ENDED:
             self._report = msgspec.structs.replace(self._report, state=State.STOPPING)
             self._children.stop(self._process.name, grace)
+
+    def _turn(self, process: ProcessSpec) -> None:
+        state = self._report.state
+        if state in (State.STOPPING, State.ENDED) or process.role == self._report.role:
+            return
+        self._say(f"{process.name} turns to {process.role}")
+        self._report = msgspec.structs.replace(self._report, role=process.role)
+        self._children.turn(process)
 
     def _say(self, line: str) -> None:
         """Write a line of the supervisor to the actor's log."""

@@ -89,11 +89,12 @@ def read_order(data: bytes) -> Order:
         raise ConfigError(f"a member's settings cannot be read: {problem}") from problem
 
 
-def place(order: Order, host: str) -> ProcessSpec:
+def place(order: Order, host: str, kv_bytes: int = 0) -> ProcessSpec:
     """Return the process to run on the node with address ``host``.
 
-    Raises ConfigError for unreadable settings, and for a node on another host than the routers if
-    there are no keys.
+    ``kv_bytes``: KV memory of the worker that takes another role; 0: sized by free memory. Raises
+    ConfigError for unreadable settings, and for a node on another host than the routers if there
+    are no keys.
     """
     try:
         config: Any = msgspec.json.decode(order.config, type=CONFIGS[order.role])
@@ -111,7 +112,7 @@ def place(order: Order, host: str) -> ProcessSpec:
         config = msgspec.structs.replace(config, model_folder=folder)
     elif order.role != GATEWAY:
         here = host if config.keys else LOOPBACK
-        runner = _runner(config)
+        runner = _runner(config, kv_bytes)
         config = msgspec.structs.replace(config, endpoint=f"tcp://{here}:0", runner=runner)
     return ProcessSpec(
         name=order.name,
@@ -122,7 +123,7 @@ def place(order: Order, host: str) -> ProcessSpec:
     )
 
 
-def _runner(config: Any) -> RunnerConfig:
+def _runner(config: Any, kv_bytes: int) -> RunnerConfig:
     """Set the model's folder and the GPU, and size the KV memory by the free memory of this node.
 
     Ray gives each worker one GPU and hides the others by CUDA_VISIBLE_DEVICES, so that the worker's
@@ -131,7 +132,7 @@ def _runner(config: Any) -> RunnerConfig:
     runner: RunnerConfig = config.runner
     model = runner.model or str(demo_model_folder())
     on_gpu = runner.backend == "cuda"
-    memory = runner.kv_bytes
+    memory = runner.kv_bytes or (0 if runner.num_blocks else kv_bytes)
     if not (memory or runner.num_blocks or on_gpu):
         memory = _kv_memory(model, runner, config)
     pictures = runner.picture_bytes or _picture_memory(model, runner, config, memory)

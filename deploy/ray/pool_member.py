@@ -7,11 +7,14 @@ The actor has the name of its member (``decode-3``, ``router``), in the namespac
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import msgspec
 
 from baton.proto.errors import ConfigError
+from baton.runtime.keys.keyring import role_without_key
 
+from ..roles import POOLS
 from ..supervise.oom import score_like_parent
 from .member import MemberReport, State, Supervisor
 from .placing import place, read_order
@@ -47,7 +50,12 @@ class PoolMember:
                 refused=True,
             )
             return
-        self._supervisor = Supervisor(process, revision=read.revision, host=self._host)
+        config: Any = process.config
+        self._kv_bytes = config.runner.kv_bytes if read.role in POOLS else 0
+        keyless = role_without_key(config.keys, POOLS, read.name) if read.role in POOLS else ""
+        self._supervisor = Supervisor(
+            process, revision=read.revision, host=self._host, keyless=keyless
+        )
 
     def report(self) -> bytes:
         """A :class:`MemberReport` as JSON."""
@@ -59,6 +67,11 @@ class PoolMember:
         """See :meth:`Supervisor.stop`."""
         if self._supervisor is not None:
             self._supervisor.stop(grace)
+
+    def turn(self, order: bytes) -> None:
+        """Let the worker go on in the role of an order; see :meth:`Supervisor.turn`."""
+        if self._supervisor is not None:
+            self._supervisor.turn(place(read_order(order), self._host, self._kv_bytes))
 
     def kill_child(self, pid: int) -> None:
         """See :meth:`Supervisor.kill_child`."""

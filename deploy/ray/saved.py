@@ -28,6 +28,8 @@ class SavedMember(msgspec.Struct, frozen=True):
     revision: int
     stage: str = Stage.STARTING.value
     was_ready: bool = False
+    role: str = ""
+    """Of a worker that changed it; empty: that of its name."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,10 @@ def saved_of(core: ControllerCore, cluster_key: str, revisions: dict[int, ServeS
         revision=pools.revision,
         targets=dict(pools.targets),
         members={
-            m.name: SavedMember(m.revision, m.stage.value, m.was_ready) for m in pools.members
+            m.name: SavedMember(
+                m.revision, m.stage.value, m.was_ready, m.role if m.role != role_of(m.name) else ""
+            )
+            for m in pools.members
         },
         before=None if core.rollout is None else core.rollout.before,
         surge=pools.surge,
@@ -102,7 +107,7 @@ def restore(core: ControllerCore, saved: Saved, actors: Iterable[str], now: floa
     names = [name for name in actors if role_of(name) in (*POOLS, ROUTER, GATEWAY)]
     for name in names:
         known = saved.members.get(name, SavedMember(saved.revision))
-        member = pools.members.add(name, role_of(name), known.revision, now)
+        member = pools.members.add(name, known.role or role_of(name), known.revision, now)
         member.was_ready = known.was_ready
         stage = Stage(known.stage)
         if stage is not Stage.READY:  # readiness must be reported again by the routers

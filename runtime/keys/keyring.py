@@ -21,7 +21,7 @@ import stat
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -151,6 +151,16 @@ class KeyRing:
             return False
         _log.info("keys.list_read", file=str(self._list), keys=len(self.allowed.entries))
         return True
+
+
+def role_without_key(folder: str, roles: Iterable[str], name: str) -> str:
+    """Return the first of the roles that a process could not have here for lack of a key, or ''."""
+    for role in roles if folder else ():
+        try:
+            KeyRing(folder, role, name)
+        except ConfigError:
+            return role
+    return ""
 
 
 def load_keys(folder: str, role: str, name: str = "") -> KeyRing | None:

@@ -11,8 +11,9 @@ import pytest
 from baton.cli.operator import carry_out
 from baton.deploy.controller.admin import TurnWorker
 from baton.deploy.controller.admin_client import AdminClient
-from baton.deploy.plan.addresses import admin_address
+from baton.deploy.plan.addresses import admin_address, free_ports
 from baton.proto.errors import RequestFailed
+from baton.runtime.keys.keyring import add_key, make_folder
 
 from ..processes import alive, wait_until
 from .driver import Job as Ask
@@ -185,3 +186,33 @@ def test_workers_of_mode_colocated_have_one_role(cluster):
     running = cluster(mode="colocated", workers=2, **SETTINGS)
     ended = running.command("role", "decode-0", "prefill")
     assert ended.returncode == 2 and "mode colocated has one role only" in ended.stderr
+
+
+def test_with_keys_a_worker_takes_the_key_of_its_new_role(cluster, tmp_path):
+    folder = tmp_path / "keys"
+    make_folder(folder)
+    address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    running = cluster(
+        prefill=1, decode=2, transport="tcp", address=address, keys=str(folder), **SETTINGS
+    )
+    pid = running.pids()["decode-1"]
+    work = [Ask(list(job.prompt), job.params) for job in WORK]
+    with running.client() as client:
+        before = [one.tokens for one in ask_all(client, work)]
+        for role, pools in (("prefill", "prefill=2 decode=1"), ("decode", "prefill=1 decode=2")):
+            ended = running.command("role", "decode-1", role, "--wait", "--keys", str(folder))
+            assert ended.returncode == 0 and pools in ended.stdout, ended.stderr
+            assert [one.tokens for one in ask_all(client, work)] == before
+    assert running.pids()["decode-1"] == pid
+
+
+def test_a_worker_with_a_key_of_its_own_keeps_its_role(cluster, tmp_path):
+    folder = tmp_path / "keys"
+    make_folder(folder)
+    add_key(folder, "decode", ["decode-1"])
+    address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+    running = cluster(
+        prefill=1, decode=2, transport="tcp", address=address, keys=str(folder), **SETTINGS
+    )
+    ended = running.command("role", "decode-1", "prefill", "--keys", str(folder))
+    assert ended.returncode == 2 and "decode-1 cannot be a prefill worker" in ended.stderr

@@ -2,12 +2,14 @@
 
 import copy
 import importlib.resources
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 import baton.deploy.ray.leave
 from baton.cli.command import build_parser, main
@@ -21,6 +23,7 @@ from baton.deploy.ray.cluster_file import (
     read_cluster_file,
     write_cluster_file,
 )
+from baton.deploy.ray.key_copies import HEAD_ROLES, roles_by_type
 from baton.proto.errors import ConfigError
 from baton.runtime.keys.keyring import KeyRing, make_folder
 from baton.runtime.keys.shares import write_share
@@ -318,6 +321,15 @@ def test_a_file_for_hosts_of_ones_own_reads_back_as_what_it_was_written_from(wit
     assert any(f"~/.baton/wheel/{name}" in command for command in config["setup_commands"])
     assert any(f" {RECONNECT_VARIABLE}=86400 " in c for c in config["setup_commands"])
     assert "baton_serve-0.1.0" not in (tmp_path / "c.yaml").read_text()
+
+
+def test_hosts_of_workers_that_change_their_role_get_the_keys_of_both_pools():
+    text = write_cluster_file(structs.replace(CLUSTER, turn=True))
+    lines = [line.split(": ", 1)[1] for line in text.splitlines() if " resources: {" in line]
+    found = {str(number): {"resources": json.loads(line)} for number, line in enumerate(lines)}
+    both = ["prefill", "decode"]
+    assert roles_by_type(found, "0") == {"0": list(HEAD_ROLES), "1": both, "2": both}
+    assert "turn" not in write_cluster_file(CLUSTER)
 
 
 def test_hosts_that_cannot_be_are_refused_when_the_file_is_written():

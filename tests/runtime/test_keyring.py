@@ -23,6 +23,7 @@ from baton.runtime.keys.keyring import (
     read_pair,
     retire,
     revoke,
+    role_without_key,
     rotate,
 )
 from baton.runtime.process import log
@@ -257,6 +258,16 @@ def test_a_further_key_needs_a_plain_name(folder, role, names, host):
     with pytest.raises(ConfigError):
         add_key(folder, role, names, host)
     assert (folder / "allowed.toml").read_bytes() == before
+
+
+def test_a_process_can_have_the_roles_of_its_keys(folder):
+    pools = ("prefill", "decode")
+    assert role_without_key("", pools, "decode-0") == ""
+    assert role_without_key(str(folder), pools, "decode-0") == ""
+    add_key(folder, "decode", ["decode-1"])  # its own key comes before that of the role
+    assert role_without_key(str(folder), pools, "decode-1") == "prefill"
+    (folder / "decode.key").unlink()
+    assert role_without_key(str(folder), pools, "prefill-0") == "decode"
 
 
 def test_a_key_is_added_once(folder):

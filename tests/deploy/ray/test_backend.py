@@ -47,6 +47,9 @@ class FakeRay:
     def stop(self, actor, grace):
         self.calls.append(("stop", actor, round(grace, 1)))
 
+    def turn(self, actor, spec):
+        self.calls.append(("turn", actor, spec.role))
+
     def kill_child(self, actor, pid):
         self.calls.append(("kill_child", actor, pid))
 
@@ -75,9 +78,9 @@ def spec(name="decode-0", role="decode"):
     return MemberSpec(name=name, role=role, revision=0, process=process)
 
 
-def report(state=State.RUNNING, pid=11, supervisor=1, **more):
+def report(state=State.RUNNING, pid=11, supervisor=1, role="decode", **more):
     return MemberReport(
-        name="decode-0", role="decode", revision=0, host="h", supervisor=supervisor,
+        name="decode-0", role=role, revision=0, host="h", supervisor=supervisor,
         state=state, pid=pid, **more,
     )  # fmt: skip
 
@@ -225,7 +228,108 @@ def test_a_call_that_fails_does_not_end_the_watch(world):
     assert cycle() == [MemberStarted("decode-0", "h", 11)]
 
 
-def test_a_change_of_role_is_refused_with_the_command_to_use_instead():
+# --------------------------------------------------------------------------- changes of role
+
+
+def test_a_change_of_role_is_ordered_until_the_actor_has_it_and_after_its_restart(world):
+    ray, watching, cycle = world
+    ray.reports["decode-0"] = report()
+    cycle()
+    watching.put(lambda: watching.turn(spec(role="prefill")))
+    cycle()
+    assert ray.calls == [("turn", "decode-0", "prefill")]
+    cycle()
+    assert len(ray.calls) == 1  # its report may be under way
+    cycle(backend.ASK_AGAIN)
+    assert len(ray.calls) == 2
+    ray.reports["decode-0"] = report(role="prefill")
+    assert cycle(backend.ASK_AGAIN) == [] and len(ray.calls) == 2
+    ray.reports["decode-0"] = report(pid=13, supervisor=2)  # Ray restarted it as it began
+    assert cycle(backend.ASK_AGAIN) == [MemberStarted("decode-0", "h", 13)]
+    assert len(ray.calls) == 3
+    ray.reports["decode-0"] = report(state=State.ENDED, pid=0)
+    cycle(backend.ASK_AGAIN)
+    assert [call[0] for call in ray.calls].count("turn") == 3
+
+
+def test_a_worker_that_changed_its_role_keeps_its_node(world):
+    ray, watching, cycle = world
+    watching.put(lambda: watching.start(spec("prefill-0", "prefill")))
+    watching.put(lambda: watching.request({"router": 1, "prefill": 1, "decode": 1}))
+    cycle()
+    cycle()
+    assert ray.calls == [("request", {"router": 1, "prefill": 1, "decode": 1})]
+    watching.put(lambda: watching.turn(spec(role="prefill")))
+    watching.put(lambda: watching.request({"router": 1, "prefill": 2, "decode": 0}))
+    cycle()
+    assert ray.calls[1:] == [("request", {"router": 1, "prefill": 1, "decode": 1})]
+    watching.put(lambda: watching.turn(spec(role="decode")))
+    cycle()
+    assert ray.calls[2:] == [("request", {"router": 1, "prefill": 2, "decode": 0})]
+
+
+HERE = {"router": "router", "prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "roles", "nodes"),
+    [
+        (2, 1, {}, (2, 1)),
+        (1, 2, {}, (2, 1)),  # one of the spare prefill workers will turn
+        (1, 3, {}, (2, 2)),  # and one more starts
+        (3, 1, {}, (3, 1)),  # no decode worker is spare
+        (1, 2, {"prefill-1": "decode"}, (2, 1)),  # it has turned
+        (2, 1, {"prefill-1": "decode"}, (2, 1)),  # and will turn back
+        (0, 3, {"prefill-0": "decode", "prefill-1": "decode"}, (2, 1)),
+    ],
+)
+def test_sizes_are_counted_by_the_nodes_of_the_workers(prefill, decode, roles, nodes):
+    sizes = {"prefill": prefill, "decode": decode}
+    found = backend.by_node(sizes, HERE | roles, may_turn=True)
+    assert (found["prefill"], found["decode"]) == nodes
+    assert sum(found.values()) == prefill + decode
+
+
+def test_without_changes_of_role_sizes_are_those_of_the_nodes():
+    assert backend.by_node({"prefill": 1, "decode": 2}, HERE) == {"prefill": 1, "decode": 2}
+    assert backend.by_node({"decode": 2}, HERE, may_turn=True) == {"decode": 2}
+
+
+def made(roles, keyless=None, capacity=None, can_turn=True):
     one = object.__new__(backend.RayBackend)
-    assert "cannot change its role" in one.turn_refusal()
-    assert "baton scale" in one.turn_refusal()
+    one._watch = MemberWatch(FakeRay(), lambda _: None)
+    one._watch.keyless = keyless or {}
+    one._watch.capacity, one._watch.nodes = capacity, {"prefill": 2, "decode": 1}
+    one._roles, one._can_turn = roles, lambda: can_turn
+    return one
+
+
+def test_pools_beyond_their_nodes_are_possible_by_changes_of_role_alone():
+    capacity = {"router": 1, "prefill": 2, "decode": 1}
+    one = made(HERE, capacity=capacity)
+    assert one.refusal({"prefill": 1, "decode": 2}) == ""
+    assert "hold 1 decode workers" in one.refusal({"prefill": 2, "decode": 2})
+    assert "hold 1 decode" in made(HERE, capacity=capacity, can_turn=False).refusal(
+        {"prefill": 1, "decode": 2}
+    )
+    assert made(HERE).full({"prefill": 1, "decode": 2}) == ""
+    assert "1 live nodes for decode" in made(HERE).full({"prefill": 2, "decode": 2})
+
+
+def test_a_host_without_the_keys_of_both_roles_refuses_changes():
+    assert made(HERE, {"prefill-0": "", "decode-0": ""}).turn_refusal() == ""
+    refusal = made(HERE, {"prefill-0": "decode"}).turn_refusal()
+    assert "prefill-0 cannot be a decode worker: its host has no decode key" in refusal
+    assert "ray-config --turn" in refusal
+
+
+def test_what_a_host_lacks_is_read_from_reports(world):
+    ray, watching, cycle = world
+    ray.reports["decode-0"] = report(keyless="prefill")
+    cycle()
+    assert watching.keyless == {"decode-0": "prefill"}
+    ray.reports["decode-0"] = report(state=State.ENDED, pid=0)
+    cycle()
+    ray.taken.clear()
+    cycle()
+    assert watching.keyless == {}

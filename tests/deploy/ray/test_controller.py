@@ -48,6 +48,9 @@ class NoRay:
     def stop(self, actor, grace):
         self.members[actor].stop(grace)
 
+    def turn(self, actor, spec):
+        self.members[actor].turn(place(read_order(order_of(spec, "here")), "here"))
+
     def kill_child(self, actor, pid):
         self.members[actor].kill_child(pid)
 
@@ -209,9 +212,8 @@ def test_without_a_spare_node_a_rollout_is_refused_at_once_and_goes_in_place(ray
             list(client.ask(RollOut()))
         with pytest.raises(RequestFailed, match="decode must keep at least 1 ready worker"):
             list(client.ask(DrainWorker(worker="decode-0")))
-        with pytest.raises(ConfigError, match="under Ray a worker cannot change its role"):
+        with pytest.raises(RequestFailed, match="decode must keep at least 1 ready"):
             list(client.ask(TurnWorker(worker="decode-0", role="prefill")))
-        assert not running.cluster._core.can_turn  # nor does the autoscaler choose a change
         said = list(client.ask(RollOut(in_place=True), wait=60.0))
     assert said[-1].text == "3 of 3 replaced"
     after = {name: member.report().pid for name, member in ray.members.items()}
@@ -234,3 +236,35 @@ def test_keys_that_are_missing_are_said_before_anything_starts(ray, settings):
     with pytest.raises(ConfigError, match="/no/such/keys"):
         RayCluster(msgspec.structs.replace(settings, keys="/no/such/keys"), ray, "here")
     assert ray.members == {}
+
+
+def test_a_worker_changes_its_role_and_a_restart_and_the_next_controller_keep_it(ray, settings):
+    settings = msgspec.structs.replace(settings, decode=2)
+    first = Running(ray, settings)
+    four = ["decode-0", "decode-1", "prefill-0", "router"]
+    wait_until(lambda: first.ready() == four, what="all")
+    nodes = dict(ray.requested)
+    pid = ray.members["decode-1"].report().pid
+    with AdminClient(settings.admin, timeout=20.0) as client:
+        wait_until(lambda: first.cluster._core.can_turn, what="the settings to be judged")
+        list(client.ask(TurnWorker(worker="decode-1", role="prefill"), wait=60.0))
+        overview = client.overview()
+    assert overview.targets == {"prefill": 2, "decode": 1}
+    roles = {member.name: member.role for member in overview.members}
+    assert roles["decode-1"] == "prefill"
+    assert ray.members["decode-1"].report().pid == pid
+    assert ray.requested == nodes  # the worker stays on its node
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: ray.members["decode-1"].report().pid not in (0, pid), what="a restart")
+    wait_until(lambda: first.ready() == four, what="its successor")
+    first.crash()
+
+    second = Running(ray, settings)
+    wait_until(lambda: second.ready() == four, what="all to be seen again")
+    again = {member.name: member.role for member in second.cluster._shell.overview().members}
+    assert again == roles
+    assert ray.members["decode-1"].report().role == "prefill"
+    wait_until(lambda: ray.requested == nodes, what="the same nodes")
+    second.feed(Down())
+    second.thread.join(60)
+    assert not second.thread.is_alive()

@@ -14,6 +14,8 @@ TYPES = {
     "big": {"resources": {"decode": 2, "prefill": 0}},
     "both": {"resources": {"decode": 1, "prefill": 1}},
     "other": {},
+    "turning": {"resources": {"decode": 1, "turn": 1}},
+    "router": {"resources": {"router": 1, "turn": 1}},
 }
 
 
@@ -54,7 +56,8 @@ def copied(folder, roles, host=None) -> set[str]:
 def test_whose_keys_a_node_type_gets():
     assert roles_by_type(TYPES, "head") == {
         "head": list(HEAD_ROLES), "prefill": ["prefill"], "big": ["decode"],
-        "both": ["prefill", "decode"], "other": [],
+        "both": ["prefill", "decode"], "other": [], "turning": ["prefill", "decode"],
+        "router": ["router"],
     }  # fmt: skip
 
 

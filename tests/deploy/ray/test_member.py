@@ -107,6 +107,25 @@ def test_a_killed_child_is_started_again_and_the_log_says_why(supervise, capsys)
     assert "decode-0 ended (killed by signal 9" in capsys.readouterr().err
 
 
+def test_a_change_of_role_reaches_the_child_and_its_later_starts(supervise, module, capsys):
+    """The stand-in ends at the signal, so its next start shows the settings."""
+    supervisor = supervise()
+    pid = running(supervisor)
+    process = ProcessSpec(name="decode-0", role="prefill", module=module, config=NoConfig())
+    supervisor.turn(process)
+    other = running(supervisor, other_than=pid)
+    assert supervisor.report().role == "prefill"
+    supervisor.turn(process)  # an order that was repeated
+    os.kill(other, signal.SIGKILL)
+    assert running(supervisor, other_than=other)
+    assert supervisor.report().starts == 3
+    assert capsys.readouterr().err.count("decode-0 turns to prefill") == 1
+    refused = supervise("there is no such model")
+    wait_for(lambda: refused.report().state is State.ENDED, "the end")
+    refused.turn(process)
+    assert refused.report().role == "decode"
+
+
 def test_a_child_is_started_again_if_its_certificate_raises(supervise, monkeypatch):
     def raises(*_):
         raise KeyError("planted")

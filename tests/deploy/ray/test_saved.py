@@ -12,6 +12,7 @@ from baton.deploy.controller.events import (
     Scale,
     StartMember,
     StopMember,
+    Turn,
 )
 from baton.deploy.controller.members import Stage
 from baton.deploy.ray.saved import decode_saved, encode_saved, restore, saved_of
@@ -54,6 +55,19 @@ def test_members_that_are_there_are_not_started_again():
     assert names(new.handle(Begin(), 50.0), (StartMember, StopMember, DrainMember)) == []
     assert new.phase is Phase.SERVING
     assert {m.name: m.stage for m in new.pools.members} == dict.fromkeys(ALL, Stage.STARTING)
+
+
+def test_a_worker_that_changed_its_role_keeps_it():
+    core = serving({"prefill": 2, "decode": 1})
+    core.can_turn = True
+    core.handle(Turn("ticket", "prefill-1", "decode"), 1.0)
+    assert core.pools.targets == {"prefill": 1, "decode": 2}
+    new = successor(core, [*ALL, "prefill-1"])
+    roles = {member.name: member.role for member in new.pools.members.workers()}
+    assert roles == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
+    assert new.pools.targets == {"prefill": 1, "decode": 2}
+    saved = saved_of(core, "ab", {0: ServeSettings()}).members
+    assert (saved["prefill-1"].role, saved["prefill-0"].role) == ("decode", "")
 
 
 def test_targets_are_those_of_the_last_scale():
