@@ -37,7 +37,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--served-model-name",
         metavar="NAME",
         action="append",
-        help="name of the model in requests and answers; may be repeated [the model's folder]",
+        help="name of the model in requests and answers, or several separated by commas; may be "
+        "repeated [the model's folder]",
     )
     _add_access(parser)
     _add_answers(parser)
@@ -122,7 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
         routers=routers,
         host=arguments.host,
         port=arguments.http_port,
-        model_names=tuple(arguments.served_model_name or ()),
+        model_names=tuple(
+            name.strip() for one in arguments.served_model_name or () for name in one.split(",")
+        ),
         api_keys=api_key_digests(arguments.api_key_file or "", api_keys),
         metrics_compat=arguments.metrics_compat or "",
         keys=keys,

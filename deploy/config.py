@@ -240,6 +240,8 @@ def check(settings: ServeSettings) -> ServeSettings:
         _require(math.isfinite(value) and value >= least, name, f"must be at least {least} seconds")
     for name, choices in CHOICES.items():
         _require_choice(settings, name, choices)
+    for name in LISTS:
+        listed(settings, name)
     _check_mode(settings)
     _check_labels(settings)
     _check_kv_events(settings)
@@ -426,13 +428,27 @@ def given_threads(settings: ServeSettings, role: str) -> int:
 
 def device_ids(settings: ServeSettings) -> tuple[int, ...]:
     """Return the ordinals of the GPUs to use; empty: all. Raises ConfigError."""
-    parts = [part.strip() for part in settings.device_ids.split(",") if part.strip()]
+    parts = [part.strip() for part in settings.device_ids.split(",")] if settings.device_ids else []
     _require(not parts or settings.device == "cuda", "device_ids", "needs device cuda")
     rule = f"is {settings.device_ids[:40]!r}, not different numbers of GPUs such as 0,2"
     right = all(part.isdecimal() and len(part) <= 4 for part in parts)
     found = tuple(int(part) for part in parts) if right else ()
     _require(right and len({*found}) == len(found), "device_ids", rule)
     return found
+
+
+LISTS = ("served_model_name", "image_hosts", "allowed_hosts", "allowed_origins", "metric")
+"""Settings of several names with commas between them."""
+
+
+def listed(settings: ServeSettings, name: str) -> tuple[str, ...]:
+    """Return the names in a setting. Raises ConfigError for an empty or repeated name."""
+    text: str = getattr(settings, name)
+    names = [part.strip() for part in text.split(",")] if text else []
+    _require(all(names), name, f"has an empty name: '{text[:40]}'")
+    again = next((one for one in names if names.count(one) > 1), "")
+    _require(not again, name, f"has '{again[:40]}' twice")
+    return tuple(names)
 
 
 def _require(holds: bool, name: str, rule: str) -> None:

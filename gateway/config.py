@@ -75,6 +75,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.metrics_compat not in METRICS_COMPAT:
             raise ConfigError(f"metrics_compat must be vllm or empty, not {self.metrics_compat!r}")
         router_addresses(self.routers)
+        _check_names(self.model_names)
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be 0 to 65535, not {self.port}")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
@@ -87,3 +88,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError("--allowed-origins * needs an API key")
         if self.metrics_ports:
             check_http_access(self.metrics_host, self.api_keys, "--metrics-host")
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    for name in names:
+        if not name or name != name.strip() or not name.isprintable():
+            raise ConfigError(f"{name[:40]!r} cannot be a name of the served model")
+        if names.count(name) > 1:
+            raise ConfigError(f"{name[:40]!r} is given twice as a name of the served model")

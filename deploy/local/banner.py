@@ -32,6 +32,7 @@ from ..config import (
     ServeSettings,
     block_size,
     kv_size,
+    listed,
     shares_memory,
 )
 from ..plan.plan import ClusterPlan
@@ -143,8 +144,7 @@ def _transport(settings: ServeSettings) -> str:
 
 def served_name(plan: ClusterPlan) -> str:
     """The model's name over HTTP, which answers have."""
-    given = plan.settings.served_model_name.partition(",")[0].strip()
-    return given or model_name(plan.model)
+    return next(iter(listed(plan.settings, "served_model_name")), model_name(plan.model))
 
 
 def _http(plan: ClusterPlan) -> str:

@@ -38,6 +38,7 @@ from ..config import (
     kv_size,
     kv_type,
     labels_of,
+    listed,
     parse_size,
     shares_memory,
 )
@@ -307,7 +308,7 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         model_folder=model_folder(settings),
         policy=PolicyConfig(name=settings.policy),
         decider=settings.decider,
-        metrics=_listed(settings.metric),
+        metrics=listed(settings, "metric"),
         extensions=extension_folder(settings),
         mode=settings.mode,
         enforce_disaggregation=settings.enforce_disaggregation == "on",
@@ -322,14 +323,13 @@ def _router(settings: ServeSettings, book: AddressBook, cluster_key: str, name: 
         metrics_host=settings.metrics_host,
         metrics_port=settings.metrics_port + _number(name) if settings.metrics_port else 0,
         metrics_keys=http_keys(settings) if settings.metrics_port else (),
-        allowed_hosts=_listed(settings.allowed_hosts),
+        allowed_hosts=listed(settings, "allowed_hosts"),
         metrics_compat=settings.metrics_compat,
     )
     return ProcessSpec(name=name, role=ROUTER, module="baton.router", config=config)
 
 
 def _gateway(settings: ServeSettings, book: AddressBook, name: str) -> ProcessSpec:
-    names = (part.strip() for part in settings.served_model_name.split(","))
     keys = http_keys(settings)
     check_http_access(settings.http_host, keys, "--http-host")  # a gateway's own option is --host
     config = GatewayConfig(
@@ -337,7 +337,7 @@ def _gateway(settings: ServeSettings, book: AddressBook, name: str) -> ProcessSp
         name=name,
         host=settings.http_host,
         port=book.http_port,
-        model_names=tuple(part for part in names if part),
+        model_names=listed(settings, "served_model_name"),
         model_folder=model_folder(settings),
         api_keys=keys,
         metrics_host=settings.metrics_host,
@@ -348,9 +348,9 @@ def _gateway(settings: ServeSettings, book: AddressBook, name: str) -> ProcessSp
         ssl_keyfile=_absolute(settings.ssl_keyfile),
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
-        image_hosts=_listed(settings.image_hosts),
-        allowed_hosts=_listed(settings.allowed_hosts),
-        allowed_origins=_listed(settings.allowed_origins),
+        image_hosts=listed(settings, "image_hosts"),
+        allowed_hosts=listed(settings, "allowed_hosts"),
+        allowed_origins=listed(settings, "allowed_origins"),
         strict_parameters=settings.strict_parameters == "on",
         share_port=True,
         otlp_endpoint=settings.otlp_endpoint,
@@ -368,17 +368,13 @@ def extensions_of(settings: ServeSettings) -> list[tuple[Point, str]]:
         *([(DECIDER, settings.decider)] if settings.decider else []),
         *([(TRANSPORT, settings.kv_transport)] if settings.kv_transport else []),
         *([(FAMILY, settings.model_family)] if settings.model_family else []),
-        *((METRIC, name) for name in _listed(settings.metric)),
+        *((METRIC, name) for name in listed(settings, "metric")),
     ]
 
 
 def extension_folder(settings: ServeSettings) -> str:
     """Return the absolute folder of extensions; empty if the settings name none."""
     return str(Path(settings.extensions).absolute()) if extensions_of(settings) else ""
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _absolute(path: str) -> str:

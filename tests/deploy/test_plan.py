@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.deploy.config import ServeSettings, check
+from baton.deploy.config import LISTS, ServeSettings, check
 from baton.deploy.local import banner
 from baton.deploy.plan import prepare
 from baton.deploy.plan.addresses import client_addresses
@@ -357,7 +357,7 @@ def test_a_gpu_that_does_not_exist_is_refused_before_any_process_starts(monkeypa
         prepare.make_plan(settings, None)
 
 
-@pytest.mark.parametrize("text", ["1,1", "x", "-1", "0;1", "1.5"])
+@pytest.mark.parametrize("text", ["1,1", "x", "-1", "0;1", "1.5", ",", "0,,1", " "])
 def test_numbers_of_gpus_that_cannot_be_are_refused(text):
     with pytest.raises(ConfigError, match=r"^device_ids is .* not different numbers of GPUs"):
         check(ServeSettings(device="cuda", device_ids=text))
@@ -416,6 +416,20 @@ def test_gateways_share_a_port_and_know_every_router(tmp_path, monkeypatch):
     hub = "/c/models--org--name/snapshots/0123456789abcdef0123456789abcdef01234567"
     served = msgspec.structs.replace(plan_for(gateways=1), model=hub)
     assert "(model org/name, " in banner.facts(served, hint=False).http
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (",,", "has an empty name: ',,'"), ("a,,b", "has an empty name"),
+        (" ", "has an empty name"),
+        ("a,", "has an empty name"), ("a, b,a", "has 'a' twice"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", LISTS)
+def test_empty_and_repeated_names_are_refused(name, text, problem):
+    with pytest.raises(ConfigError, match=f"^{name} {problem}"):
+        check(ServeSettings(**{name: text}))
 
 
 def test_gateways_for_other_hosts_need_a_key(monkeypatch):

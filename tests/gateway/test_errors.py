@@ -79,3 +79,9 @@ def test_loopback():
     assert all(map(is_loopback, ("127.0.0.1", "localhost", "::1", "[::1]", "127.8.0.1")))
     assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1", "::", "host", "")))
     GatewayConfig(routers=("ipc:///tmp/x",), host="0.0.0.0", api_keys=("0" * 64,))
+
+
+@pytest.mark.parametrize("names", [("",), (" ",), ("a", ""), ("a ",), ("a\n",), ("a", "b", "a")])
+def test_names_of_the_model_that_cannot_be_are_refused(names):
+    with pytest.raises(ConfigError, match="name of the served model"):
+        GatewayConfig(routers=("ipc:///tmp/x",), model_names=names)
