@@ -253,6 +253,7 @@ class Request:
             whole=spec.whole,
             slo_ttft=spec.slo_ttft,
             slo_itl=spec.slo_itl,
+            refusals=self.refusals,
         )
 
     def _resume(self, now: float) -> Resume:

@@ -150,7 +150,8 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Requests now, and since the router's start.
 
     ``finished``, ``failed`` and ``cancelled``: admitted requests that ended. ``refused``: requests
-    that were not admitted. ``replayed``, ``moved``: attempts made again, waiting requests moved.
+    that were not admitted, each once, however often its client sends it again. ``replayed``,
+    ``moved``: attempts made again, waiting requests moved.
     ``local``: attempts that decode workers got alone, with their prompts.
     """
 

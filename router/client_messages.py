@@ -202,6 +202,9 @@ class ClientMessages:
         except InternalError:
             raise  # its text is for the log
         except BatonError as error:
+            if message.refusals:  # counted and recorded at the first
+                self._answer_refused(identity, key, request_id, error)
+                return
             self._refuse(identity, key, request_id, error)
             self._stories.refused(key, message, identity, self._owner(identity), error, now)
             return
@@ -350,6 +353,11 @@ class ClientMessages:
 
     def _refuse(self, identity: bytes, key: bytes, request_id: str, error: BatonError) -> None:
         self._metrics.refuse(error)
+        self._answer_refused(identity, key, request_id, error)
+
+    def _answer_refused(
+        self, identity: bytes, key: bytes, request_id: str, error: BatonError
+    ) -> None:
         terminal = Terminal(
             request=key,
             code=error.code,

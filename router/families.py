@@ -131,7 +131,7 @@ def _requests(sources: Sources) -> list[Family]:
         ),
         counter(
             "baton_requests_refused_total",
-            "Requests that were not admitted, by error code.",
+            "Requests that were not admitted, by error code; one that is sent again counts once.",
             {("overloaded",): 0, ("input",): 0} | _by_one(metrics.refused),
             ("reason",),
         ),

@@ -113,6 +113,7 @@ class Submit(Message, frozen=True, kw_only=True):
     slo_ttft: float | None = None  # its own limits in seconds, in place of the cluster's; not ...
     slo_itl: float | None = None  # ... bounded here: the router answers with an InputError
     whole: bool = False  # send the tokens with the terminal, all at once
+    refusals: Count = 0  # of this request so far, for lack of room: it is counted as refused once
     arrays: Count = 0  # number of the envelope's frames that belong to this message
 
 

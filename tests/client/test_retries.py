@@ -56,9 +56,11 @@ def test_a_refused_request_is_submitted_again_after_the_delay_under_another_key(
 def test_after_the_last_retry_the_refusal_is_the_users():
     bench = Bench()
     submit = start(bench, max_retries=2)
-    for _ in range(2):
+    assert submit.refusals == 0
+    for refusals in (1, 2):
         refuse(bench, submit)
         (submit,) = messages(bench.later(2.5), Submit)[:1]
+        assert submit.refusals == refusals
     refuse(bench, submit, retry_after=3.0)
     (ended,) = bench.ended
     assert isinstance(ended.error, CapacityError) and ended.error.retry_after == 3.0

@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from baton.proto.wire.messages import HandoffReport, Status, StatusReport, WorkerLoad
+from baton.proto.wire.messages import HandoffReport, Status, StatusReport, Terminal, WorkerLoad
 from baton.router.config import AdmissionConfig
 from baton.router.history import INTERVAL_S, SAMPLES
 from baton.router.queries import merge_queries
@@ -114,6 +114,19 @@ def test_successes_do_not_push_out_failed_and_refused_requests(make_bench):
     assert [one["state"] for one in found["failed"]] == ["failed"] * 2 + ["refused"] * 2
     assert len(report(bench, failed=50)["failed"]) == 6
     assert len(bench.core.stories) == 9
+
+
+def test_a_request_that_is_refused_again_and_again_counts_once(make_bench):
+    bench = make_bench(trace_requests=9, admission=AdmissionConfig(max_requests=1))
+    bench.pair()
+    bench.submit("first")
+    for refusals in range(3):  # a client sends a refused request under another serial
+        bench.submit("late", serial=refusals + 1, refusals=refusals)
+    answers = [one for one in bench.sent[b"client"] if isinstance(one, Terminal) and one.code]
+    assert [one.request_id for one in answers] == ["late"] * 3
+    found = report(bench, failed=9)
+    assert found["router"]["requests"]["refused_by_reason"] == {"overloaded": 1}
+    assert [one["request_id"] for one in found["failed"]] == ["late"]
 
 
 def test_queries_of_one_envelope_ask_for_the_longest_history():
