@@ -45,7 +45,7 @@ def test_blocks_that_do_not_fit_beside_others_are_one_sentence(
     with pytest.raises(ConfigError) as caught:
         load_runner(config, backend=CudaBackend(shared))
     text = str(caught.value)
-    assert text.startswith("0.25 GiB of KV blocks do not fit: the GPU has 1.00 GiB, of which 0.12")
+    assert " MiB of KV blocks do not fit: the GPU has 1.0 GiB, of which 124.0 MiB are" in text
     assert "divide it by gpu_memory_utilization" in text and "\n" not in text
     shared.used = 700 << 20
     assert load_runner(config, backend=CudaBackend(shared)).card.layout
