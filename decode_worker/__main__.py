@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 
 if __name__ == "__main__":
     gc.disable()  # until baton.runtime.process.garbage.end_of_imports
@@ -13,11 +12,10 @@ import msgspec
 from baton.engine.audio.chunks import AudioDecoder, load_audio
 from baton.engine.audio.codec_kernels import codec_kernels
 from baton.engine.loading.embedding_config import DRAW
-from baton.engine.loading.loader import device_title, load_runner
+from baton.engine.loading.loader import load_runner
 from baton.engine.loading.runner_config import with_folder
 from baton.engine.loading.tasks import folder_task
 from baton.engine.pipeline.runner import StepRunner
-from baton.proto.ids import new_nonce, worker_incarnation
 from baton.proto.limits import MAX_KV_FRAME_BYTES
 from baton.runtime.keys.allowed import DECODE, OPERATOR, PREFILL, ROUTER
 from baton.runtime.keys.keyring import load_keys
@@ -30,14 +28,12 @@ from baton.runtime.process.main import (
     LoadProgress,
     MakeShell,
     leave,
-    process_seal,
     run_incarnations,
     run_process,
     weights_memory,
 )
+from baton.worker.identity import new_member
 from baton.worker.kv_publisher import kv_publisher
-from baton.worker.labels import worker_labels
-from baton.worker.membership import Membership, WorkerIdentity
 from baton.worker.roles import Loaded, serve_roles
 
 from .config import DecodeWorkerConfig
@@ -116,30 +112,16 @@ def _shell(
         config.kv_events, config.kv_events_topic, config.worker_id, runner.card,
         on_host=runner.backend.on_host,
     )  # fmt: skip
-    nonce = new_nonce()
-    identity = WorkerIdentity(
-        worker=config.worker_id,
-        role="decode",
-        incarnation=worker_incarnation(b"" if doors is None else doors.ring.public, nonce),
-        nonce=nonce,
-        pid=os.getpid(),
-        endpoint=control.endpoint,
-        pool=config.pool,
-        model=with_local_prompts(runner.card, vision=config.runner.vision),
-        max_batch=config.max_batch,
-        device=device_title(config.runner, runner.backend),
-        seal=process_seal(),
-        shared_weights=runner.backend.shared_bytes,
-        labels=worker_labels(config.labels),
-        kv_events=() if publisher is None else tuple(publisher.addresses),
+    card = with_local_prompts(runner.card, vision=config.runner.vision)
+    member = new_member(
+        config, card, runner.backend, control.endpoint, config.max_batch, doors, publisher
     )
-    member = Membership(identity, tuple(config.routers))
     shell = DecodeShell(config, runner, member, control, data, wiring, audio)
     shell.publish(publisher, shell.core.cache)
     _log.info(
         "worker.ready", endpoint=control.endpoint, data_endpoint=data.endpoint,
         kv_blocks=runner.num_blocks, numerics=runner.card.numerics,
-        device=identity.device, max_length=runner.card.max_length,
+        device=member.identity.device, max_length=runner.card.max_length,
     )  # fmt: skip
     return shell
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from functools import partial
 
 if __name__ == "__main__":
@@ -15,12 +14,11 @@ import numpy.typing as npt
 
 from baton.engine.kernels.memory import aligned_zeros
 from baton.engine.loading.embedding_config import DRAW, EMBED
-from baton.engine.loading.loader import EmbeddingRunner, device_title, load_embedder, load_runner
+from baton.engine.loading.loader import EmbeddingRunner, load_embedder, load_runner
 from baton.engine.loading.runner_config import with_folder
 from baton.engine.loading.tasks import folder_task
 from baton.engine.pipeline.runner import StepRunner
 from baton.kv_transfer.shared_pool import PoolOwner, can_share
-from baton.proto.ids import new_nonce, worker_incarnation
 from baton.proto.wire.messages import DeviceTicket
 from baton.runtime.keys.allowed import OPERATOR, PREFILL, ROUTER
 from baton.runtime.keys.keyring import load_keys
@@ -32,14 +30,13 @@ from baton.runtime.process.main import (
     LoadProgress,
     MakeShell,
     leave,
-    process_seal,
     run_incarnations,
     run_process,
     weights_memory,
 )
+from baton.worker.identity import new_member
 from baton.worker.kv_publisher import KvPublisher, kv_publisher
-from baton.worker.labels import worker_labels
-from baton.worker.membership import Membership, WorkerIdentity
+from baton.worker.membership import Membership
 from baton.worker.roles import Loaded, serve_roles
 
 from .config import PrefillWorkerConfig
@@ -151,24 +148,9 @@ def _member(
     doors: Doorkeeper | None,
     publisher: KvPublisher | None = None,
 ) -> Membership:
-    nonce = new_nonce()
-    identity = WorkerIdentity(
-        worker=config.worker_id,
-        role="prefill",
-        incarnation=worker_incarnation(b"" if doors is None else doors.ring.public, nonce),
-        nonce=nonce,
-        pid=os.getpid(),
-        endpoint=control.endpoint,
-        pool=config.pool,
-        model=runner.card,
-        max_batch=config.max_active,
-        device=device_title(config.runner, runner.backend),
-        seal=process_seal(),
-        shared_weights=runner.backend.shared_bytes,
-        labels=worker_labels(config.labels),
-        kv_events=() if publisher is None else tuple(publisher.addresses),
+    return new_member(
+        config, runner.card, runner.backend, control.endpoint, config.max_active, doors, publisher
     )
-    return Membership(identity, tuple(config.routers))
 
 
 def _ready(member: Membership, kv_blocks: int) -> None:
