@@ -471,12 +471,12 @@ def test_the_error_of_a_name_says_what_is_wrong_with_it(name, error, config, mon
     assert [str(error) for _, error, _ in reports] == [error]
 
 
-def test_a_metric_gets_the_way_of_a_request(config, monkeypatch):
+def test_a_metric_gets_the_way_of_a_request_and_nothing_of_its_client(config, monkeypatch):
     metric, _ = metrics(config, "slo_metric:SloMetric", EXAMPLES)
     seen = []
     monkeypatch.setattr(metric._metric, "ended", seen.append)
-    metric.ended(msgspec.structs.replace(LINE, way="local"))
-    assert [one.way for one in seen] == ["local"]
+    metric.ended(msgspec.structs.replace(LINE, way="local", client="c", message="its text"))
+    assert [(type(one), one.way) for one in seen] == [(Ended, "local")]
 
 
 def test_an_endless_metric_is_not_read_to_its_end(config, monkeypatch):
