@@ -142,7 +142,7 @@ class Order(Protocol):
         ...
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Ended(msgspec.Struct, frozen=True, gc=False):  # by position: a router makes one per request
     """A request that ended; None and empty texts are unknown.
 
     ``outcome``: finished, failed, cancelled, or moved to another router. ``way``: ``local``,

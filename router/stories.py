@@ -117,29 +117,26 @@ class Story(msgspec.Struct, array_like=True, gc=False):
     slo_ttft: float = 0.0
     slo_itl: float = 0.0
 
-    @property
-    def ttft(self) -> float | None:
-        """Seconds from arrival to the first token, or None for a resumed request or no token."""
-        if self.resumed or self.first_token == NEVER:
-            return None
-        return self.first_token - self.began
+    def latencies(self) -> tuple[float | None, float | None, float | None]:
+        """Return queue time, TTFT and ITL in seconds.
 
-    @property
-    def itl(self) -> float | None:
-        """Mean seconds between tokens, or None with fewer than two tokens or after a resume."""
-        if self.resumed or self.new_tokens < 2 or self.first_token == NEVER:
-            return None
-        return (self.last_token - self.first_token) / (self.new_tokens - 1)
-
-    @property
-    def queued(self) -> float | None:
-        """Seconds from arrival until the first attempt with known times was computed."""
+        Queue time: from arrival until the first attempt with known times was computed. TTFT: None
+        for a resumed request or without a token. ITL: the mean; None with fewer than two tokens too.
+        """
+        began, first, new = self.began, self.first_token, self.new_tokens
+        queued = ttft = itl = None
         for attempt in self.attempts:
             report = attempt.report
             times = self._unreported_times(attempt) if report is None else report.times
             if times is not None and times.computing is not None and attempt.assigned_at != NEVER:
-                return max(0.0, attempt.assigned_at - self.began) + times.computing
-        return None
+                waited = attempt.assigned_at - began
+                queued = times.computing if waited < 0 else waited + times.computing
+                break
+        if first != NEVER and not self.resumed:
+            ttft = first - began
+            if new > 1:
+                itl = (self.last_token - first) / (new - 1)
+        return queued, ttft, itl
 
     def prefill_times(self, attempt: StoryAttempt) -> WorkerTimes | None:
         """Return the times of one of the attempts at its prefill worker, or None."""

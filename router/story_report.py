@@ -23,6 +23,7 @@ CLIENT_PREFIX = b"client-"
 def story_record(story: Story, policy: str, now: float) -> Record:
     """Return a story as JSON values; ``policy``: name of the router's policy."""
     last = story.attempts[-1] if story.attempts else None
+    queued, ttft, itl = story.latencies()
     return {
         "request_id": story.request_id,
         "request": story.key.hex(),
@@ -37,9 +38,9 @@ def story_record(story: Story, policy: str, now: float) -> Record:
         "message": story.message or (last.cause if last is not None else ""),
         "age_s": _rounded(now - story.began),
         "seconds": _rounded(story.ended - story.began),
-        "queue_s": _rounded(story.queued),
-        "ttft_s": _rounded(story.ttft),
-        "itl_s": _rounded(story.itl),
+        "queue_s": _rounded(queued),
+        "ttft_s": _rounded(ttft),
+        "itl_s": _rounded(itl),
         "slo_ttft_s": story.slo_ttft or None,
         "slo_itl_s": story.slo_itl or None,
         "first_token_s": _after(story, story.first_token),
@@ -55,7 +56,7 @@ def story_record(story: Story, policy: str, now: float) -> Record:
     }
 
 
-class RequestLine(Ended, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class RequestLine(Ended, frozen=True, omit_defaults=True, gc=False):
     """The fields of a request's log line; unknown fields are left out."""
 
     request: str = ""
@@ -76,16 +77,14 @@ def request_line(story: Story) -> RequestLine:
         way = _way_taken(last, decoded=story.decoded)
         if way != "prefill":
             decode = last.decode
-    return RequestLine(
-        outcome=story.state, request_id=story.request_id, request=story.key.hex(),
-        client=_client(story.identity), gateway=story.gateway,
-        finish_reason=story.status, code=story.code, message=story.message or cause,
-        prompt_tokens=story.prompt_tokens, cached_tokens=story.cached_tokens,
-        new_tokens=story.new_tokens, seconds=_rounded(story.ended - story.began),
-        queue_s=_rounded(story.queued), ttft_s=_rounded(story.ttft), itl_s=_rounded(story.itl),
-        slo_ttft_s=story.slo_ttft or None, slo_itl_s=story.slo_itl or None,
-        prefill=prefill, decode=decode, transport=transport,
-        attempts=max(1, len(attempts)), way=way,
+    queued, ttft, itl = story.latencies()
+    return RequestLine(  # by position, since Python puts so many names into a dict
+        story.request_id, story.state, way, story.status, story.code,
+        story.prompt_tokens, story.cached_tokens, story.new_tokens,
+        _rounded(story.ended - story.began), _rounded(queued), _rounded(ttft), _rounded(itl),
+        story.slo_ttft or None, story.slo_itl or None,
+        prefill, decode, transport, len(attempts) or 1,
+        story.key.hex(), _client(story.identity), story.gateway, story.message or cause,
     )  # fmt: skip
 
 
