@@ -93,7 +93,8 @@ def kv_positions(context: WireContext, work: Work, block_size: int) -> int:
 
     The parts of a picture's state begin at multiples of ``block_size``.
     """
-    if isinstance(context, WirePixelContext):
+    # First the exact type: a check of msgspec's classes costs as much as the rest.
+    if type(context) is not WireContext and isinstance(context, WirePixelContext):
         return state_length(state_parts(context, block_size)) + context.num_inference_steps + 1
     return len(context.tokens.array) + work.tokens
 

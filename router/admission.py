@@ -143,9 +143,11 @@ class Admission:
         if self.prefill.measured_s >= PrefillRate.MEASURED_S:
             self._check_wait(request, workers, now)
         self._charge(request, size, workers, now)
-        self.file_rows += request.rows_left
-        self.encoded += request.work.encoded
-        self.encoder_tokens += request.work.encoder
+        work = request.work
+        if work.file:
+            self.file_rows += request.rows_left
+        self.encoded += work.encoded
+        self.encoder_tokens += work.encoder
 
     def admit_resumed(self, request: Request, workers: int, now: float) -> None:
         """Charge a resumed request. It was admitted once, so only the memory limit applies."""
@@ -156,8 +158,9 @@ class Admission:
         self.context_bytes += size
         request.queued_tokens = tokens = request.base
         self.queued_tokens += tokens
-        self.queued_encoded += request.work.encoded
-        self.queued_encoder_tokens += request.work.encoder
+        work = request.work
+        self.queued_encoded += work.encoded
+        self.queued_encoder_tokens += work.encoder
         self.requests += 1
         if self.prefill.since is None and self.queued_tokens >= PrefillRate.ENOUGH_TOKENS:
             self.prefill.queued(self.queued_tokens, workers, now)

@@ -172,9 +172,10 @@ class Lifecycle:
         there = decode.holder if decode else None
         handoff = None if prefill is None else there
         left = request.deadline - now
+        seconds = (int(left) if left > 0 else 0) + 2  # rounded up
         proof, decode_proof, ticket = assignment(
             self._key, request.key, attempt.number, receiver.holder, handoff, self._incarnation,
-            Terms(request.positions_on(receiver), int(now), int(max(left, 0.0)) + 2),  # rounded up
+            Terms(request.positions_on(receiver), int(now), seconds),
         )  # fmt: skip
         waited = now - request.submitted_at
         message = Assign(

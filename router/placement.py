@@ -316,7 +316,8 @@ class Placement:
                 cached = self._policy.placed(prefill, hashes, tokens)
         if decode is not None:
             decode_load = decode.outstanding + decode.others
-            attempt.decode_cost = cost = tokens + request.remaining * request.work.rows
+            left = request.remaining if request.emitted else request.max_new
+            attempt.decode_cost = cost = tokens + left * request.work.rows
             decode.outstanding += cost
             if hashes:
                 decode_cached = self._policy.placed(decode, hashes, tokens)

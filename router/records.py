@@ -345,8 +345,10 @@ class Attempt:
 
     def leave_prompt(self) -> None:
         """Remove the prompt from the work of its assignee."""
+        if self.uncached < 0:
+            return
         worker = self.assignee
-        if worker is not None and self.uncached >= 0:
+        if worker is not None:
             if self.late:
                 worker.late -= self.uncached
             else:

@@ -65,7 +65,7 @@ class RequestTable:
     def repeat_later(self, request: Request, now: float, ceiling: float) -> None:
         """Wake the request after its back-off, which doubles up to ``ceiling`` seconds."""
         delay = request.backoff
-        if delay < ceiling:
-            request.backoff = min(2 * delay, ceiling)
+        if delay < ceiling:  # comparisons, since a call of min takes as long as all of this
+            request.backoff = 2 * delay if 2 * delay < ceiling else ceiling
         request.retry_at = when = now + delay
         self.timers.arm(request, when if when < request.limit else request.limit, now)

@@ -362,7 +362,7 @@ class RouterShell:
                 if type(action) is ToClient:
                     identity, message = action.identity, action.message
                     kind = type(message)
-                    if identity in held:
+                    if held and identity in held:
                         self._hold(identity, [message])
                     elif kind is Submitted:
                         to_clients.put_patient(identity, message)

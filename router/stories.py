@@ -387,7 +387,7 @@ def story_of(request: Request, now: float = NEVER) -> Story:
         state = request.state.value
     else:
         status, code, cached = terminal.status, terminal.code, terminal.cached_tokens
-        message = terminal.message[:MAX_MESSAGE_CHARS]
+        message = terminal.message and terminal.message[:MAX_MESSAGE_CHARS]
         if status == "cancelled" or code == "cancelled":
             state = "cancelled"
         else:

@@ -431,7 +431,8 @@ class WorkerMessages:
             self._unknown(worker, message.request, message.attempt, now)
             return
         attempt = request.attempt
-        expected = worker is attempt.assignee and message.attempt == attempt.number
+        assignee = attempt.prefill or attempt.decode  # not by the property, which is slow
+        expected = worker is assignee and message.attempt == attempt.number
         if expected and request.state is _ASSIGNED:
             self._lifecycle.accepted(request)
             return

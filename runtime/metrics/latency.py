@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from math import floor, log2
 
 PERIOD_S = 60.0
 """Length of a period; percentiles cover the current and the previous period.
@@ -67,7 +68,7 @@ def bucket(seconds: float) -> int:
     """Return the index of the bucket for a duration."""
     if seconds <= SHORTEST_S:
         return 0
-    index = int(math.log2(seconds / SHORTEST_S) * PER_OCTAVE)
+    index = floor(log2(seconds / SHORTEST_S) * PER_OCTAVE)  # faster than int
     return index if index < BUCKETS else BUCKETS - 1
 
 
