@@ -121,7 +121,7 @@ class Story(msgspec.Struct, array_like=True, gc=False):
         """Return queue time, TTFT and ITL in seconds.
 
         Queue time: from arrival until the first attempt with known times was computed. TTFT: None
-        for a resumed request or without a token. ITL: the mean; None with fewer than two tokens too.
+        for a resumed request or without a token. ITL: the mean; None also with fewer than two.
         """
         began, first, new = self.began, self.first_token, self.new_tokens
         queued = ttft = itl = None
