@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from baton.benchmarks.checkpoints import Shape, write_checkpoint
+from baton.benchmarks.checkpoints import write_checkpoint
 from baton.engine.kernels.cuda.cupy_device import CupyDevice
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.cuda.gpus import cuda_is_available
 
 from .host.builder import prune, sanitizer, why_not
 from .host_device import VARIANT, HostDevice
+from .small_model import SHAPE
 
 Array = npt.NDArray[np.generic]
 Run = Callable[[], Sequence[Array]]
-SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
 ROOT = Path(__file__).parents[2]
 SANITIZED_TEST = "test_marked_tests_pass_under_sanitizers"
 ORDERS = 8 if VARIANT == "plain" else 1

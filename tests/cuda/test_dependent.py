@@ -14,8 +14,8 @@ from baton.engine.kernels.cuda.device import Kernel
 from baton.engine.kernels.cuda.tuning import Tuning
 from baton.engine.pipeline import device_steps
 
-from .conftest import SHAPE
 from .host_device import HostDevice, LaunchFailed
+from .small_model import SHAPE
 from .test_linear import random_bf16, run_linear
 from .test_look_ahead import answers, mixed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.benchmarks.checkpoints import Shape, write_checkpoint
+from baton.benchmarks.checkpoints import write_checkpoint
 from baton.engine.kernels.backend import QuantizedWeights
 from baton.engine.kernels.cuda import linear as launchers
 from baton.engine.kernels.cuda import reference_linear
@@ -28,6 +28,7 @@ from baton.proto.sampling import SamplingParams
 
 from ..engine.fp8_folders import FORMS, Form, write_fp8
 from .host_device import HostDevice
+from .small_model import SHAPE
 from .test_linear import FUSED, assert_sums, run_linear
 
 
@@ -167,9 +168,6 @@ def test_scales_of_narrow_groups_are_applied_at_load(device, rng) -> None:
     packed = CudaBackend(device).pack_linear([QuantizedWeights("F8_E4M3", codes, 96, scales, 32)])
     assert isinstance(packed, CudaLinear)
     assert np.array_equal(device.download(packed.weight), plain)
-
-
-SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)

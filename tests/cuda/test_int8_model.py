@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -17,45 +17,27 @@ from baton.engine.kernels.cuda.device import Device
 from baton.engine.kernels.cuda.reference_int8 import rows_of
 from baton.engine.kernels.memory import widened_bytes
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import Runner, load_runner
-from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.loading.warm_up import warm_up
 from baton.engine.pipeline import device_steps
-from baton.engine.scheduling.plan import Chunk
 from baton.engine.scheduling.scheduler import SchedulerConfig
 from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.shared_pool import MappedPools
 from baton.proto.errors import ConfigError
 from baton.proto.sampling import SamplingParams
 
-from .conftest import SHAPE
-from .test_model import BLOCK, BLOCKS, GREEDY, chunks_of, logits_of, tokens_of
+from . import small_model
+from .small_model import (
+    GREEDY,
+    SHAPE,
+    check_blocks_travel,
+    check_logits,
+    chunks_of,
+    logits_of,
+    steps_of,
+)
 
-
-def load(folder: Path, backend: CudaBackend | None = None, **more: object) -> Runner:
-    config = RunnerConfig(
-        model=str(folder), backend="numpy", block_size=BLOCK, num_blocks=BLOCKS, kv_type="int8"
-    )
-    return load_runner(msgspec.structs.replace(config, **more), backend=backend)
-
-
-def check_logits(reference: Runner, runner: Runner, steps: list[list[Chunk]]) -> None:
-    """Within bfloat16 of the CPU's engine over an int8 pool."""
-    for step in steps:
-        exact = logits_of(reference, step).astype(np.float64)
-        got = runner.backend.download(logits_of(runner, step))
-        error = np.linalg.norm(got - exact, axis=1) / np.linalg.norm(exact, axis=1)
-        assert error.max() < 3e-2, error
-
-
-def steps_of(rng: np.random.Generator) -> list[list[Chunk]]:
-    """Prompts, next tokens, a chunk of six tokens, and rows of both kinds in one step."""
-    first = chunks_of([37, 5, 1, 16], rng)
-    then = [
-        replace(chunk, start=len(chunk.tokens), tokens=tokens_of(count, rng))
-        for chunk, count in zip(first, (1, 1, 6, 1), strict=True)
-    ]
-    return [first, then[:2], then[2:], [then[2]]]
+load = partial(small_model.load, kv_type="int8")
+NEAR = 3e-2  # of the CPU's engine over an int8 pool: within bfloat16
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -66,7 +48,7 @@ def test_logits_are_those_of_the_cpu_s_int8(
     folder = write_checkpoint(tmp_path, replace(SHAPE, heads=heads, kv_heads=heads // 2), "BF16")
     reference, runner = load(folder), load(folder, CudaBackend(device))
     assert runner.pool.dtype == np.int8 and runner.card.layout == reference.card.layout
-    check_logits(reference, runner, steps_of(rng))
+    check_logits(reference, runner, steps_of(rng), NEAR)
 
 
 def test_the_pool_has_the_rows_of_the_cpu_s(
@@ -90,7 +72,7 @@ def test_windows(tmp_path: Path, device: Device, rng: np.random.Generator) -> No
     path.write_text(json.dumps(keys))
     reference, runner = load(folder), load(folder, CudaBackend(device))
     assert runner.pipeline.model.config.windows == (11,) * SHAPE.layers
-    check_logits(reference, runner, steps_of(rng))
+    check_logits(reference, runner, steps_of(rng), NEAR)
 
 
 def test_prompts_are_widened_in_pieces_without_another_bit(
@@ -135,34 +117,15 @@ def test_the_first_step_leaves_a_clean_pool(folder: Path, device: Device) -> Non
 
 def test_blocks_travel_as_they_are(folder: Path, device: Device, rng: np.random.Generator) -> None:
     """By the host, from pool to pool, and out of another process's memory; damage shows."""
-    sender, receiver = load(folder, CudaBackend(device)), load(folder, CudaBackend(device))
-    (chunk,) = chunks_of([37], rng)
-    logits_of(sender, [chunk])
-    layers, blocks = SHAPE.layers, chunk.block_table
-    theirs = rng.permutation(BLOCKS)[: len(blocks)].astype(np.int32)
-    layout = sender.card.layout
-    payload = np.empty(layers * len(blocks) * layout.block_bytes, np.uint8)
-    digest = sender.backend.gather_blocks(sender.pool, 0, layers, blocks, payload)
-    mine = device.download(sender.pool)[:, blocks]
-    assert payload.tobytes() == mine.tobytes()
-    assert digest == sender.backend.checksum(payload)
-    assert digest == sender.backend.sum_blocks(sender.pool, 0, layers, blocks)
-    damaged = payload.copy()
-    damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
-    assert receiver.backend.scatter_blocks(receiver.pool, 0, layers, theirs, damaged) != digest
-    assert receiver.backend.scatter_blocks(receiver.pool, 0, layers, theirs, payload) == digest
-    assert device.download(receiver.pool)[:, theirs].tobytes() == mine.tobytes()
-    direct = load(folder, CudaBackend(device))
-    copied = direct.backend.copy_blocks(sender.pool, direct.pool, 0, layers, blocks, theirs)
-    assert copied == digest
-    assert device.download(direct.pool)[:, theirs].tobytes() == mine.tobytes()
+    sender, chunk, payload, digest = check_blocks_travel(folder, device, rng, kv_type="int8")
+    layers, blocks, layout = SHAPE.layers, chunk.block_table, sender.card.layout
     stream = sender.backend.block_stream(sender.pool, len(payload))
     move = stream.gather(0, layers, blocks)
     move.wait()
-    assert move.digest == digest and move.payload.tobytes() == mine.tobytes()
+    assert move.digest == digest and move.payload.tobytes() == payload.tobytes()
     move.release()
     if device.name == "host":
-        pools = MappedPools(layout, open_device=receiver.backend.open_pool)
+        pools = MappedPools(layout, open_device=load(folder, CudaBackend(device)).backend.open_pool)
         assert pools.open(b"peer", 7, sender.backend.pool_ticket(sender.pool)) == ""
         opened = pools.get(7)
         assert opened.dtype == np.int8 and opened.shape == sender.pool.shape

@@ -26,9 +26,8 @@ from baton.proto.contexts.text import TextContext
 from baton.proto.errors import BatonError, InputError
 from baton.proto.sampling import SamplingParams
 
-from .conftest import SHAPE
 from .host_device import HostDevice, HostGraph
-from .test_model import load
+from .small_model import SHAPE, load
 
 END = 2
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=9, ignore_eos=True)
@@ -198,7 +197,7 @@ def test_requests_that_are_preempted_give_the_same_tokens(
     work = [(prompt, replace(params, max_new_tokens=14)) for prompt, params in mixed(4)]
     outcomes = []
     for look_ahead in (False, True):
-        runner = load(folder, CudaBackend(host_device), blocks)
+        runner = load(folder, CudaBackend(host_device), num_blocks=blocks)
         engine = LLMEngine(runner, SchedulerConfig(growth=0), look_ahead=look_ahead)
         contexts, _ = started(engine, work, constrained=constrained)
         while engine.has_work:

@@ -23,7 +23,7 @@ from baton.proto.wire.messages import Terminal
 from baton.runtime.process.main import EXIT_RESTART
 
 from .host_device import HostDevice
-from .test_model import GREEDY, chunks_of, load
+from .small_model import GREEDY, chunks_of, load
 from .test_workers import Workers
 
 

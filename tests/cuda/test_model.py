@@ -9,19 +9,17 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from baton.benchmarks.checkpoints import write_checkpoint
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.llm import LLMEngine
-from baton.engine.loading.loader import Runner, load_runner
+from baton.engine.loading.loader import load_runner
 from baton.engine.loading.runner_config import RunnerConfig
 from baton.engine.loading.warm_up import warm_up
 from baton.engine.pipeline import device_steps
 from baton.engine.pipeline.device_steps import DeviceSteps
-from baton.engine.scheduling.plan import Chunk, SampleSpec
 from baton.engine.scheduling.step_time import StepTime
 from baton.kv_transfer.frames import FramePacker, FrameWriter
 from baton.kv_transfer.shared_pool import MappedPools
@@ -29,32 +27,18 @@ from baton.proto.errors import ConfigError
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire.messages import DeviceTicket, GrantRef, KVFrame
 
-from .conftest import SHAPE
 from .host_device import HostDevice
-
-BLOCK, BLOCKS = 8, 48
-GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
-
-
-def load(folder: Path, backend: CudaBackend | None = None, blocks: int = BLOCKS) -> Runner:
-    config = RunnerConfig(model=str(folder), backend="numpy", block_size=BLOCK, num_blocks=blocks)
-    return load_runner(config, backend=backend)
-
-
-def chunks_of(lengths: list[int], rng: np.random.Generator) -> list[Chunk]:
-    """Prompts with room for a block more each, their blocks scattered over the pool."""
-    blocks = rng.permutation(BLOCKS).astype(np.int32)
-    chunks, used = [], 0
-    for index, count in enumerate(lengths):
-        need = -(-count // BLOCK) + 1
-        table, used = blocks[used : used + need], used + need
-        spec = SampleSpec(GREEDY, count, np.empty(0, np.int32), 0)
-        chunks.append(Chunk(bytes([index]), 0, tokens_of(count, rng), table, spec))
-    return chunks
-
-
-def tokens_of(count: int, rng: np.random.Generator) -> npt.NDArray[np.int32]:
-    return rng.integers(0, SHAPE.vocab, count).astype(np.int32)
+from .small_model import (
+    BLOCKS,
+    GREEDY,
+    SHAPE,
+    check_blocks_travel,
+    check_logits,
+    chunks_of,
+    load,
+    logits_of,
+    steps_of,
+)
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -64,23 +48,7 @@ def test_logits_are_the_reference_s_but_for_bfloat16(
     """Heads of 64 and of 32 channels."""
     folder = write_checkpoint(tmp_path, replace(SHAPE, heads=heads, kv_heads=heads // 2), "BF16")
     reference, runner = load(folder), load(folder, CudaBackend(device))
-    first = chunks_of([37, 5, 1, 16], rng)
-    then = [
-        replace(chunk, start=len(chunk.tokens), tokens=tokens_of(count, rng))
-        for chunk, count in zip(first, (1, 1, 6, 1), strict=True)
-    ]
-    for step in (first, then[:2], then[2:], [then[2]]):
-        exact = logits_of(reference, step).astype(np.float64)
-        got = device.download(logits_of(runner, step))
-        error = np.linalg.norm(got - exact, axis=1) / np.linalg.norm(exact, axis=1)
-        assert error.max() < 2e-2, error
-
-
-def logits_of(runner: Runner, chunks: list[Chunk]) -> np.ndarray:
-    model = runner.pipeline.model
-    logits = model.execute(model.prepare_initial_token_inputs(chunks)).next_token_logits
-    assert logits is not None
-    return logits
+    check_logits(reference, runner, steps_of(rng), 2e-2)
 
 
 def test_captured_steps_give_the_tokens_of_single_launches(
@@ -114,25 +82,7 @@ def test_the_first_step_leaves_a_clean_pool(folder: Path, device: Device) -> Non
 def test_blocks_go_from_one_pool_to_another_and_their_digest_shows_damage(
     folder: Path, device: Device, rng: np.random.Generator
 ) -> None:
-    sender, receiver = load(folder, CudaBackend(device)), load(folder, CudaBackend(device))
-    (chunk,) = chunks_of([37], rng)
-    logits_of(sender, [chunk])
-    layers, blocks = SHAPE.layers, chunk.block_table
-    theirs = rng.permutation(BLOCKS)[: len(blocks)].astype(np.int32)
-    payload = np.empty(layers * len(blocks) * sender.card.layout.block_bytes, np.uint8)
-    digest = sender.backend.gather_blocks(sender.pool, 0, layers, blocks, payload)
-    assert digest == sender.backend.checksum(payload)
-    assert digest == sender.backend.sum_blocks(sender.pool, 0, layers, blocks)
-    damaged = payload.copy()
-    damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
-    assert receiver.backend.scatter_blocks(receiver.pool, 0, layers, theirs, damaged) != digest
-    assert receiver.backend.scatter_blocks(receiver.pool, 0, layers, theirs, payload) == digest
-    direct = load(folder, CudaBackend(device))
-    copied = direct.backend.copy_blocks(sender.pool, direct.pool, 0, layers, blocks, theirs)
-    assert copied == digest
-    pools = [device.download(runner.pool)[:, theirs] for runner in (receiver, direct)]
-    assert pools[0].tobytes() == pools[1].tobytes()
-    assert pools[0].tobytes() == device.download(sender.pool)[:, blocks].tobytes()
+    check_blocks_travel(folder, device, rng)
 
 
 def test_a_decode_worker_reads_blocks_out_of_the_sender_s_gpu_memory(

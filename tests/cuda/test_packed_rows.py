@@ -18,7 +18,7 @@ from baton.engine.scheduling.plan import Chunk, SampleSpec
 from baton.proto.sampling import SamplingParams
 
 from .host_device import HostDevice
-from .test_model import GREEDY, load
+from .small_model import GREEDY, load
 
 VOCAB, BLOCK = 128, 8
 SIZES = GraphSizes(table_width=6, max_length=44, blocks=60, block_size=BLOCK)

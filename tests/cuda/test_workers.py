@@ -32,8 +32,8 @@ from baton.runtime.net.wiring import Wiring
 from baton.worker.events import FromRouter
 from baton.worker.membership import Membership, WorkerIdentity
 
-from .conftest import SHAPE
 from .host_device import HostDevice
+from .small_model import SHAPE
 
 KEY = b"k" * 16
 """The key by which a decode worker checks tickets, as a router would send it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.benchmarks.checkpoints import Shape, write_checkpoint
+from baton.benchmarks.checkpoints import write_checkpoint
 from baton.benchmarks.scratch import scratch_folder
 from baton.benchmarks.served import Served
 from baton.engine.kernels.cuda.backend import CudaBackend
@@ -17,9 +17,9 @@ from baton.engine.loading.loader import load_runner
 from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.sampling import SamplingParams
 
+from ..cuda.small_model import SHAPE
 from ..engine.fp8_folders import FORMS, write_fp8
 
-SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 
 

@@ -7,24 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.benchmarks.checkpoints import Shape, write_checkpoint
-from baton.benchmarks.scratch import scratch_folder
-from baton.benchmarks.served import Served
-from baton.client import Client
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.kernels.cuda.device import Device
 from baton.engine.llm import LLMEngine
 from baton.engine.loading.loader import load_runner
 from baton.engine.loading.runner_config import RunnerConfig
-from baton.proto.sampling import SamplingParams
 
-SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
-GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
-
-
-def generated(client: Client, prompts: list[list[int]]) -> list[list[int]]:
-    streams = [client.generate(prompt, GREEDY) for prompt in prompts]
-    return [[token for output in stream for token in output.tokens] for stream in streams]
+from ..cuda.small_model import SHAPE
+from .failing_cluster import GREEDY, failing_cluster, generated
 
 
 @pytest.mark.cluster
@@ -41,17 +31,12 @@ def test_tokens_are_those_of_one_worker_also_after_a_failure(
     kernel: str,
 ) -> None:
     """By mapped memory and by frames of the host; the worker that runs the kernel ends once."""
-    order = tmp_path / "fail"
-    for name, value in with_cupy.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("BATON_FAKE_GPU_FAILS", f"{kernel}:{order}")
-    folder = write_checkpoint(tmp_path / "model", SHAPE, "BF16")
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, SHAPE.vocab, count).tolist() for count in (3, 9, 16)]
     prompts.append(prompts[2] + prompts[1])  # begins with a block that the prefix cache has
-    flags = ("--device=cuda", "--kv-blocks=64", "--kv-type=int8", f"--handoff={handoff}")
-    # Paths of sockets are too long below tmp_path.
-    with scratch_folder() as place, Served(place, folder, flags=flags) as served:
+    flags = ("--kv-type=int8", f"--handoff={handoff}")
+    with failing_cluster(tmp_path, with_cupy, monkeypatch, kernel, *flags) as cluster:
+        served, folder, order = cluster
         found = [generated(served.client, prompts)]
         card = served.client.describe().card
         assert card.numerics.endswith("/kv-int8") and card.layout.dtype == "int8"

@@ -8,22 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.benchmarks.checkpoints import Shape, write_checkpoint
-from baton.benchmarks.scratch import scratch_folder
-from baton.benchmarks.served import Served
 from baton.client import Client
-from baton.proto.sampling import SamplingParams
 
 from ..processes import wait_until
+from .failing_cluster import failing_cluster, generated
 
-SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
 PROMPTS = [[5, 9, 2] * 7, [3] * 30]
-GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
-
-
-def generated(client: Client) -> list[list[int]]:
-    streams = [client.generate(prompt, GREEDY) for prompt in PROMPTS]
-    return [[token for output in stream for token in output.tokens] for stream in streams]
 
 
 def pids(client: Client) -> dict[str, int]:
@@ -38,18 +28,11 @@ def pids(client: Client) -> dict[str, int]:
 def test_the_worker_is_replaced_and_its_requests_go_on(
     tmp_path: Path, with_cupy: dict[str, str], monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    order = tmp_path / "fail"
-    for name, value in with_cupy.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("BATON_FAKE_GPU_FAILS", f"{kernel}:{order}")
-    folder = write_checkpoint(tmp_path / "model", SHAPE, "BF16")
-    flags = ("--device=cuda", "--kv-blocks=64")
-    # Paths of sockets are too long below tmp_path.
-    with scratch_folder() as place, Served(place, folder, flags=flags) as served:
-        undisturbed = generated(served.client)
+    with failing_cluster(tmp_path, with_cupy, monkeypatch, kernel) as (served, _, order):
+        undisturbed = generated(served.client, PROMPTS)
         before = pids(served.client)
         order.touch()
-        assert generated(served.client) == undisturbed
+        assert generated(served.client, PROMPTS) == undisturbed
         assert not order.exists()
 
         def replaced() -> bool:
@@ -57,7 +40,7 @@ def test_the_worker_is_replaced_and_its_requests_go_on(
             return len(now) == 2 and now != before
 
         wait_until(replaced, 60.0)
-        assert generated(served.client) == undisturbed
+        assert generated(served.client, PROMPTS) == undisturbed
         said = served.log.read_text()
     assert "device lost: CUDARuntimeError: cudaErrorIllegalAddress" in said
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.benchmarks.checkpoints import Shape, write_checkpoint
+from baton.benchmarks.checkpoints import write_checkpoint
 from baton.engine.kernels.cuda.backend import CudaBackend
 from baton.engine.loading.loader import load_runner
 from baton.engine.loading.runner_config import RunnerConfig
 from baton.proto.errors import ConfigError
 
 from ..cuda.host_device import HostDevice
-
-SHAPE = Shape("tiny", vocab=128, hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1)
+from ..cuda.small_model import SHAPE
 
 
 class Shared(HostDevice):
