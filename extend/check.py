@@ -1,6 +1,6 @@
 """Load extensions as their processes will: ``python -m baton.extend.check FOLDER POINT=NAME ...``.
 
-A separate process, because a module runs its own code when it is imported, and may hang or end the
+This is a separate process, because the import of a module runs its code, which may hang or end the
 process. Exit code 0, or 1 with the error on one line of standard output.
 """
 
@@ -10,7 +10,7 @@ import gc
 import sys
 
 if __name__ == "__main__":
-    gc.disable()  # for good: the process ends soon
+    gc.disable()  # never enabled again: the process ends soon
 
 from .resolve import POINTS, ExtensionError, resolve
 
@@ -19,7 +19,7 @@ def main() -> int:
     """Entry point."""
     folder, *named = sys.argv[1:]
     shown = sys.stdout
-    sys.stdout = sys.stderr  # what the modules print is no error
+    sys.stdout = sys.stderr  # standard output is for the error alone
     try:
         for one in named:
             point, _, name = one.partition("=")

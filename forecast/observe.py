@@ -1,7 +1,7 @@
 """Sends calibration requests to a small cluster on this machine, and records their times.
 
-The cluster has one prefill worker and one decode worker with the settings of the planned ones. Its
-requests are none of the load that is forecast.
+The cluster has one prefill worker and one decode worker with the settings of the planned workers.
+Calibration requests do not belong to the load that is forecast.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ STREAMS = (2, 4)
 BESIDE = 64
 """Tokens of a stream beside prompts."""
 _OWN = ("workers", "prefill", "decode", "mode", "threads", "prefill_threads", "decode_threads")
-"""Settings that the small cluster has of its own."""
+"""Settings that the small cluster replaces."""
 
 
 def calibrate(settings: Mapping[str, Any], runner: RunnerConfig) -> Calibration:
     """Start a cluster for the settings of ``baton serve``, measure it and end it.
 
-    ``runner``: the engine of the planned workers, of which its workers have the threads. Raises the
-    error of a cluster that does not start, RequestFailed for a request that fails.
+    ``runner``: engine settings of the planned workers, whose number of threads the cluster uses.
+    Raises the error of a cluster that does not start, and RequestFailed for a failed request.
     """
     kept = {name: value for name, value in settings.items() if name not in _OWN}
     small: dict[str, Any] = {"mode": "disaggregated", "prefill": 1, "decode": 1}
@@ -80,7 +80,7 @@ class Probes:
         self._lengths = [min(length, longest // 4) for length in PROMPTS]
 
     async def observe(self) -> Calibration:
-        """Return what several rounds show after one that does not count."""
+        """Return the sums of several rounds. A first round warms the cluster and is not counted."""
         await self._round()
         began, found = time.perf_counter(), NOTHING
         for _ in range(ROUNDS):

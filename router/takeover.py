@@ -3,15 +3,15 @@
 Theory of operation
 -------------------
 
-Routers share no state and do not talk to each other. The record of a request is lost with its
-router, but nothing else is: the client has the prompt, the tokens so far and the request's secret,
-and a worker has the rest. A client sends Resume with what it has. :class:`Search` sends Adopt to
-every worker. The worker that holds the request proves the assignment
+Routers share no state and exchange no messages. Only the record of a request is lost with its
+router: the client has the prompt, the tokens so far and the request's secret, and a worker has the
+KV blocks. The client sends Resume with the prompt, the tokens and the secret. :class:`Search` sends
+Adopt to every worker. The worker that holds the request proves the assignment
 (:class:`.authorization.Proofs`) and sends its tokens; every other worker denies it with Aborted.
 Rejected: a store that all routers write to, which would have to outlive the routers and would be
-written at each token. Rejected: ask only the workers that the client names. A client does not know
-where its request is between two tokens, and could name a worker that helps it to take over the
-request of another client.
+written at each token. Rejected: send Adopt only to workers that the client names. A client cannot
+know where its request is between two tokens, and could name a worker that helps it to take over
+the request of another client.
 
 A request can move from a prefill to a decode worker during the search, but never back. So after
 all workers have denied it, a second round asks the decode workers once more. If all of them deny
@@ -21,20 +21,20 @@ a second computation, never a wrong token: the replay has a higher attempt numbe
 attempt is aborted. The number rises by ``TAKEOVER``, since the router that counted the attempts may
 be alive, cut off, and still raising its own numbers.
 
-Right after a start some workers have not registered yet, so a request that nobody holds is not
-replayed before ``recovery_s`` has passed. Their Hello lists what they hold:
+Right after a start some workers have not registered yet, so a request that no worker holds is not
+replayed before ``recovery_s`` has passed. The Hello of a worker lists the requests that it holds:
 
-- a request whose client resumed it here is adopted, without a search;
-- one that nobody resumed runs on for ``orphan_grace_s``, and is then aborted, so that no blocks
-  stay allocated without a client (:class:`UnclaimedRequests`);
-- one of the same attempt number as a new request here is aborted, and ours gets a higher number:
-  the contents may differ (:meth:`Takeover._collide`);
-- one that another router has adopted is dropped here without an Abort, and its client is notified
-  with Moved. The worker serves the router that asked last.
+- A request that its client has resumed here is adopted, without a search.
+- A request that no client has resumed continues for ``orphan_grace_s``. Then it is aborted, so that
+  no blocks stay allocated without a client (:class:`UnclaimedRequests`).
+- A request with the attempt number of a new request here is aborted, and the new request gets a
+  higher number, because the contents may differ (:meth:`Takeover._collide`).
+- A request that another router has adopted is dropped here without an Abort, and its client is
+  notified with Moved. The worker serves the router that sent the last Adopt.
 
-If a request of another router is found at its prefill worker, the handoff names that other router,
-and the decode worker will send its tokens there. So Adopt is repeated to the prefill worker until
-the handoff is known (state FOLLOWED).
+If the search finds a request of another router at its prefill worker, the handoff names that
+router, and the decode worker will send the tokens there. So Adopt is repeated to the prefill worker
+until the handoff is known (state FOLLOWED).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Holder = tuple[Worker, RequestState]
 
 
 class Search:
-    """Sends the Adopts and collects the denials."""
+    """Sends Adopt to workers and collects their denials."""
 
     def __init__(self, state: RouterState) -> None:
         self._config = state.config
@@ -62,12 +62,12 @@ class Search:
         self._registry = state.registry
 
     def begin(self, request: Request, now: float) -> bool:
-        """Ask all workers; return False if no worker can answer."""
+        """Send Adopt to all workers; return False if no worker can answer."""
         sought = request.attempt.search = OpenSearch(now + SEARCH_S)
         return self._ask(request, sought, request.roles, now)
 
     def repeat(self, request: Request, now: float) -> bool:
-        """Ask the workers without an answer again; return False if the search has ended."""
+        """Repeat Adopt to workers without an answer; return False if the search has ended."""
         sought = request.attempt.search
         if sought is None or now >= sought.until:
             return False
@@ -81,7 +81,7 @@ class Search:
         """Note that ``worker`` does not hold the request; return False if the search has ended."""
         sought = request.attempt.search
         if sought is None or sought.waiting.pop(worker.incarnation, None) is None:
-            return True  # not asked, or has answered already
+            return True  # it got no Adopt, or has answered already
         return bool(sought.waiting) or self._second_round(request, sought, now)
 
     def _second_round(self, request: Request, sought: OpenSearch, now: float) -> bool:
@@ -107,16 +107,16 @@ class Search:
 
 
 def _answers(worker: Worker) -> bool:
-    """True if the worker can answer. A disconnected one lists its requests when it returns."""
+    """True if the worker can answer. A disconnected worker lists its requests when it returns."""
     return worker.live and not worker.hung_up
 
 
 class UnclaimedRequests:
-    """Decides which requests may continue that workers hold, but that have no record here.
+    """Decides which requests without a record here may continue at their workers.
 
-    They began before a restart of the router. For ``orphan_grace_s`` their clients may resume them.
-    After that the router aborts every unknown request that a worker reports, so that no blocks stay
-    allocated without a client. A client that resumes later gets a replay.
+    These requests began before a restart of the router. For ``orphan_grace_s`` their clients may
+    resume them. After that the router aborts every unknown request that a worker reports, so that
+    no blocks stay allocated without a client. A client that resumes later gets a replay.
     """
 
     def __init__(self, state: RouterState, life: Life) -> None:

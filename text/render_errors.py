@@ -1,4 +1,4 @@
-"""Errors of :mod:`.sandbox` and its limit on output, for those who do not render: without Jinja."""
+"""Errors and the output limit of :mod:`.sandbox`, for modules that must not import Jinja."""
 
 MAX_OUTPUT_CHARS = 8 << 20
 

@@ -34,7 +34,7 @@ from .stage import Stage
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 SCALE = DIM**-0.5
 ENOUGH = 1 << 30
-"""Bytes of KV that no cache holds: smaller batches take turns with several pools."""
+"""Bytes of KV that exceed every cache: smaller batches alternate between several pools."""
 LARGE = 256 << 20
 
 
@@ -49,9 +49,9 @@ def decoding(stage: Stage) -> Iterator[Line]:
 
 
 class DecodeBench:
-    """A batch of sequences of one length; layers that take turns.
+    """Decode attention of a batch of sequences of equal length, alternating between layers.
 
-    ``row_bytes``: of a token's keys or values of one head.
+    ``row_bytes``: bytes of a token's keys or values of one head.
     """
 
     row_bytes = 2 * DIM
@@ -71,7 +71,7 @@ class DecodeBench:
         return self.stage.random_bf16((*shape, BLOCK, DIM))
 
     def line(self) -> Line:
-        """Ours, then the peers."""
+        """Time Baton's kernel, then the peers."""
         share = 0.85 if self.nbytes >= LARGE else 0.7
         bars = Bars(self.nbytes / self.ceiling, share, ahead=True)
         runners, refused = entered(self._peers())
@@ -80,7 +80,7 @@ class DecodeBench:
         return verdict(what, times, bars, refused)
 
     def own(self, device: Device, name: str = "ours") -> Runner:
-        """Ours on the stage's device or a tuned form of it, into :attr:`output`."""
+        """Return Baton's kernel on a device, the stage's or a tuned form; writes :attr:`output`."""
         backend = CudaBackend(device)
         offsets = np.arange(self.batch + 1, dtype=np.int32)
         positions = np.full(self.batch, self.length - 1, np.int32)
@@ -129,9 +129,9 @@ class DecodeBench:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         q = as_torch(self.q)[:, :, None]
-        # Without a mask, torch 2.11 takes KV as one block of 2**30 tokens and divides those among
-        # the splits, so that the first split does everything; full blocks are divided by length.
-        # 3 stages are what its table means for compute capability 9.0 and then overwrites with 1.
+        # Without a mask, torch 2.11 treats KV as one block of 2**30 tokens and divides this number
+        # among the splits, so the first split does all work. Full blocks are divided by length.
+        # Its table has 3 stages for compute capability 9.0, but a later line sets 1.
         mask = create_block_mask(_everything, None, None, 1, self.length, device=str(q.device))
         options = {"num_stages": 3, "BLOCKS_ARE_CONTIGUOUS": True, "ROWS_GUARANTEED_SAFE": True}
         call: Any = partial(
@@ -165,11 +165,11 @@ class Int8DecodeBench(DecodeBench):
     row_bytes = DIM + 2
 
     def _pool(self, shape: tuple[int, ...]) -> Any:
-        """Random codes; each magnitude is some bfloat16 number."""
+        """Return random codes; each magnitude is a bfloat16 number."""
         return self.stage.random_bf16((*shape, BLOCK, self.row_bytes // 2)).view(np.int8)
 
     def line(self) -> Line:
-        """Beside the bfloat16 pool of the same tokens, in turn."""
+        """Time the int8 pool and a bfloat16 pool of the same tokens alternately."""
         device, share = self.stage.device, 0.85 if self.nbytes >= LARGE else 0.7
         wide = DecodeBench(self.stage, self.batch, self.length, self.ceiling)
         runners = [self.own(device), wide.own(device, "bfloat16 pool")]
@@ -178,7 +178,7 @@ class Int8DecodeBench(DecodeBench):
 
 
 def prefilling(stage: Stage) -> Iterator[Line]:
-    """Causal prompts, alone, together and behind a prefix, beside the matrix rate and peers."""
+    """Causal prompts: one, several, and after a prefix, beside the matrix rate and peers."""
     ceiling = matrix_rate(stage)
     yield Line("matrix rate", f"{ceiling / 1e12:.0f} TFLOP/s", figures={"flops": ceiling})
     tiny = ((1, 24, 0), (1, 16, 0), (2, 16, 0), (1, 16, 24))
@@ -188,7 +188,7 @@ def prefilling(stage: Stage) -> Iterator[Line]:
 
 
 class PrefillBench:
-    """Prompts of ``rows`` tokens each, behind ``start`` tokens whose KV is in the cache."""
+    """Prompts of ``rows`` tokens each, after ``start`` tokens whose KV is in the cache."""
 
     def __init__(self, stage: Stage, prompts: int, rows: int, start: int) -> None:
         self.stage, self.prompts, self.rows, self.start = stage, prompts, rows, start
@@ -202,7 +202,7 @@ class PrefillBench:
         self.flops = 2 * HEADS * DIM * prompts * rows * (2 * start + rows + 1)
 
     def line(self, ceiling: float) -> Line:
-        """Ours, then the peers; ``ceiling``: operations per second of a large product."""
+        """Time Baton's kernel, then the peers; ``ceiling``: operations/s of a large product."""
         runners, refused = entered(self._peers())
         times = race(self.stage, [self.own(self.stage.device), *self._variants(), *runners])
         several = f"{self.prompts} x " if self.prompts > 1 else ""
@@ -215,7 +215,7 @@ class PrefillBench:
         )  # fmt: skip
 
     def _variants(self) -> list[Runner]:
-        """Ours with the other way of copying, if the card has both."""
+        """Return Baton's kernel with the other way of copying, if the card supports both."""
         device = self.stage.device
         if device.tuning.prefill == "mma":
             return []
@@ -224,7 +224,7 @@ class PrefillBench:
         return [replace(self.own(other), name=f"ours by {kind}")]
 
     def own(self, device: Device) -> Runner:
-        """Ours on the stage's device or a tuned form of it, into :attr:`output`."""
+        """Return Baton's kernel on a device, the stage's or a tuned form; writes :attr:`output`."""
         backend = CudaBackend(device)
         offsets = np.arange(self.prompts + 1, dtype=np.int32) * self.rows
         positions = np.tile(np.arange(self.start, self.length, dtype=np.int32), self.prompts)
@@ -238,7 +238,7 @@ class PrefillBench:
     def _peers(self) -> Peers:
         peers: dict[str, Callable[[], Runner]] = {}
         if has_torch():
-            # cuDNN's causal mask begins at the upper left, which is wrong behind a prefix.
+            # cuDNN's causal mask begins at the upper left, which is wrong after a prefix.
             backends = {} if self.start else {"SDPA cuDNN": "CUDNN_ATTENTION"}
             backends["SDPA flash"] = "FLASH_ATTENTION"
             peers = {name: partial(self._sdpa, name, how) for name, how in backends.items()}
@@ -281,7 +281,7 @@ class PrefillBench:
 
 
 def contiguous(kv: Any, batch: int, length: int) -> tuple[Any, Any]:
-    """Keys and values without pages, ``[B, Hk, T, D]``: an easier problem than ours."""
+    """Keys and values without pages, ``[B, Hk, T, D]``: an easier problem than paged KV."""
     blocks = as_torch(kv).reshape(batch, -1, 2, KV_HEADS, BLOCK, DIM)
     k, v = blocks.permute(2, 0, 3, 1, 4, 5).reshape(2, batch, KV_HEADS, -1, DIM)
     return k[:, :, :length], v[:, :, :length]

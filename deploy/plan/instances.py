@@ -1,6 +1,6 @@
-"""The instances of GPUs that are split by MIG, of which CUDA shows a process only one.
+"""The instances of GPUs that are split by MIG. CUDA shows only one instance to a process.
 
-A worker of an instance runs with its name alone in CUDA_VISIBLE_DEVICES.
+The worker of an instance starts with CUDA_VISIBLE_DEVICES set to the name of this instance.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def listed_instances(listing: str) -> list[Gpu]:
 def workers_gpus(shown: str | None, ask: Ask, lister: Callable[[], str] | None = None) -> list[Gpu]:
     """Return the GPUs that workers can have, numbered from 0, with all instances of split GPUs.
 
-    ``shown``: CUDA_VISIBLE_DEVICES of this process, None if it is not set. Instances that it names
-    are asked one by one, each in a process of its own. If it is not set and CUDA shows an instance,
-    ``nvidia-smi -L`` names all of them; without this program the one that CUDA shows counts.
-    Raises ConfigError for a GPU beside an instance, an instance named twice, and for one that does
-    not exist.
+    ``shown``: CUDA_VISIBLE_DEVICES of this process, None if it is not set. If it names several
+    instances, a separate process checks each. If it is not set and CUDA shows an instance,
+    ``nvidia-smi -L`` lists all instances; without this program the shown instance is used alone.
+    Raises ConfigError if the variable names a GPU and an instance, an instance twice, or an
+    instance that does not exist.
     """
     named = [part.strip() for part in (shown or "").split(",") if part.strip()]
     if len(named) > 1 and all(part.startswith(f"{MIG}-") for part in named):
@@ -86,9 +86,9 @@ def listing() -> str:
 
 
 def instances_of(gpus: Sequence[Gpu]) -> dict[int, str]:
-    """Return what CUDA_VISIBLE_DEVICES must be for the worker of each GPU, if they are instances.
+    """Return the CUDA_VISIBLE_DEVICES of each instance's worker, by ordinal.
 
-    One instance alone is what every process sees already.
+    Empty for a single instance, because every process sees it already.
     """
     if len(gpus) < 2:
         return {}

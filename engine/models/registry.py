@@ -1,7 +1,7 @@
 """The supported model architectures, by the ``architectures[0]`` of a config.json.
 
-What their requests are is in :mod:`.contexts`. Neither module imports a model: a process imports
-the one that it serves, and a supervisor none.
+:mod:`.contexts` has the kinds of their requests. Neither module imports a model class: a worker
+imports the class that it serves, and a supervisor imports none.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ class Architecture:
     """One supported architecture.
 
     ``generator``: imports the model class that returns logits; None if there is no such class.
-    ``embedder``: constructor of a model that returns hidden states, or None. ``pooling``: used if
-    the folder of an embedding model sets none. ``tokenizer``:
-    file that converts text to token ids; clients read it, workers see only ids.
+    ``embedder``: constructor of a model that returns hidden states, or None. ``pooling``: default
+    for an embedding model whose folder does not set it. ``tokenizer``: file that converts text to
+    token ids. Clients read it; workers receive token ids.
     """
 
     generator: Callable[[], type[Decoder]] | None = None
@@ -134,7 +134,7 @@ _CAUSAL = Architecture(
 _BODY = Architecture(
     embedder=_decoder_without_head, pooling=EmbeddingSettings("last", normalize=True)
 )
-"""A decoder without its head, as sentence-transformers saves one."""
+"""A decoder without its head, in the form that sentence-transformers saves."""
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": _CAUSAL,

@@ -21,7 +21,7 @@ INSTALL_CUPY = "pip install 'baton-serve[cuda]'"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The variable that limits which GPUs a process sees."""
 MIG = "MIG"
-"""In the UUID and in the name of an instance of a GPU that is split (Multi-Instance GPU)."""
+"""Marks the UUID and the name of an instance of a split GPU (Multi-Instance GPU)."""
 
 
 def cupy_is_installed() -> bool:
@@ -39,11 +39,11 @@ def cuda_is_available() -> bool:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, by ordinal.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, by ordinal.
 
-    An instance of a split GPU (MIG) counts as a GPU. CUDA shows one of them to a process, whatever
-    the variable names. Raises ConfigError without CuPy or a GPU, and if the variable names an
-    instance and something else. Creates no CUDA context.
+    An instance of a split GPU (MIG) counts as a GPU. CUDA shows only one instance to a process,
+    however many the variable names. Does not create a CUDA context. Raises ConfigError without
+    CuPy or a GPU, and if the variable names an instance beside another device.
     """
     if not cupy_is_installed():
         raise ConfigError(f"--device cuda needs CuPy: {INSTALL_CUPY}")
@@ -65,10 +65,10 @@ def visible_gpus() -> list[Gpu]:
 def described(
     ordinal: int, properties: dict[str, Any], ask: Callable[[int], bytes] | None = None
 ) -> Gpu:
-    """Return a GPU by its properties from the CUDA runtime; ``ask`` returns the UUID of an ordinal.
+    """Describe a GPU by its properties from the CUDA runtime; ``ask``: UUID of an ordinal.
 
-    CuPy 14 ends a UUID at its first zero byte, which every sixteenth GPU has. The driver is asked
-    for such a UUID.
+    CuPy 14 cuts a UUID at its first zero byte, which one GPU in sixteen has. The driver returns
+    the whole UUID.
     """
     name, number = properties["name"].decode(), bytes(properties["uuid"])
     if len(number) != UUID_BYTES:
@@ -78,9 +78,9 @@ def described(
 
 
 def instances_problem(shown: str | None) -> str:
-    """Return why CUDA would ignore a part of a CUDA_VISIBLE_DEVICES, or "".
+    """Return why CUDA would ignore a part of a CUDA_VISIBLE_DEVICES, or an empty text.
 
-    A process sees one MIG instance, the first of the list, and no other device beside it.
+    A process sees only the first MIG instance of the list, and no other device beside it.
     """
     parts = [part.strip() for part in (shown or "").split(",") if part.strip()]
     instances = sum(part.startswith(f"{MIG}-") for part in parts)
@@ -94,14 +94,14 @@ def instances_problem(shown: str | None) -> str:
 
 
 def checked_gpu(ordinal: int, gpus: Sequence[Gpu]) -> Gpu:
-    """Return the GPU with this ordinal. Raises ConfigError if there is none."""
+    """Return the GPU with this ordinal. Raises ConfigError if it does not exist."""
     if not 0 <= ordinal < len(gpus):
         raise ConfigError(f"device {ordinal} does not exist, this machine has {len(gpus)}")
     return gpus[ordinal]
 
 
 def main() -> int:
-    """Print the visible GPUs as JSON, or on standard error why there are none."""
+    """Print the visible GPUs as JSON, or the reason why no GPU is visible on standard error."""
     try:
         found = visible_gpus()
     except ConfigError as problem:
