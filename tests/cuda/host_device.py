@@ -21,7 +21,7 @@ from baton.engine.kernels.cuda.device import TENSOR_MAP, Argument, Array, Kernel
 from baton.engine.kernels.cuda.reference import from_bf16, to_bf16
 from baton.engine.kernels.cuda.tuning import Tuning
 
-from .host.builder import CSRC, build
+from .host.builder import CSRC, build, mentioned
 from .host_streams import HostEvent, HostStream, StreamFamily
 
 GUARD = 512
@@ -33,6 +33,8 @@ SCALARS = {"i4": np.int32, "u4": np.uint32, "i8": np.int64, "u8": np.uint64, "f4
 
 
 _ADDRESS = re.compile(r"<([0-9a-f]+)>")
+_KIND = re.compile(r"_[a-z]*\d+$")
+"""A type or head size at the end of a kernel's name."""
 
 
 class LaunchFailed(Exception):
@@ -184,7 +186,7 @@ class HostDevice:
         self.seed = 0
         self._cache, self._defines = cache_folder, tuple(defines)
         self._folder, self._seconds, self._variant = folder, seconds, variant
-        self._libraries: dict[tuple[str, str], Library] = {}
+        self._libraries: dict[tuple[str, str, str], Library] = {}
         self._capturing: HostGraph | None = None
         self._stream = HostStream(StreamFamily())
 
@@ -397,7 +399,7 @@ class HostDevice:
         args: Sequence[Argument],
         shared_bytes: int,
     ) -> None:
-        library = self._library(kernel.source)
+        library = self._library(kernel.source, kernel.name)
         if kernel.name not in library.kernels:
             raise LaunchFailed(f"{kernel.source} has no kernel {kernel.name}")
         index, signature, threads = library.kernels[kernel.name]
@@ -420,12 +422,21 @@ class HostDevice:
         if self._variant != "sanitized":
             _check_guards(kernel, args)
 
-    def _library(self, source: str) -> Library:
-        library = self._libraries.get((source, self._variant))
+    def _library(self, source: str, kernel: str = "") -> Library:
+        """Return the built source; with a planted bug, only the kernels of ``kernel``'s variant.
+
+        A bug is planted for one type or head size, and those are built in less than half the time.
+        """
+        variant = _KIND.search(kernel) if self._defines else None
+        suffix = variant[0] if variant else ""
+        key = source, self._variant, suffix
+        library = self._libraries.get(key)
         if library is None:
-            defines = (*self._defines, *defines_of(self.tuning, source))
-            path = build(self._folder / source, self._cache, self._variant, defines)
-            library = self._libraries[source, self._variant] = Library(path)
+            path = self._folder / source
+            planted = mentioned(path, self._defines)
+            defines = (*planted, *defines_of(self.tuning, source))
+            built = build(path, self._cache, self._variant, defines, suffix if planted else "")
+            library = self._libraries[key] = Library(built)
         return library
 
 

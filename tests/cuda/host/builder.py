@@ -29,7 +29,7 @@ OPTIONS = (
 )  # fmt: skip
 VARIANTS = {
     "plain": (),
-    "races": ("-DBATON_RACES", "-O1", "-g", "-fsanitize=thread"),
+    "races": ("-DBATON_RACES", "-Og", "-g1", "-fsanitize=thread"),
     "sanitized": ("-Og", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 }
 KERNEL = re.compile(
@@ -95,29 +95,45 @@ def sanitizer() -> Path | None:
     return path if path.is_absolute() else None
 
 
+def _inputs(source: Path) -> list[Path]:
+    """Return the files that a build of ``source`` may read."""
+    headers = {*HERE.glob("*.h"), *source.parent.glob("*.cuh"), *CSRC.glob("*.cuh")}
+    return [source, *sorted(headers)]
+
+
+def mentioned(source: Path, defines: Sequence[str]) -> tuple[str, ...]:
+    """Return those defines (``NAME`` or ``NAME=VALUE``) that a build of ``source`` may read."""
+    text = "".join(path.read_text("utf-8") for path in _inputs(source))
+    return tuple(one for one in defines if one.partition("=")[0] in text)
+
+
 def build(
-    source: Path, cache_folder: Path, variant: str = "plain", defines: Sequence[str] = ()
+    source: Path,
+    cache_folder: Path,
+    variant: str = "plain",
+    defines: Sequence[str] = (),
+    suffix: str = "",
 ) -> Path:
     """Return the library of `source` for a variant and planted defines; builds it when new.
 
-    Raises BuildFailed with the compiler's words.
+    It has the kernels whose names end with ``suffix``. Raises BuildFailed with the compiler's
+    words.
     """
     options = [*OPTIONS, *VARIANTS[variant], *(f"-D{name}" for name in defines)]
     digest = hashlib.blake2b(digest_size=16)
-    for part in (compiler() or "", *options):
+    for part in (compiler() or "", *options, suffix):
         digest.update(part.encode() + b"\0")
-    headers = [*HERE.glob("*.h"), HERE / "builder.py", *source.parent.glob("*.cuh")]
-    for path in [source, *sorted({*headers, *CSRC.glob("*.cuh")})]:
+    for path in [*_inputs(source), HERE / "builder.py"]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     library = cache_folder / f"{source.stem}-{variant}-{digest.hexdigest()}.so"
     if library.exists():
         library.touch()  # prune() keeps used files
     else:
-        _compile(source, library, options)
+        _compile(source, library, options, suffix)
     return library
 
 
-def _compile(source: Path, library: Path, options: Sequence[str]) -> None:
+def _compile(source: Path, library: Path, options: Sequence[str], suffix: str) -> None:
     include = [f"-I{HERE}", f"-I{source.parent}", f"-I{CSRC}"]
     unique = f"{library.stem}-{id(library):x}"
     work = library.with_name(unique)
@@ -129,6 +145,7 @@ def _compile(source: Path, library: Path, options: Sequence[str]) -> None:
         rows = "".join(
             f'    cuda_host::kernel("{name}", &{name}, cuda_host::bounds({bounds})),\n'
             for bounds, name in KERNEL.findall(text)
+            if name.endswith(suffix)
         )
         launcher = work / "launcher.cc"
         launcher.write_text(LAUNCHER.format(source=source, rows=rows))

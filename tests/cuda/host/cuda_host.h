@@ -28,7 +28,7 @@
 #define __global__ BATON_GLOBAL
 #define __launch_bounds__(...) BATON_BOUNDS(__VA_ARGS__)
 #else
-#define __global__
+#define __global__ inline  // a kernel that the launcher does not list is not compiled
 #define __launch_bounds__(...)
 #include <signal.h>
 #include <sys/mman.h>
