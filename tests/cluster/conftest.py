@@ -264,6 +264,29 @@ def shared_cluster(start_cluster):
 
 
 @pytest.fixture(scope="module")
+def client(pools):
+    """A client of the module's ``pools``."""
+    with pools.client() as one:
+        yield one
+
+
+@pytest.fixture
+def left_idle(pools):
+    """All workers are there, and afterwards none holds a block."""
+    pools.wait_ready()
+    yield
+    pools.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(request, pools):
+    """The tokens of the module's ``WORK`` in ``pools`` without disturbance."""
+    from .streams import run, tokens
+
+    return tokens(run(pools.address, request.module.WORK))
+
+
+@pytest.fixture(scope="module")
 def gateway(pools, tmp_path_factory):
     """A gateway of the module's ``pools``."""
     from .http import Gateway  # which imports this module

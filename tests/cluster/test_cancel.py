@@ -27,11 +27,6 @@ def pools(shared_cluster):
     return shared_cluster(prefill=2, decode=2, **settings)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pools):
-    return tokens(run(pools.address, WORK))
-
-
 @pytest.fixture
 def clean(pools):
     """Afterwards no worker holds a block and the router holds no request."""

@@ -27,11 +27,6 @@ def pools(shared_cluster):
     return shared_cluster(prefill=1, decode=2, kv_memory="64MiB", worker_timeout=5.0)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pools):
-    return tokens(run(pools.address, WORK))
-
-
 def wait_after_kill(pools, undisturbed, name: str, stall: float) -> float:
     """Stop ``name`` for ``stall`` seconds, then kill it.
 

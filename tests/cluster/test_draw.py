@@ -42,12 +42,6 @@ def pools(shared_cluster):
 
 
 @pytest.fixture(scope="module")
-def client(pools):
-    with pools.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def engine():
     return PictureEngine(FOLDER, prompt_tokens=512)
 

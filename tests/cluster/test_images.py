@@ -31,7 +31,7 @@ from .vision_model import (
     vision_folder,
 )
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("left_idle")]
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
 QUESTION = "What is it? "
@@ -50,20 +50,6 @@ def pools(shared_cluster, folder, tmp_path_factory):
         prefill=2, decode=2, routers=2, address=f"ipc://{sockets}/a.sock,ipc://{sockets}/b.sock",
         model=folder, block_size=8, max_num_batched_tokens=48, worker_timeout=1.0,
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def clean(pools):
-    """All workers are there, and afterwards none holds a block."""
-    pools.wait_ready()
-    yield
-    pools.wait_idle()
-
-
-@pytest.fixture(scope="module")
-def client(pools):
-    with pools.client() as client:
-        yield client
 
 
 def job(prompt, images, params=GREEDY, **options) -> Job:
@@ -223,11 +209,6 @@ def stream_jobs(count: int, new: int, side: int = 160) -> list[StreamJob]:
 
 
 WORK = stream_jobs(8, new=200)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(pools):
-    return tokens(run(pools.address, WORK))
 
 
 @pytest.mark.parametrize(

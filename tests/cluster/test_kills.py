@@ -21,11 +21,6 @@ def pools(shared_cluster):
     return shared_cluster(prefill=2, decode=2, **settings)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pools):
-    return tokens(run(pools.address, WORK))
-
-
 @pytest.fixture
 def whole(pools):
     """All four workers are there, and afterwards none holds a block."""

@@ -11,11 +11,11 @@ from ..engine.mllama_cases import cases
 from ..processes import wait_until
 from .driver import Job, ask, ask_all
 from .streams import Job as StreamJob
-from .streams import check_a_kill, run, tokens
+from .streams import check_a_kill
 from .vision_model import TILED_IMAGE as IMAGE
 from .vision_model import mllama_folder, picture, png
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("left_idle")]
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
 ROW = 40
@@ -29,20 +29,6 @@ def pools(shared_cluster, tmp_path_factory):
         prefill=2, decode=2, model=mllama_folder(tmp_path_factory.mktemp("m") / "crosser"),
         block_size=8, max_num_batched_tokens=48, worker_timeout=1.0,
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def clean(pools):
-    """All workers are there, and afterwards none holds a block."""
-    pools.wait_ready()
-    yield
-    pools.wait_idle()
-
-
-@pytest.fixture(scope="module")
-def client(pools):
-    with pools.client() as client:
-        yield client
 
 
 def job(prompt, images, params=GREEDY, **options) -> Job:
@@ -128,11 +114,6 @@ def stream_jobs(count: int, new: int) -> list[StreamJob]:
 
 
 WORK = stream_jobs(8, new=200)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(pools):
-    return tokens(run(pools.address, WORK))
 
 
 @pytest.mark.parametrize(("name", "after"), [("prefill-0", 1), ("decode-0", 8)])

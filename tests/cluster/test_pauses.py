@@ -30,11 +30,6 @@ def pools(shared_cluster):
     return shared_cluster(prefill=2, decode=2, kv_memory="64MiB", worker_timeout=5.0)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pools):
-    return tokens(run(pools.address, WORK))
-
-
 def incarnations(cluster) -> dict[str, int]:
     return {name: worker["incarnation"] for name, worker in cluster.workers().items()}
 

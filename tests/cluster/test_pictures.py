@@ -17,7 +17,7 @@ from baton.proto.sampling import SamplingParams
 from ..processes import wait_until
 from .picture_driver import FOLDER, Drawing, Reference, lose, lose_a_stopped_one
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("left_idle")]
 
 LONG = 120  # steps that take a second or more
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -30,20 +30,6 @@ def pools(shared_cluster, tmp_path_factory):
         prefill=2, decode=2, routers=2, address=f"ipc://{sockets}/a.sock,ipc://{sockets}/b.sock",
         model=FOLDER, worker_timeout=1.0,
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def clean(pools):
-    """All workers are there, and afterwards none holds a block."""
-    pools.wait_ready()
-    yield
-    pools.wait_idle()
-
-
-@pytest.fixture(scope="module")
-def client(pools):
-    with pools.client() as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

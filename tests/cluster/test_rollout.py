@@ -46,11 +46,6 @@ def pools(shared_cluster):
     return shared_cluster(prefill=1, decode=2, kv_memory="64MiB", grace=20.0)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pools):
-    return tokens(run(pools.address, WORK))
-
-
 def counted(cluster, name: str) -> int:
     with cluster.client() as client:
         return client.status()["router"]["requests"][name]

@@ -26,11 +26,6 @@ def pools(shared_cluster):
     return shared_cluster(prefill=1, decode=1, kv_memory="64MiB", worker_timeout=5.0)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pools):
-    return tokens(run(pools.address, WORK))
-
-
 def config_of(pid: int) -> Path:
     """The settings file a worker was started with."""
     arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

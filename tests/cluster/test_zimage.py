@@ -10,7 +10,7 @@ from baton.proto.errors import InputError
 
 from .picture_driver import FOLDER, Drawing, Reference, lose, lose_a_stopped_one
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("left_idle")]
 
 ZIMAGE = FOLDER.with_name("zimage")
 LONG = 120  # steps that take a second or more
@@ -23,20 +23,6 @@ def pools(shared_cluster, tmp_path_factory):
     return shared_cluster(
         prefill=2, decode=2, address=f"ipc://{sockets}/a.sock", model=ZIMAGE, worker_timeout=1.0
     )
-
-
-@pytest.fixture(autouse=True)
-def clean(pools):
-    """All workers are there, and afterwards none holds a block."""
-    pools.wait_ready()
-    yield
-    pools.wait_idle()
-
-
-@pytest.fixture(scope="module")
-def client(pools):
-    with pools.client() as client:
-        yield client
 
 
 class Requests(Reference):
