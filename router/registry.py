@@ -491,9 +491,14 @@ def _steps(load: WorkerLoad) -> int:
     return sum(found.counts) if found is not None else 0
 
 
-def last_worker(name: str, role: str) -> str:
+def keep_one(name: str, role: str) -> str:
     """Return the error message for operators: the worker is the last ready one of its role."""
     return (
         f"{role} must keep at least 1 ready worker, and {name} is the last: add another "
-        f"(baton scale {role}=2), or drain it anyway (--force)"
+        f"(baton scale {role}=2)"
     )
+
+
+def last_worker(name: str, role: str) -> str:
+    """Return the same for a drain, which an operator can force."""
+    return f"{keep_one(name, role)}, or drain it anyway (--force)"

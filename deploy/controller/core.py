@@ -17,7 +17,7 @@ import signal
 from collections.abc import Iterable
 from typing import Self
 
-from baton.router.registry import last_worker
+from baton.router.registry import keep_one, last_worker
 
 from ..config import ServeSettings
 from ..plan.bounds import Bounds, clamped, describe_targets, scale_refusal
@@ -210,7 +210,7 @@ class ControllerCore:
         if member.stage is not Stage.READY:
             return f"{member.name} is {member.stage.value}; only a ready worker changes its role"
         if self._is_last(member):
-            return _last(member)
+            return keep_one(member.name, member.role)
         return self._size_refusal(self._turned_sizes(member, event.role))
 
     def _size_refusal(self, targets: dict[str, int]) -> str:
