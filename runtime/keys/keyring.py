@@ -240,7 +240,7 @@ def read_allowed(path: Path) -> AllowedKeys:
 
 def _choose(folder: Path, role: str, name: str) -> Path:
     stems = [*([name] if name and "/" not in name else []), f"{role}@{socket.gethostname()}", role]
-    paths = [folder / f"{stem}{KEY_SUFFIX}" for stem in stems]
+    paths = [folder / f"{stem}{KEY_SUFFIX}" for stem in dict.fromkeys(stems)]
     for path in paths:
         if os.path.lexists(path):
             return path

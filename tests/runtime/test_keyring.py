@@ -166,6 +166,13 @@ def add_named_away(folder):
     (folder / "decode-0.key").unlink()
 
 
+def test_a_missing_key_of_a_process_named_like_its_role_is_named_once(folder):
+    (folder / "router.key").unlink()
+    with pytest.raises(ConfigError) as caught:
+        load_keys(str(folder), "router", "router")
+    assert str(caught.value).count("router.key") == 1
+
+
 def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(ConfigError, match="create it with baton keygen"):
         KeyRing(tmp_path / "none", "router")
