@@ -107,6 +107,8 @@ def _metavar(field: str, kind: type) -> str:
         return "NAME"
     if field == "device_ids":
         return "N,N"
+    if field == "gpu_memory_utilization":
+        return "X"
     return {int: "N", float: "SECONDS"}.get(kind, "ADDRESS")
 
 
