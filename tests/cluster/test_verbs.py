@@ -153,7 +153,7 @@ def test_down_finds_what_a_killed_controller_left(background):
         (["scale", "decode=5"], 1, "decode must be at most 4 (decode_max), not 5"),
         (["scale", "prefill=1025"], 1, "prefill must be at most 1024, not 1025"),
         (["scale", "prefill=99999999999"], 2, "the number of workers or gateways is too large"),
-        (["scale", "prefill=1000"], 1, "of memory, this machine has"),
+        (["scale", "prefill=1000"], 1, " of memory, "),
         (["scale", "draft=1"], 2, "no pool 'draft'; scale prefill, decode or gateway"),
         (["scale", "decode=two"], 2, "'two' is not a number of workers"),
         (["scale", "decode"], 2, "is not NAME=VALUE"),
