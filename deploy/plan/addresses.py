@@ -121,7 +121,7 @@ def ipc_path(address: str) -> Path | None:
 def client_address(wanted: str, *, claim: bool = True, keyed: bool = False) -> str:
     """Return the checked address to serve at: ``wanted`` or the default. Port 0: a free port.
 
-    ``claim``: the address will be used, so create its folder and check that it is free.
+    ``claim``: the address will be used, so create the default folder and check that it is free.
     ``keyed``: sockets have keys, so other hosts may reach them. Raises ConfigError if the address
     is malformed, in use, unsafe without keys, or in a missing folder.
     """
@@ -142,6 +142,8 @@ def client_address(wanted: str, *, claim: bool = True, keyed: bool = False) -> s
     if path is not None:
         if path.name.startswith("@") or path.name == "*":  # abstract: any user could connect
             raise ConfigError(f"{address} is not a file; give ipc://PATH")
+        if wanted and not path.parent.is_dir():
+            raise ConfigError(f"the folder {path.absolute().parent} of the address does not exist")
         address = f"ipc://{path.absolute()}"  # other commands may run in other folders
     check_bind(address, keyed=keyed)
     if claim:
@@ -232,8 +234,6 @@ def _check_free(address: str) -> None:
                 raise ConfigError(in_use) from problem
             raise ConfigError(f"cannot listen on {address}: {problem.strerror}") from problem
         return
-    if not path.parent.is_dir():
-        raise ConfigError(f"the folder {path.parent} of the address does not exist")
     if path.exists() and not path.is_socket():
         raise ConfigError(f"{path} exists and is not a socket; give another --address")
     if path.exists() and socket_in_use(path):

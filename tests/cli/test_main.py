@@ -181,6 +181,7 @@ def test_the_package_runs_as_a_module():
         (["serve", "--address", "ipc://@x"], 2, "is not a file"),
         (["serve", "--address", "ipc://*"], 2, "is not a file"),
         (["serve", "--address", "ipc:///no/such/folder/s.sock"], 2, "does not exist"),
+        (["serve", "--address", "ipc:///no/such/folder/s", "--dry-run"], 2, "does not exist"),
         (["serve", "/no/such/model"], 2, "no model folder /no/such/model"),
         (["serve", "/no/such/model", "--dry-run"], 2, "no model folder /no/such/model"),
         (["generate", "x", "--json-schema", "/no/such/file"], 2, "cannot read /no/such/file"),
