@@ -12,12 +12,14 @@ from pathlib import Path
 from baton.deploy.controller.admin import GoDown, Overview, Result
 from baton.deploy.controller.admin_client import AdminClient, listens
 from baton.deploy.local.address_lock import AddressLock
-from baton.deploy.local.run_folder import sweep
+from baton.deploy.local.run_folder import remove_dead_socket, sweep
+from baton.deploy.plan.addresses import ipc_path
 from baton.proto.errors import ConnectionLost, RequestFailed
 
 from .cluster import addresses_of
 from .operator import add_operator, admin_of, has_controller, operator
 from .output import say
+from .settings import variable
 
 _SPARE_S = 30.0
 """Seconds beyond the cluster's grace that the shutdown may take."""
@@ -45,8 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         return end_on_ray(arguments.ray_address)
     if not has_controller(arguments):
         refuse_while_served(addresses_of(arguments)[0], admin_of(arguments))
-        swept = sweep()
+        run_dir = os.environ.get(variable("run_dir"))
+        swept = [*sweep(), *(sweep(Path(run_dir)) if run_dir else ())]
         AddressLock.sweep(admin_of(arguments))
+        remove_sockets([*addresses_of(arguments), admin_of(arguments)])
         print(f"no cluster runs at {addresses_of(arguments)[0]}")
         for path in swept:
             say(f"removed {path}, left by a killed cluster")
@@ -60,6 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     count = len(before.members) + 1
     print(f"down: {count} processes have ended, no process and no socket is left")
     return 0
+
+
+def remove_sockets(addresses: list[str]) -> None:
+    """Remove the socket files without a listening process at these addresses."""
+    for address in addresses:
+        path = ipc_path(address)
+        if path is not None:
+            remove_dead_socket(path)
 
 
 def refuse_while_served(address: str, admin: str) -> None:

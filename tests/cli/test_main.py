@@ -1,8 +1,10 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -270,6 +272,28 @@ def test_dry_run_prints_the_plan_and_starts_nothing(address, tmp_path, capsys):
     assert plan["processes"][1]["config"]["runner"]["block_size"] == 8
     assert plan["address"] == address
     assert list(tmp_path.iterdir()) == []
+
+
+def test_down_removes_what_a_killed_cluster_left(address, tmp_path, monkeypatch, capsys):
+    """Its sockets, and its run folder, also below ``BATON_RUN_DIR``."""
+    left = [tmp_path / "none.sock", tmp_path / "none.sock.admin"]
+    for path in left:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setenv("BATON_RUN_DIR", str(elsewhere))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for parent in (tmp_path, elsewhere):
+        folder = parent / "baton-run-x"
+        folder.mkdir(parents=True)
+        (folder / "owner.lock").touch()
+    plain = tmp_path / "notes"
+    plain.write_text("not a socket")
+    assert main(["down"]) == 0
+    assert [*tmp_path.iterdir(), *elsewhere.iterdir()] in ([elsewhere, plain], [plain, elsewhere])
+    assert main(["down", "--address", f"ipc://{plain}"]) == 0
+    assert plain.exists()
+    assert f"no cluster runs at {address}" in capsys.readouterr().out
 
 
 def test_a_relative_address_is_made_absolute(tmp_path, monkeypatch, capsys):
