@@ -275,6 +275,20 @@ class CreditPool:
         self._serve()
         return self._news.pop(key, account.credit)
 
+    def unlimit(self, key: int, nbytes: int) -> int:
+        """Give the rest of an account, ``nbytes``, all its credit, because it is read in place.
+
+        Bytes in flight are written off. Returns the new credit.
+        """
+        account = self._accounts[key]
+        if account.limited:
+            self._outstanding -= account.outstanding
+            self._reserved -= self._share(account)
+            account.limited = account.served = False
+            for queue in (self._waiting, self._low, self._news):
+                queue.pop(key, None)
+        return self.expect_again(key, nbytes)
+
     def top_up(self) -> list[tuple[int, int]]:
         """Raise credits that ran low. Return ``(key, new cumulative credit)`` for each raise."""
         self._serve()

@@ -111,6 +111,8 @@ class Receiver(Generic[A]):
         slot = self._grants.table.live.get(message.request)
         if slot and self.holds(message) and slot.key == key:
             slot.peer = peer
+            if in_place:
+                self._grants.read_in_place(slot)
             self._grants.unblock(slot, now)
             return [Reply(peer, self._grants.grant_message(slot))]
         outputs = self._grants.drop(slot) if slot else []

@@ -141,6 +141,17 @@ class ReceiverGrants(Generic[A]):
             slot.progress_at = now
             slot.credit = self.credits.expect_again(slot.index, self.absent_bytes(slot))
 
+    def read_in_place(self, slot: Slot[A]) -> None:
+        """Follow a sender whose link now shares its GPU's memory, after a Reserve without it.
+
+        That Reserve came before the Open of its connection. Frames that are read in place are not
+        cut to the window of the credit, so within it they could never be sent.
+        """
+        waiting = slot.state in (GrantState.GRANTED, GrantState.FILLING)
+        if waiting and slot.commit is None and not slot.in_place:
+            slot.in_place = True
+            slot.credit = self.credits.unlimit(slot.index, self.absent_bytes(slot))
+
     def absent_bytes(self, slot: Slot[A]) -> int:
         """Bytes of the cells that have not arrived."""
         absent = 0 if slot.arrived is None else int(np.count_nonzero(~slot.arrived))

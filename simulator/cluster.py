@@ -21,7 +21,7 @@ from .decode_nodes import DecodeNode
 from .invariants import Watcher
 from .keys import ROLES, client_caller, is_rogue, key_behind, worker_caller
 from .network import Aim, Faults, Network
-from .nodes import DETECT_S, DecodePeer, Node, Peer, RouterNode
+from .nodes import DETECT_S, DecodePeer, Node, RouterNode
 from .prefill_nodes import EmbedNode, PrefillNode
 from .recording import Recording
 from .rogues import Captured, Rogue
@@ -223,7 +223,7 @@ class Cluster:
         elif isinstance(node, WorkerNode):
             for router in self.routers:
                 self._worker_gone(router, identity)
-            self._peers_notice(node, identity)
+            self._peers_notice(node)
 
     def _router_gone(self, node: RouterNode) -> None:
         for worker in self.workers:
@@ -236,17 +236,16 @@ class Cluster:
     def _worker_gone(router: RouterNode, identity: bytes) -> None:
         router.when_up(lambda: router.worker_gone(identity))()
 
-    def _peers_notice(self, node: WorkerNode[Any], identity: bytes) -> None:
+    def _peers_notice(self, node: WorkerNode[Any]) -> None:
         if isinstance(node, DecodeNode):
             for prefill in self.prefills:
                 prefill.when_up(partial(prefill.peer_down, node.link))()
-        else:
+        elif isinstance(node, PrefillNode):
             for decode in self.decodes:
-                decode.when_up(partial(decode.peer_gone, identity))()
+                decode.when_up(partial(decode.peer_gone, node.connected.get(decode.link, b"")))()
 
-    def peer_gone(self, decode: DecodePeer, prefill: Peer) -> None:
-        """Notify a decode worker that a prefill worker closed its connection."""
-        identity = prefill.identity
+    def peer_gone(self, decode: DecodePeer, identity: bytes) -> None:
+        """Notify a decode worker that a prefill worker closed a connection."""
         self.network.after(DETECT_S, decode.when_up(lambda: decode.peer_gone(identity)))
 
     def reconnect(self, router: RouterNode) -> None:
@@ -262,7 +261,8 @@ class Cluster:
         router, client = pair.get(RouterNode), pair.get(ClientNode)
         prefill, decode = pair.get(PrefillNode), pair.get(DecodeNode)
         if isinstance(prefill, PrefillNode) and isinstance(decode, DecodeNode):
-            identity, endpoint = prefill.identity, decode.link
+            endpoint = decode.link
+            identity = prefill.connected.get(endpoint, b"")
             decode.when_up(lambda: decode.peer_gone(identity))()
             prefill.when_up(lambda: prefill.peer_down(endpoint))()
         elif isinstance(router, RouterNode) and isinstance(client, ClientNode):

@@ -87,6 +87,10 @@ class SenderPeer(Peer, Protocol):
         """Handle a control message from a decode worker."""
         ...
 
+    def speaks_as(self, identity: bytes) -> bool:
+        """True if one of the connections of this process has the routing identity."""
+        ...
+
 
 class PrefillPeer(SenderPeer, Protocol):
     """What a decode worker uses of a prefill worker."""
@@ -239,8 +243,8 @@ class World(Protocol):
     def reconnect(self, router: RouterNode) -> None:
         """Connect all workers to a router that started."""
 
-    def peer_gone(self, decode: DecodePeer, prefill: Peer) -> None:
-        """Notify a decode worker that a prefill worker closed its connection."""
+    def peer_gone(self, decode: DecodePeer, identity: bytes) -> None:
+        """Notify a decode worker that a prefill worker closed a connection."""
 
 
 class Thinker(Protocol):
@@ -258,7 +262,7 @@ class Node:
         self.cluster = cluster
         self.name = name
         self.incarnation = 0
-        self.identity = b""  # routing identity of this incarnation's connections
+        self.identity = b""  # routing identity of this incarnation's connections to routers
         self.alive = False
         self.stopped = False
         self.stopped_at = self.resumed_at = 0.0

@@ -76,7 +76,8 @@ class PrefillNode(EngineNode[PrefillCore]):
         self.packer = FramePacker(NumpyBackend(), self.executor.pool)
         self.moves = MoveDelays(self, sizes.move_s)
         self.decoder = sealed_decoder(DecodeToPrefill)
-        self.connected: set[str] = set()
+        self.connected: dict[str, bytes] = {}  # routing identity of each endpoint's connection
+        self.connections = 0
         self.data_links: set[str] = set()  # endpoints to which frames can be sent
         self.waiting: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
         self.buried: set[int] = set()
@@ -108,16 +109,29 @@ class PrefillNode(EngineNode[PrefillCore]):
     # ------------------------------------------------------------------ decode workers
 
     def _connect(self, endpoint: str) -> None:
-        self.connected.add(endpoint)
-        self.cluster.network.after(0.001, self.when_up(lambda: self.reach(endpoint)))
+        self.connected[endpoint] = self._new_identity()
+        self._reach_later(endpoint, 0.001)
 
     def _disconnect(self, endpoint: str) -> None:
-        self.connected.discard(endpoint)
+        identity = self.connected.pop(endpoint, b"")
         self.data_links.discard(endpoint)
         self.waiting.pop(endpoint, None)
         node = self.cluster.decode_at(endpoint)
         if node is not None:
-            self.cluster.peer_gone(node, self)
+            self.cluster.peer_gone(node, identity)
+
+    def _new_identity(self) -> bytes:
+        """As the shell does: what ends one connection cannot end the next."""
+        self.connections += 1
+        return self.identity + b":%d" % self.connections
+
+    def _reach_later(self, endpoint: str, seconds: float) -> None:
+        identity = self.connected[endpoint]
+        self.cluster.network.after(seconds, self.when_up(lambda: self.reach(endpoint, identity)))
+
+    def speaks_as(self, identity: bytes) -> bool:
+        """True if one of the connections of this worker has the routing identity."""
+        return identity in self.connected.values()
 
     def _open_data(self, endpoint: str) -> None:
         """Send the frames that have waited for the data connection."""
@@ -137,22 +151,23 @@ class PrefillNode(EngineNode[PrefillCore]):
     def peer_down(self, endpoint: str) -> None:
         """Handle the loss of a decode worker's connection; the socket keeps trying."""
         if endpoint in self.connected:
+            self.connected[endpoint] = self._new_identity()
             self.feed(prefill.PeerDown(endpoint))
-            self.cluster.network.after(DETECT_S, self.when_up(lambda: self.reach(endpoint)))
+            self._reach_later(endpoint, DETECT_S)
 
-    def reach(self, endpoint: str) -> None:
-        """Connect as soon as the decode worker is alive."""
-        if endpoint not in self.connected:
+    def reach(self, endpoint: str, identity: bytes) -> None:
+        """Connect as soon as the decode worker is alive, unless the connection was given up."""
+        if self.connected.get(endpoint) != identity:
             return
         node = self.cluster.decode_at(endpoint)
         if node is not None and node.alive:
             self.feed(prefill.PeerUp(endpoint))
         else:
-            self.cluster.network.after(0.05, self.when_up(lambda: self.reach(endpoint)))
+            self._reach_later(endpoint, 0.05)
 
     def _to_peer(self, endpoint: str, message: Message) -> None:
-        node, identity = self.cluster.decode_at(endpoint), self.identity
-        if node is not None and endpoint in self.connected:
+        node, identity = self.cluster.decode_at(endpoint), self.connected.get(endpoint)
+        if node is not None and identity is not None:
             envelope = Envelope(message, self.cluster.network)
             self.transmit(node, lambda: node.from_peer(self, identity, envelope))
 

@@ -354,6 +354,10 @@ class Rogue(Node):
 
     # ------------------------------------------------------------------ what it receives
 
+    def speaks_as(self, identity: bytes) -> bool:
+        """True if the connection has the routing identity."""
+        return identity == self.identity
+
     def from_peer(self, endpoint: str, envelope: Envelope) -> None:
         """Receive a control message from a decode worker."""
         for message in envelope.read(self._answers, self.cluster.stats):

@@ -390,6 +390,20 @@ def test_what_is_read_in_place_gets_all_its_credit_and_carries_nothing():
     assert receiver.data.locate(msgspec.structs.replace(first, shared=True)) is not None
 
 
+def test_a_link_that_shares_memory_after_the_reserve_gets_all_its_credit():
+    """A frame that is read in place is larger than the window, so it would never be sent."""
+    receiver, _ = make_receiver(window=64)
+    asked = reserve()
+    (first,) = receiver.on_reserve(PEER, asked, 0.0)
+    assert first.message.credit == 64
+    again = [receiver.on_reserve(PEER, asked, 0.1, in_place=True)[0].message for _ in range(2)]
+    assert again[0] == again[1]
+    assert again[0].credit - again[0].counted == 2 * 3 * LAYOUT.block_bytes
+    (frame, *_) = frames_for(again[0])
+    assert receiver.data.locate(msgspec.structs.replace(frame, shared=True)) is not None
+    check_receiver(receiver, [])
+
+
 def test_a_frame_beyond_its_credit_is_refused():
     receiver, _ = make_receiver(window=64)
     grant = grant_of(receiver)
