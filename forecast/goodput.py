@@ -27,9 +27,9 @@ MOST_STEPS = 500
 """Speeds from 1/20,000 to 20,000; beyond them the limits do not depend on the rate."""
 FCFS, EDF = "fcfs", "edf"
 CHUNK_TOKENS = 4096
-"""Prompt tokens of a step at most; the target time of a step bounds them earlier."""
+"""Prompt tokens of a step at most, outside mode disaggregated; its target time may bound them."""
 PREFILL_STEP_S, PREFILL_TOKENS = 0.05, 512
-"""Seconds and tokens of a prefill worker's step, as ``baton serve`` has them by default."""
+"""The same of a prefill worker in mode disaggregated, by default of ``baton serve``."""
 Values = npt.NDArray[np.float64]
 
 
@@ -80,8 +80,9 @@ class Trials:
         found = cluster.setup(slo, self.step_s(slo))
         if not self.service.chunk_s:
             return found
-        step_s = found.step_s if cluster.mode != "disaggregated" else PREFILL_STEP_S
-        return replace(found, chunk=self.service.chunk(step_s, PREFILL_TOKENS))
+        if cluster.mode == "disaggregated":
+            return replace(found, chunk=self.service.chunk(PREFILL_STEP_S, PREFILL_TOKENS))
+        return replace(found, chunk=self.service.chunk(found.step_s, CHUNK_TOKENS))
 
     def step_s(self, slo: Slo) -> float:
         """Return the longest step with prompt tokens that keeps the ITL limit; 0 without a limit.

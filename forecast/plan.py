@@ -10,7 +10,7 @@ from baton.loadgen.plan import fitting
 from baton.loadgen.traces import BLOCK_TOKENS, Arrival
 
 from .cluster import Slo
-from .goodput import EDF, FCFS, Cluster, Trials, clusters
+from .goodput import CHUNK_TOKENS, EDF, FCFS, Cluster, Trials, clusters
 from .moves import Moves, find_moves
 from .service import ServiceModel
 
@@ -63,7 +63,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         default = {"adaptive": EDF, "colocated": FCFS}.get(best.mode)
         order = f" --prefill-order {best.order}" if best.order != default else ""
         limits = f"--slo-ttft {self.slo_ttft:g} --slo-itl {self.slo_itl:g}"
-        step = f" --step-time {self.step_time:.4g}" if best.mode != "disaggregated" else ""
+        step = ""
+        if best.mode != "disaggregated":
+            step = f" --step-time {self.step_time:.4g} --max-num-batched-tokens {CHUNK_TOKENS}"
         return f"baton serve {model} --mode {best.mode} {pools}{order} {limits}{step}"
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
-from baton.cli.command import main
+from baton.cli.command import build_parser, main
+from baton.cli.serve import settings_of
 from baton.deploy.config import demo_model_folder
+from baton.deploy.plan.plan import decode_budget
 from baton.forecast import observe
+from baton.forecast.cluster import Slo
+from baton.forecast.goodput import CHUNK_TOKENS, EDF, Cluster
 from baton.forecast.service import ServiceModel
 
 TRACE = "timestamp_ms,input_length,output_length\n" + "".join(
@@ -47,6 +52,24 @@ def test_the_table_ends_with_the_command(capsys, trace):
     goodput = [float(row[5]) for row in rows]
     assert goodput == sorted(goodput, reverse=True)
     assert lines[-1].startswith(f"baton serve m --mode {rows[0][0]} ")
+
+
+def test_the_command_gives_workers_the_steps_that_were_simulated(capsys, tmp_path):
+    """Long prompts, so that a decode worker which computes them needs more than 512 tokens."""
+    path = tmp_path / "load.csv"
+    path.write_text(
+        "timestamp_ms,input_length,output_length\n"
+        + "".join(f"{400 * number},6000,40\n" for number in range(60))
+    )
+    words = ["plan", "m", "--trace", str(path), "--workers", "2", "--step-times", "h100x2-70b"]
+    assert main([*words, "--slo", "ttft=20s,itl=1s"]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    settings = settings_of(build_parser(["serve"]).parse_args(command[1:]))
+    assert settings.mode != "disaggregated"
+    assert decode_budget(settings) == CHUNK_TOKENS
+    simulated = Cluster(settings.mode, settings.prefill, settings.decode, EDF)
+    slo = Slo(settings.slo_ttft, settings.slo_itl)
+    assert simulated.setup(slo, settings.step_time).token_budget == decode_budget(settings)
 
 
 def test_a_running_cluster_gets_the_commands_that_change_its_roles(capsys, tmp_path):

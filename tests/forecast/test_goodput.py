@@ -103,6 +103,7 @@ def test_a_plan_prefers_colocated_workers_if_only_prompts_cost():
     alone = msgspec.structs.replace(plan, choices=[colocated])
     assert alone.command("m") == (
         "baton serve m --mode colocated --workers 2 --slo-ttft 2 --slo-itl 0.5 --step-time 0.2425"
+        " --max-num-batched-tokens 4096"
     )
 
 
