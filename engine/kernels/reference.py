@@ -389,6 +389,8 @@ class NumpyBackend(HostArrays, HostAudio, HostPictures):
         target_ids: I32,
     ) -> int:
         """Copy blocks from pool to pool; see the protocol."""
+        if source.dtype != target.dtype:
+            raise ValueError("source and target have different types")
         _shape("target", target, (len(source), None, *source.shape[2:]))
         _shape("target_ids", target_ids, source_ids.shape)
         if np.may_share_memory(source, target):

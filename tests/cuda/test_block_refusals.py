@@ -112,6 +112,8 @@ def test_wrong_copies_never_reach_a_kernel(device: Device) -> None:
     changes: list[tuple[str, dict[str, Any]]] = [
         ("float32", {"source": device.zeros(shape, np.float32)}),
         ("differ", {"target": device.zeros((4, 9, 2, 3, 16, 16), np.uint16)}),
+        ("int8 and uint16", {"source": device.zeros(shape, np.int8)}),
+        ("uint16 and int8", {"target": device.zeros((4, 9, 2, 3, 8, 16), np.int8)}),
         ("shape", {"target": device.zeros((9, 2, 3, 8, 16), np.uint16)}),
         ("block 6", {"source_ids": blocks.upload_ids(device, [6, 0, 2])}),
         ("block 9", {"target_ids": blocks.upload_ids(device, [9, 0, 2])}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 import xxhash
@@ -176,6 +178,15 @@ def test_copies_between_pools_of_other_shapes_are_refused(backend, rng, shape):
     with pytest.raises(ValueError):
         backend.copy_blocks(source, target, 0, 1, IDS, IDS)
     assert np.isnan(target).all()
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize("kinds", permutations((np.float32, np.uint16, np.int8), 2))
+def test_copies_between_pools_of_other_types_are_refused(backend, kinds, blocks):
+    source, target = (np.full((2, 8, 2, 4, 4, 16), fill, kinds[fill]) for fill in (0, 1))
+    with pytest.raises(ValueError, match="different types"):
+        backend.copy_blocks(source, target, 0, 1, IDS[:blocks], IDS[:blocks])
+    assert (target == 1).all()
 
 
 def test_pools_that_overlap_or_have_gaps_or_are_read_only_targets_are_refused(backend, rng):
