@@ -31,13 +31,14 @@ from baton.loadgen.statistics import (
     table,
     warning,
 )
-from baton.proto.errors import ConfigError, InputError, RequestFailed
+from baton.proto.errors import BatonError, ConfigError, InputError, RequestFailed
 
 from .bench_load import (
     REQUESTS,
     ROUNDS,
     WARMUP,
     loads_of,
+    lost,
     options_of,
     planned,
     sent,
@@ -211,7 +212,10 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print tables, and write the files. Exit code 1 if no request ended well."""
+    """Measure, print tables, and write the files.
+
+    Raises the error that ended the measurement early, and RequestFailed if no request ended well.
+    """
     check(arguments)
     if arguments.slo is not None:
         arguments.slo_ttft, arguments.slo_itl = arguments.slo
@@ -221,7 +225,7 @@ def run(arguments: argparse.Namespace) -> int:
         from .compare import compare  # with what starts clusters
 
         return compare(arguments)
-    title, summaries = uvloop.run(_measure(arguments))
+    title, summaries, problem = uvloop.run(_measure(arguments))
     slo = arguments.slo_ttft, arguments.slo_itl
     if len(summaries) > 1:
         print("\n" + "\n".join(sweep(summaries, unit_of(arguments), *slo)))
@@ -230,6 +234,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         text = picture(summaries, unit_of(arguments), *slo, title=title)
         write(arguments.plot, text.encode())
+    if problem is not None:
+        raise problem
     if not any(one.outcomes[OK] for one in summaries):
         raise RequestFailed("no request ended well")
     return 0
@@ -263,38 +269,53 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {file}: the folder does not exist")
 
 
-async def _measure(arguments: argparse.Namespace) -> tuple[str, list[Summary]]:
+async def _measure(
+    arguments: argparse.Namespace,
+) -> tuple[str, list[Summary], BatonError | None]:
+    """Return the title, a summary per run, and the error that ended the measurement early."""
     target, name, shape = await _target(arguments)
     runner = Runner(target, limit=arguments.limit)
-    slo = arguments.slo_ttft, arguments.slo_itl
     title = f"{name}: {workload(arguments, embeds=shape.texts > 0)}"
     print(title, flush=True)
-    summaries = []
+    summaries: list[Summary] = []
     try:
         for at, load in enumerate(loads_of(arguments)):
-            seed = arguments.seed + 1000 * at
-            warmup = random_jobs(
-                replace(shape, cancel_share=0.0), [None] * warmup_of(arguments), seed + 1
-            )
-            for record in await runner.closed_loop(warmup, 1):
-                if record.outcome != OK:
-                    raise RequestFailed(f"the first request failed: {record.error}")
-            records = await _watched(runner, _one_run(arguments, runner, shape, load, seed))
-            summary = summarize(records, load, *slo)
-            summaries.append(summary)
-            print(f"\n{unit_of(arguments)}: {load:g}\n" + "\n".join(table(summary, *slo)))
-            if late := warning(summary):
-                warn(late)
+            await _one_run(arguments, runner, shape, (load, arguments.seed + 1000 * at), summaries)
+    except BatonError as problem:
+        if not summaries:
+            raise
+        return title, summaries, problem
     finally:
         await target.close()
-    return title, summaries
+    return title, summaries, None
 
 
 async def _one_run(
-    arguments: argparse.Namespace, runner: Runner, shape: Shape, load: float, seed: int
-) -> list[Record]:
+    arguments: argparse.Namespace,
+    runner: Runner,
+    shape: Shape,
+    load_and_seed: tuple[float, int],
+    summaries: list[Summary],
+) -> None:
+    """Measure at one load, print its table and add its summary.
+
+    Raises RequestFailed for a failed request of the warm-up, and ConnectionLost, after the table,
+    if the server was lost.
+    """
+    load, seed = load_and_seed
+    warmup = random_jobs(replace(shape, cancel_share=0.0), [None] * warmup_of(arguments), seed + 1)
+    for record in await runner.closed_loop(warmup, 1):
+        if record.outcome != OK:
+            raise RequestFailed(f"the first request failed: {record.error}")
     jobs = await asyncio.to_thread(planned, arguments, shape, load, seed)
-    return await sent(arguments, runner, jobs, load)
+    records = await _watched(runner, sent(arguments, runner, jobs, load))
+    slo = arguments.slo_ttft, arguments.slo_itl
+    summaries.append(summarize(records, load, *slo))
+    print(f"\n{unit_of(arguments)}: {load:g}\n" + "\n".join(table(summaries[-1], *slo)))
+    if late := warning(summaries[-1]):
+        warn(late)
+    if runner.is_lost:
+        raise lost(arguments, jobs, records)
 
 
 async def _target(arguments: argparse.Namespace) -> tuple[Target, str, Shape]:

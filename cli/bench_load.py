@@ -9,10 +9,10 @@ from itertools import repeat
 from pathlib import Path
 
 from baton.loadgen.plan import Job, Lengths, Shape, constant, poisson, random_jobs, trace_jobs
-from baton.loadgen.run import Runner, until
+from baton.loadgen.run import LOST_S, Runner, until
 from baton.loadgen.statistics import Record
 from baton.loadgen.traces import read_trace
-from baton.proto.errors import ConfigError
+from baton.proto.errors import ConfigError, ConnectionLost
 
 ROUNDS = 3
 REQUESTS = 100
@@ -31,8 +31,7 @@ def planned(
     arguments: argparse.Namespace, shape: Shape, load: float, seed: int, series: int = 0
 ) -> Iterable[Job]:
     """Return the jobs of a run; another ``series`` has other tokens. A trace is read here."""
-    duration = arguments.duration
-    number = arguments.requests or (0 if duration or arguments.trace else REQUESTS)
+    duration, number = arguments.duration, _number(arguments)
     if arguments.trace:
         arrivals, scale = read_trace(Path(arguments.trace), number), arguments.trace_scale
         found = trace_jobs(arrivals, shape, seed, speed=load, scale=scale, series=series)
@@ -47,6 +46,11 @@ def planned(
     return random_jobs(shape, times, seed, series=series)
 
 
+def _number(arguments: argparse.Namespace) -> int:
+    """Return the number of requests of a run; 0: as many as the duration or the trace has."""
+    return arguments.requests or (0 if arguments.duration or arguments.trace else REQUESTS)
+
+
 async def sent(
     arguments: argparse.Namespace, runner: Runner, jobs: Iterable[Job], load: float
 ) -> list[Record]:
@@ -54,6 +58,17 @@ async def sent(
     if arguments.trace or arguments.rates:
         return await runner.open_loop(list(jobs))
     return await runner.closed_loop(jobs, int(load), arguments.duration)
+
+
+def lost(
+    arguments: argparse.Namespace, jobs: Iterable[Job], records: Sequence[Record]
+) -> ConnectionLost:
+    """Return the error of a run that ended because the server was lost."""
+    number = len(jobs) if isinstance(jobs, list) else _number(arguments)
+    rest = f"{number - len(records)} of {number} requests were" if number else "the rest was"
+    return ConnectionLost(
+        f"no connection to the server for over {LOST_S:g} s: the run ended, and {rest} not sent"
+    )
 
 
 def warmup_of(arguments: argparse.Namespace, workers: int = 1) -> int:

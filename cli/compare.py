@@ -47,6 +47,7 @@ from baton.runtime.process.cores import usable_cores
 from .bench_load import (
     ROUNDS,
     loads_of,
+    lost,
     options_of,
     planned,
     sent,
@@ -72,7 +73,7 @@ _KEPT = {
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Run all rounds, then print the table and write the files, also after Ctrl-C.
+    """Run all rounds, then print the table and write the files, also after Ctrl-C or an error.
 
     Raises RequestFailed if the tokens of two configurations differ, or no request ended well.
     """
@@ -80,18 +81,18 @@ def compare(arguments: argparse.Namespace) -> int:
     comparison = Comparison(arguments)
     for sentence in warnings(arguments.compare, usable_cores().count):
         warn(sentence)
-    interrupted = False
+    ended: BatonError | KeyboardInterrupt | None = None
     try:
         for _ in comparison.runs_in_turns():
             pass
-    except KeyboardInterrupt:
-        interrupted = True
-    if arguments.forecast and not interrupted:
+    except (BatonError, KeyboardInterrupt) as problem:
+        ended = problem
+    if arguments.forecast and ended is None:
         comparison.predict()
     if comparison.runs:
         comparison.show()
-    if interrupted:
-        raise KeyboardInterrupt
+    if ended is not None:
+        raise ended
     different = difference(comparison.runs)
     if different:
         raise RequestFailed(different)
@@ -224,6 +225,9 @@ class Comparison:
             before = parsed(await client.status())
             async with _sampled(client) as used:
                 records = await sent(self._arguments, runner, jobs, self._load)
+            if runner.is_lost:
+                _note(self._line(Run(configuration.name, number, records, Counters())))
+                raise lost(self._arguments, jobs, records)
             after = parsed(await client.status())
         finally:
             await target.close()

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from baton.client import AsyncClient
-from baton.proto.errors import BatonError, CapacityError
+from baton.proto.errors import BatonError, CapacityError, ConnectionLost
 from baton.proto.sampling import SamplingParams
 
 from .plan import Job
@@ -19,6 +20,14 @@ from .statistics import CANCELLED, FAILED, OK, REFUSED, Record
 
 LIMIT_S = 600.0
 """Default of the seconds for one request, after which it counts as failed."""
+LOST_S = 10.0
+"""Seconds without an answer or a connection after which the server counts as lost.
+
+A router that restarts needs less. The client gives up a new request after 5 s.
+"""
+TURN_S = 0.5
+"""Seconds between checks, in an open loop, whether the server is lost."""
+_LOST = "the server was lost"
 _ERROR_CHARS = 200
 Clock = Callable[[], float]
 
@@ -89,7 +98,10 @@ class NativeEmbeddings:
 
 
 class Runner:
-    """Runs jobs one run after the other. ``limit``: seconds for each request."""
+    """Runs jobs one run after the other. ``limit``: seconds for each request.
+
+    ``is_lost``: the server was lost. Then the run ended, and the rest of its jobs was not sent.
+    """
 
     def __init__(
         self, target: Target, *, limit: float = LIMIT_S, clock: Clock = time.perf_counter
@@ -98,6 +110,10 @@ class Runner:
         self._limit = limit
         self._clock = clock
         self.finished = 0
+        self.is_lost = False
+        self._running: dict[asyncio.Timeout, Record] = {}
+        self._answered_at = -math.inf
+        self._away_since = math.inf  # when the first request of a series of failures was sent
 
     async def open_loop(self, jobs: Sequence[Job]) -> list[Record]:
         """Send each job at its time, whatever has become of the others."""
@@ -106,8 +122,10 @@ class Runner:
         try:
             for job in jobs:
                 at = start + (job.at or 0.0)
-                while (left := at - self._clock()) > 0:
-                    await asyncio.sleep(left)
+                while (left := at - self._clock()) > 0 and not self.is_lost:
+                    await asyncio.sleep(min(left, TURN_S))
+                if self.is_lost:
+                    break
                 tasks.append(asyncio.ensure_future(self._send(job, at)))
             return await asyncio.gather(*tasks)
         finally:
@@ -124,7 +142,7 @@ class Runner:
         records: dict[int, Record] = {}
 
         async def work() -> None:
-            while duration is None or self._clock() - start < duration:
+            while not self.is_lost and (duration is None or self._clock() - start < duration):
                 number, job = next(waiting, (0, None))
                 if job is None:
                     return
@@ -141,20 +159,47 @@ class Runner:
         record = Record(arrived, sent=self._clock(), prompt_tokens=len(job.prompt), texts=job.texts)
         limit = self._limit if job.cancel_after is None else min(job.cancel_after, self._limit)
         try:
-            async with asyncio.timeout(limit):
-                await self._target.send(job, record)
+            async with asyncio.timeout(limit) as timeout:
+                self._running[timeout] = record
+                try:
+                    await self._target.send(job, record)
+                finally:
+                    del self._running[timeout]
             record.outcome = OK
+            self._answered()
         except TimeoutError:
             cancelled = job.cancel_after is not None and limit == job.cancel_after
             record.outcome = CANCELLED if cancelled else FAILED
             record.error = "" if cancelled else f"no end within {limit:g} s"
+            if self.is_lost:
+                record.outcome, record.error = FAILED, _LOST
         except CapacityError as error:
             record.outcome, record.error = REFUSED, _shown(error)
-        except (BatonError, OSError, EOFError) as error:
+            self._answered()
+        except (ConnectionLost, OSError, EOFError) as error:
             record.outcome, record.error = FAILED, _shown(error)
+            self._unreachable(record)
+        except BatonError as error:
+            record.outcome, record.error = FAILED, _shown(error)
+            self._answered()
         record.ended = self._clock()
         self.finished += 1
         return record
+
+    def _answered(self) -> None:
+        self._answered_at, self._away_since = self._clock(), math.inf
+
+    def _unreachable(self, record: Record) -> None:
+        """Note a request that had no connection. If the server is lost, end what runs."""
+        stamps = (one.stamps[-1][0] for one in (record, *self._running.values()) if one.stamps)
+        since = min(self._away_since, record.sent)
+        self._away_since = max(self._answered_at, since, *stamps)
+        if self._clock() - self._away_since < LOST_S:
+            return
+        self.is_lost = True
+        for timeout in self._running:
+            if not timeout.expired():
+                timeout.reschedule(0.0)
 
 
 def _shown(error: Exception) -> str:

@@ -1,11 +1,13 @@
 """``baton bench`` against a real cluster, over its own protocol and over HTTP."""
 
+import asyncio
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+from baton.cli import bench, compare
 from baton.cli.command import main
 
 from .http import Gateway
@@ -49,6 +51,54 @@ def test_open_loops_of_rates_and_of_a_trace(running, capsys):
     trace = [f"--trace={TRACE}", "--trace-scale=0.005", "--trace-speed=500", "--requests=12"]
     assert main(["bench", address, *trace, "--warmup=0"]) == 0
     assert "12 ok" in capsys.readouterr().out
+
+
+def killed_in_mid_run(monkeypatch, module, cluster, *, run):
+    """Kill the cluster in this run of ``module``, and count a server as lost after a second."""
+    monkeypatch.setattr("baton.loadgen.run.LOST_S", 1.0)
+    taken, runs = module.sent, []
+
+    async def watched(arguments, runner, jobs, load):
+        runs.append(load)
+        before, sending = (
+            runner.finished,
+            asyncio.ensure_future(taken(arguments, runner, jobs, load)),
+        )
+        if len(runs) == run:
+            while runner.finished < before + 5:
+                await asyncio.sleep(0.01)
+            cluster.process.kill()
+        return await sending
+
+    monkeypatch.setattr(module, "sent", watched)
+
+
+def test_a_killed_cluster_ends_the_measurement(start_cluster, tmp_path, monkeypatch, capsys):
+    """With the tables and the file of what was measured, also of the load before."""
+    cluster, file = start_cluster(prefill=1, decode=1).wait_ready(), tmp_path / "a.json"
+    killed_in_mid_run(monkeypatch, bench, cluster, run=2)
+    options = ["--rates=200,5,5", "--requests=400", "--output=3", f"--json={file}"]
+    assert main(["bench", cluster.address, *options]) == 1
+    caught = capsys.readouterr()
+    first, second = json.loads(file.read_text())["runs"]
+    assert first["outcomes"]["ok"] == 400
+    assert second["outcomes"]["ok"] >= 5 and second["outcomes"]["failed"] > 0
+    assert f"{400 - second['requests']} of 400 requests were not sent" in caught.err
+    assert "requests/s: 5\n" in caught.out and f"{second['outcomes']['ok']} ok" in caught.out
+    assert "TTFT p50" in caught.out  # of the loads beside each other
+
+
+def test_a_killed_cluster_ends_a_comparison(start_cluster, monkeypatch, capsys):
+    cluster = start_cluster(prefill=1, decode=1).wait_ready()
+    killed_in_mid_run(monkeypatch, compare, cluster, run=2)
+    configurations = f"--compare=a={cluster.address},b={cluster.address}"
+    options = ["--rates=40", "--requests=320", "--output=3", "--rounds=1"]
+    assert main(["bench", configurations, *options]) == 1
+    caught = capsys.readouterr()
+    assert "1 of 2 runs" in caught.out and "320 ok" in caught.out
+    assert "round 1, b: " in caught.err
+    assert "baton: b: no connection to the server" in caught.err
+    assert "of 320 requests were not sent" in caught.err
 
 
 def test_over_http(running, tmp_path, capsys):

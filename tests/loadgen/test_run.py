@@ -3,14 +3,21 @@
 import asyncio
 import contextlib
 import json
+import math
 
 import pytest
 
 from baton.loadgen.http import MAX_EVENT_BYTES, HttpTarget, Server
 from baton.loadgen.plan import Job, Lengths, Shape, random_jobs
-from baton.loadgen.run import Runner, until
+from baton.loadgen.run import LOST_S, Runner, until
 from baton.loadgen.statistics import CANCELLED, FAILED, OK, REFUSED, Record
-from baton.proto.errors import BatonError, CapacityError, ConfigError, RequestFailed
+from baton.proto.errors import (
+    BatonError,
+    CapacityError,
+    ConfigError,
+    ConnectionLost,
+    RequestFailed,
+)
 
 
 def jobs(*times, cancel_after=None, texts=0):
@@ -130,6 +137,88 @@ def test_outcomes():
     assert outcome(limit=0.01) == (FAILED, "no end within 0.01 s")
     with pytest.raises(ZeroDivisionError):  # a fault of ours
         outcome(error=ZeroDivisionError())
+
+
+# --------------------------------------------------------------------------- a lost server
+
+
+class Dying:
+    """A server that is away from ``dies`` to ``back``; ``now``: the time, which answers take."""
+
+    def __init__(self, dies, back=math.inf):
+        self.now, self.dies, self.back = 0.0, dies, back
+        self.runner = Runner(Fake(self.answer), clock=lambda: self.now)
+
+    async def answer(self, job, record):
+        if self.dies <= self.now < self.back:
+            self.now += 4.0
+            raise ConnectionLost("no answer")
+        self.now += 1.0
+
+    def outcomes(self, number):
+        records = asyncio.run(self.runner.closed_loop(jobs(*[None] * number), 1))
+        return [one.outcome for one in records]
+
+
+def test_a_lost_server_ends_the_run():
+    server = Dying(3.0)
+    assert server.outcomes(4000) == [OK] * 3 + [FAILED] * 3
+    assert server.runner.is_lost
+
+
+def test_a_server_that_comes_back_in_time_is_not_lost():
+    server = Dying(3.0, back=3.0 + LOST_S - 2.5)
+    assert server.outcomes(8) == [OK] * 3 + [FAILED] * 2 + [OK] * 3
+    server.dies, server.back = server.now, server.now + LOST_S - 2.5
+    assert server.outcomes(5) == [FAILED] * 2 + [OK] * 3
+    server.now += 1000.0  # without a request: an outage begins with the first that fails
+    server.dies = server.now
+    server.back = server.now + 4.0
+    assert server.outcomes(3) == [FAILED] + [OK] * 2
+    assert not server.runner.is_lost
+
+
+def test_a_server_that_streams_is_not_lost_by_connections_that_fail():
+    """As one does whose queue of connections is full."""
+
+    async def main():
+        now, streams = [0.0], []
+
+        async def answer(job, record):
+            if not streams:
+                streams.append(record)
+                await asyncio.Event().wait()
+            now[0] += 4.0
+            streams[0].stamp(now[0], 1)
+            raise ConnectionLost("no answer")
+
+        runner = Runner(Fake(answer), clock=lambda: now[0], limit=0.5)
+        return runner, await runner.open_loop(jobs(*[0.0] * 20))
+
+    runner, records = asyncio.run(main())
+    assert not runner.is_lost and len(records) == 20
+    assert (records[0].tokens, records[0].error) == (19, "no end within 0.5 s")
+
+
+def test_a_lost_server_ends_what_runs_and_an_open_loop():
+    async def main():
+        now = [0.0]
+
+        async def answer(job, record):
+            record.stamp(now[0], 1)
+            if fake.sent > 1:
+                now[0] += LOST_S
+                raise OSError("refused")
+            await asyncio.Event().wait()
+
+        fake = Fake(answer)
+        runner = Runner(fake, clock=lambda: now[0])
+        return runner, await runner.open_loop(jobs(0.0, 0.0, 1e6))
+
+    runner, (first, second) = asyncio.run(main())
+    assert runner.is_lost
+    assert (first.outcome, first.tokens, first.error) == (FAILED, 1, "the server was lost")
+    assert (second.outcome, second.error) == (FAILED, "refused")
 
 
 # --------------------------------------------------------------------------- HTTP
