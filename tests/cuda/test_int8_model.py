@@ -37,7 +37,11 @@ from .small_model import (
 )
 
 load = partial(small_model.load, kv_type="int8")
-NEAR = 3e-2  # of the CPU's engine over an int8 pool: within bfloat16
+NEAR = 6e-2
+"""Of the CPU's engine over an int8 pool, within bfloat16.
+
+Twice the largest error of 335 random prompts; a window of one token more or less differs by 0.2.
+"""
 
 
 @pytest.mark.parametrize("heads", [2, 4])
