@@ -260,9 +260,10 @@ def _requests(router: RouterReport) -> list[str]:
     refused = f"{counts.refused} refused" + (f" ({reasons})" if reasons else "")
     cached = 100 * router.cached_tokens / max(1, router.prompt_tokens)
     restarts = f"{router.restarts} restart{'' if router.restarts == 1 else 's'} of workers"
+    gone = f", {counts.disconnected} disconnected" if counts.disconnected else ""
     requests = (
-        f"{counts.finished} ok, {counts.failed} failed, {refused}, {counts.cancelled} cancelled, "
-        f"{counts.replayed} replayed, {counts.in_flight} in flight, {counts.queued} queued"
+        f"{counts.finished} ok, {counts.failed} failed, {refused}, {counts.cancelled} cancelled"
+        f"{gone}, {counts.replayed} replayed, {counts.in_flight} in flight, {counts.queued} queued"
     )
     if router.mode != "disaggregated" or counts.local:
         requests += f", {counts.local} local (mode {router.mode})"

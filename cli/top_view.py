@@ -49,6 +49,7 @@ class Snapshot:
             finished=sum(one.finished for one in counts),
             failed=sum(one.failed for one in counts),
             cancelled=sum(one.cancelled for one in counts),
+            disconnected=sum(one.disconnected for one in counts),
             refused=sum(one.refused for one in counts),
             replayed=sum(one.replayed for one in counts),
         )
@@ -265,8 +266,9 @@ class Top:
         prompt = sum(rate.prompt_tokens_per_s for rate in rates)
         generated = sum(rate.generated_tokens_per_s for rate in rates)
         ttft, itl = latency.first_token_s, latency.between_tokens_s
+        gone = f"disconnected {counts.disconnected}  " if counts.disconnected else ""
         ended = (
-            f"ok {counts.finished}  failed {counts.failed}  cancelled {counts.cancelled}  "
+            f"ok {counts.finished}  failed {counts.failed}  cancelled {counts.cancelled}  {gone}"
             f"refused {counts.refused}  replayed {counts.replayed}"
         )
         parts = [

@@ -149,9 +149,10 @@ class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Requests now, and since the router's start.
 
-    ``finished``, ``failed`` and ``cancelled``: admitted requests that ended. ``refused``: requests
-    that were not admitted, each once, however often its client sends it again. ``replayed``,
-    ``moved``: attempts made again, waiting requests moved.
+    ``finished``, ``failed``, ``cancelled``: admitted requests that ended. ``disconnected``: those
+    whose client disconnected without a Cancel. ``refused``: requests that were not admitted, each
+    once, however often its client sends it again. ``replayed``, ``moved``: attempts made again,
+    waiting requests moved.
     ``local``: attempts that decode workers got alone, with their prompts.
     """
 
@@ -161,6 +162,7 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
+    disconnected: int = 0
     refused: int = 0
     refused_by_reason: dict[str, int] = {}
     replayed: int = 0

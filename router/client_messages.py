@@ -51,7 +51,7 @@ from .events import (
 from .lifecycle import Lifecycle
 from .own_errors import TEXT
 from .queries import Queries, merge_queries
-from .records import Attempt, Request
+from .records import CLIENT_GONE, Attempt, Request
 from .state import RouterState
 from .states import State
 from .stories import MAX_ORIGIN_CHARS
@@ -146,7 +146,7 @@ class ClientMessages:
                 request.limit = min(request.limit, now + ENDED_ABSENT_S)
                 self._table.wake(request, request.retry_at, now)
             elif window <= 0:
-                self._lifecycle.cancel(request, now, "client gone")
+                self._lifecycle.cancel(request, now, CLIENT_GONE)
                 self._lifecycle.forget(request)
             else:
                 request.limit = min(request.deadline, now + window)

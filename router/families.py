@@ -33,7 +33,7 @@ from baton.runtime.metrics.latency import Latency, cumulated
 from .admission import Admission
 from .config import RouterConfig
 from .handoffs import HandoffMetrics
-from .metrics import CANCELLED, MISSED, OK, OWNERS, Metrics
+from .metrics import CANCELLED, DISCONNECTED, MISSED, OK, OWNERS, Metrics
 from .placement import NO_PREFILL
 from .records import Worker
 from .registry import Registry
@@ -107,7 +107,8 @@ def _router(sources: Sources) -> list[Family]:
 
 def _requests(sources: Sources) -> list[Family]:
     metrics, admission = sources.metrics, sources.admission
-    outcomes = _numbers(metrics.outcomes, (OK, "stop"), (OK, "length"), (CANCELLED, CANCELLED))
+    early = ((one, one) for one in (CANCELLED, DISCONNECTED))
+    outcomes = _numbers(metrics.outcomes, (OK, "stop"), (OK, "length"), *early)
     return [
         gauge("baton_requests_in_flight", "Admitted requests that run.", admission.requests),
         gauge("baton_requests_queued", "Requests that wait for workers.", sources.queued),

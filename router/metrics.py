@@ -26,9 +26,9 @@ from baton.runtime.metrics.families import (
 )
 from baton.runtime.metrics.latency import Latency
 
-from .records import Attempt, Request
+from .records import CLIENT_GONE, Attempt, Request
 
-OK, FAILED, CANCELLED = "ok", "failed", "cancelled"
+OK, FAILED, CANCELLED, DISCONNECTED = "ok", "failed", "cancelled", "disconnected"
 REASONS = {
     GenerationStatus.END_OF_SEQUENCE.value: (OK, "stop"),
     GenerationStatus.MAXIMUM_LENGTH.value: (OK, "length"),
@@ -144,7 +144,9 @@ class Metrics:
             if terminal.times is not None and not terminal.decode:
                 self.prefilled(request, request.attempt, terminal.times)
         elif terminal.status == CANCELLED or code == CANCELLED:
-            self._lost[CANCELLED, CANCELLED] += 1
+            gone = request.attempt.cause == CLIENT_GONE
+            outcome = DISCONNECTED if gone else CANCELLED
+            self._lost[outcome, outcome] += 1
         else:
             self._lost[FAILED, code if code in _CODES else "other"] += 1
 

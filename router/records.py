@@ -43,6 +43,8 @@ from . import states
 from .states import LIVE, RUNNING, State, Step, WorkerState
 
 NEVER = float("inf")
+CLIENT_GONE = "client gone"
+"""Why a request was aborted whose client disconnected."""
 ENDED_KEEP_S = 5.0
 """Minimum seconds for which a terminal is kept, also after the deadline."""
 SUSPECT_DEATHS = 2

@@ -14,7 +14,7 @@ from baton.runtime.metrics.families import Family
 from .families import Sources, families_of
 from .handoffs import Transferred
 from .history import History
-from .metrics import CANCELLED, FAILED, OK
+from .metrics import CANCELLED, DISCONNECTED, FAILED, OK
 from .pairs import FailedPair
 from .records import ANYBODY, Caller, Worker
 from .state import RouterState
@@ -159,6 +159,7 @@ class Reporter:
                 "finished": metrics.total(OK),
                 "failed": metrics.total(FAILED),
                 "cancelled": metrics.total(CANCELLED),
+                "disconnected": metrics.total(DISCONNECTED),
                 "refused": metrics.refused.total(),
                 "refused_by_reason": dict(metrics.refused),
                 "replayed": metrics.replayed,

@@ -13,7 +13,7 @@ from .early_moves import EarlyMoves
 from .events import Tick, ToWorker
 from .history import History
 from .lifecycle import Lifecycle
-from .records import NEVER, Request, Worker
+from .records import CLIENT_GONE, NEVER, Request, Worker
 from .recovery import WorkerLosses
 from .state import RouterState
 from .states import State
@@ -102,7 +102,7 @@ class Timers:
                 text = f"{text}; {request.unreachable}"
             self._lifecycle.fail(request, DeadlineExceeded(text), now)
         else:
-            self._lifecycle.cancel(request, now, "client gone")
+            self._lifecycle.cancel(request, now, CLIENT_GONE)
             self._lifecycle.forget(request)
 
     # ------------------------------------------------------------------ workers

@@ -238,7 +238,8 @@ class _Load:
         """Whether all requests were served, over which transport, and gave all blocks back."""
         status = self._status(handoffs=255)
         counts, handoffs = status["router"]["requests"], status["handoffs"]["last"]
-        others = {name: counts[name] for name in ("failed", "cancelled", "refused", "moved")}
+        other = ("failed", "cancelled", "disconnected", "refused", "moved")
+        others = {name: counts[name] for name in other}
         right = self._whole and counts["finished"] == self._requests and not any(others.values())
         result = f"{counts['finished']} of {self._requests}, {'all' if self._whole else 'not all'}"
         rest = "".join(f", {count} {name}" for name, count in others.items() if count)

@@ -397,6 +397,9 @@ def test_status_begins_with_requests_throughput_and_uptime():
         "throughput   1.3 requests/s, prompt 10.0 tok/s (50 % cached), generation 20.0 tok/s"
     )
     assert uptime == "uptime       1 h 1 min, 1 restart of workers"
+    counts = RequestCounts(cancelled=4, disconnected=2)
+    requests = status.describe(ClusterReport(router=RouterReport(requests=counts)))[0]
+    assert "4 cancelled, 2 disconnected, 0 replayed" in requests
 
 
 def test_status_is_shown_again_until_it_is_interrupted(monkeypatch, capsys):

@@ -164,7 +164,7 @@ def test_floods_and_claims_touch_no_stream(running, folder):
             assert tokens == truth
         assert all_ready(running)
     after = counted(running)
-    for kind in ("replayed", "failed", "cancelled"):
+    for kind in ("replayed", "failed", "cancelled", "disconnected"):
         assert after[kind] == before[kind], kind
     check(reports)
     assert streamed(running)[0] == truth

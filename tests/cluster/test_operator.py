@@ -74,7 +74,8 @@ def test_the_figures_of_status_and_line_add_up(cluster):
         assert worker["requests_waiting"] == worker["outstanding_tokens"] == 0
     requests = status["router"]["requests"]
     assert (requests["submitted"], requests["finished"]) == (len(answers), len(answers))
-    assert requests["failed"] + requests["cancelled"] + requests["refused"] == 0
+    others = ("failed", "cancelled", "disconnected", "refused")
+    assert {name: requests[name] for name in others} == dict.fromkeys(others, 0)
 
     # A line's rates are of its interval: of no less than was set, and of no more than is left
     # of the time when all others were that short. Intervals without work have no line.

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from baton.proto.limits import PROTOCOL_VERSION
 from baton.proto.wire.messages import (
     Buckets,
+    Cancel,
     Drained,
     Hello,
     Status,
@@ -138,6 +139,27 @@ def test_outcomes_have_their_reason_and_unknown_codes_are_one(bench):
         ("failed", "deadline_exceeded"): 1,
         ("failed", "other"): 1,
     }
+
+
+@pytest.mark.parametrize("window", [0.0, 30.0])
+def test_a_request_of_a_lost_connection_is_not_counted_as_cancelled(make_bench, window):
+    """A client whose router was silent submits again on another connection, under another key."""
+    bench = make_bench(resume_window_s=window)
+    bench.pair()
+    bench.submit("cancelled", identity=b"other")
+    bench.client(Cancel(request_id="cancelled"), b"other")
+    bench.submit()
+    bench.submit(identity=b"again")
+    bench.client_gone()
+    bench.advance(window + 1.0)
+    found = numbers(bench, "baton_requests_total")
+    assert found["cancelled", "cancelled"] == found["disconnected", "disconnected"] == 1
+    bench.client(Status(), b"operator")
+    requests = msgspec.json.decode(bench.one(b"operator", StatusReport).report)["router"][
+        "requests"
+    ]
+    assert (requests["submitted"], requests["in_flight"]) == (3, 1)
+    assert (requests["cancelled"], requests["disconnected"]) == (1, 1)
 
 
 def test_refused_requests_are_counted_by_reason(bench):
