@@ -78,13 +78,14 @@ def make_case(
     return Case(q, pool, tables, seen, window, 1.2 / dim**0.5)
 
 
-def int8_twin(case: Case, rng: np.random.Generator) -> tuple[Case, Case]:
+def int8_twin(case: Case, rng: np.random.Generator, powers: int = 6) -> tuple[Case, Case]:
     """Return a case over an int8 pool, and one over a bfloat16 pool with the same values.
 
-    What no row may see has random codes, and NaN for a magnitude.
+    What no row may see has random codes, and NaN for a magnitude. The sizes of rows differ by up
+    to ``powers`` powers of two in each direction.
     """
     nowhere = from_bf16(case.kv_layer).astype(np.float32)
-    sizes = np.exp2(rng.integers(-6, 7, nowhere.shape[:4])).astype(np.float32)
+    sizes = np.exp2(rng.integers(-powers, powers + 1, nowhere.shape[:4])).astype(np.float32)
     rows = kv_rows.stored(nowhere * sizes[..., None], "int8")
     unseen = (case.kv_layer == NAN).all(axis=-1)
     rows[unseen] = rng.integers(-128, 128, (int(unseen.sum()), rows.shape[-1]))

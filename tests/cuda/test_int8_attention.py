@@ -90,7 +90,8 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs(host_device, rng, bug):
-    narrow, wide = int8_twin(decode_case(rng, [203, 75], dim=64, kv_heads=1), rng)
+    """Sizes differ little: of larger ones a single key may decide, perhaps not the one at fault."""
+    narrow, wide = int8_twin(decode_case(rng, [203, 75], dim=64, kv_heads=1), rng, powers=1)
     expected = run_decode(host_device, wide)[0]
     planted = host_device.with_defines(f"BATON_PLANT_{bug}")
     for seed in range(4):

@@ -17,8 +17,10 @@ from baton.benchmarks.scratch import scratch_folder
 from baton.benchmarks.served import Served
 from baton.client import Client
 
+from ..cuda.small_model import SHAPE
 from ..processes import wait_until
-from .test_lost_gpu import SHAPE, generated, pids
+from .failing_cluster import generated
+from .test_lost_gpu import pids
 
 UUIDS = ["GPU-" + "-".join(digits * n for n in (4, 2, 2, 2, 6)) for digits in ("01", "02")]
 
