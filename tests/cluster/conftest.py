@@ -247,6 +247,8 @@ def pytest_runtest_teardown(item, nextitem):
     """End the clusters that a module has left, and those of several that none uses soon."""
     if nextitem is not None and nextitem.path == item.path:
         return
+    if getattr(item, "_finalizers_suspended", False):  # by pytest-rerunfailures, for a second try
+        return
     last = nextitem is None or nextitem.path.parent != item.path.parent
     for key, left_at in list(LEFT_AT.items()):
         if last or time.monotonic() - left_at > KEPT_S:

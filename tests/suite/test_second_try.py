@@ -28,12 +28,17 @@ def test_noisy():
 def test_wrong():
     tries.append(2)
     assert tries.count(2) > 1, "the tokens differ"
+def answers(number):
+    return [[number] * 300] * 16
+def test_wrong_answers_without_the_word():
+    tries.append(4)
+    assert answers(tries.count(4)) == answers(2)
 """
 
 
 @pytest.mark.parametrize(("folder", "outcomes"), [
-    ("cluster", {"rerun": 2, "passed": 2, "failed": 1}),
-    ("engine", {"failed": 3}),
+    ("cluster", {"rerun": 2, "passed": 2, "failed": 2}),
+    ("engine", {"failed": 4}),
 ])  # fmt: skip
 def test_only_tests_of_processes_are_tried_again(pytester, folder, outcomes):
     pytester.makeconftest(CONFTEST.format(path=str(Path(__file__).with_name("second_try.py"))))
@@ -43,3 +48,36 @@ def test_only_tests_of_processes_are_tried_again(pytester, folder, outcomes):
     assert result.parseoutcomes() == outcomes
     said = "failed at the first try" in result.stdout.str()
     assert said == ("rerun" in outcomes)
+
+
+CLUSTERS = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.cluster.conftest import STARTED, pytest_runtest_teardown
+class Cluster:
+    ended = 0
+    def end(self):
+        self.ended += 1
+STARTED.append(Cluster())
+def pytest_sessionfinish():
+    print("ended", STARTED[0].ended)
+"""
+LAST = """
+from conftest import STARTED
+tries = []
+def test_last():
+    tries.append(1)
+    assert len(tries) > 1, "late"
+    assert not STARTED[0].ended, "no cluster"
+"""
+
+
+def test_the_last_test_of_a_module_finds_its_cluster_at_the_second_try(pytester):
+    """The clusters of a module end with its last test, after all tries."""
+    path = Path(__file__)
+    second_try = CONFTEST.format(path=str(path.with_name("second_try.py")))
+    pytester.makeconftest(second_try + CLUSTERS.format(root=str(path.parents[2])))
+    (pytester.mkdir("cluster") / "test_it.py").write_text(LAST)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-s", "cluster")
+    assert result.parseoutcomes() == {"rerun": 1, "passed": 1}
+    result.stdout.fnmatch_lines("*ended 1*")
