@@ -156,6 +156,18 @@ class GrantTable(Generic[A]):
         """All grants. A request has two while its previous grant is being revoked."""
         return list(self._taken.values())
 
+    def check_integrity(self) -> None:
+        """Raise IllegalTransition if a slot is in no list, in two, or in one of another state."""
+        for slot in self._taken.values():
+            if slot.state is GrantState.FREE or self._slots[slot.index] is not slot:
+                raise IllegalTransition(f"slot {slot.index} is taken and {slot.state.value}")
+        if sorted([*self._taken, *self._free]) != list(range(len(self._slots))):
+            raise IllegalTransition("a slot is in no list, or in two")
+        ended = [slot for slots in self._revoking.values() for slot in slots]
+        revoking = [s for s in self._taken.values() if s.state is GrantState.REVOKING]
+        if {slot.index for slot in ended} != {slot.index for slot in revoking}:
+            raise IllegalTransition("the list of grants that end is wrong")
+
     def at(self, index: int) -> Slot[A]:
         """Return the slot with this index."""
         return self._slots[index]
@@ -215,6 +227,10 @@ class CreditPool:
     def outstanding(self) -> int:
         """Bytes of credit that have been granted but not received yet."""
         return self._outstanding
+
+    def keys(self) -> set[int]:
+        """Return the keys of the accounts."""
+        return set(self._accounts)
 
     def open(self, key: int, expected: int, *, limited: bool = True) -> int:
         """Start an account for ``expected`` bytes and return its first credit (may be 0)."""

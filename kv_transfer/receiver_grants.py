@@ -152,6 +152,14 @@ class ReceiverGrants(Generic[A]):
             slot.in_place = True
             slot.credit = self.credits.unlimit(slot.index, self.absent_bytes(slot))
 
+    def check_integrity(self) -> None:
+        """Raise if a grant has ended in part only, or if its credit has another end."""
+        self.credits.check_integrity()
+        self.table.check_integrity()
+        waiting = [s for s in self.table.taken() if s.state is not GrantState.OWNED]
+        if self.credits.keys() != {slot.index for slot in waiting}:
+            raise IllegalTransition("the accounts of credit are not those of the grants")
+
     def absent_bytes(self, slot: Slot[A]) -> int:
         """Bytes of the cells that have not arrived."""
         absent = 0 if slot.arrived is None else int(np.count_nonzero(~slot.arrived))

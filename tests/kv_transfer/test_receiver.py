@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from baton.kv_transfer.grants import TRANSITIONS, GrantState, IllegalTransition
 from baton.kv_transfer.receiver import Receiver, check_receiver
 from baton.kv_transfer.receiver_grants import Evict, Handover, Reply
 from baton.kv_transfer.sender_handoff import SendFrame
-from baton.proto.errors import ProtocolError
+from baton.proto.errors import InternalError, ProtocolError
 from baton.proto.wire.context_maps import grown_map
 from baton.proto.wire.messages import (
     Aborted,
@@ -32,6 +33,7 @@ from baton.proto.wire.messages import (
     Stale,
 )
 from baton.proto.wire.proofs import Holder
+from baton.simulator.own_errors import Plant, Planted
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -805,3 +807,32 @@ def test_no_message_costs_more_among_1024_grants():
     few, many = costs_among(16), costs_among(1024)
     assert len(few) == len(many) > 8
     assert {name: many[name] for name in few if many[name] > few[name] + 10} == {}
+
+
+def test_an_exception_at_any_line_of_an_end_is_seen_by_the_books_or_made_good():
+    """Otherwise blocks of a grant that ended in part would be held for ever."""
+    release = Release(request=REQUEST, attempt=1)
+    seen = 0
+    for line in itertools.count(1):
+        receiver, store = make_receiver()
+        _, frames = being_written(receiver)
+        receiver.on_release(PEER, release, 0.0)
+        plant = Plant(line)
+        try:
+            plant.run(lambda: receiver.data.on_frame(frames[0], intact=True, now=0.3))  # noqa: B023
+            assert line > 15 and seen > 3
+            return
+        except Planted:
+            pass
+        receiver.data.not_recorded(frames[0])
+        try:
+            check_receiver(receiver, [])
+            books = sum(len(one.block_table) for one in receiver.held()) == store.used
+        except (IllegalTransition, InternalError):
+            books = False
+        if not books:
+            seen += 1
+            continue  # the process is replaced
+        receiver.on_release(PEER, release, 0.5)
+        receiver.tick(0.6)
+        assert not receiver.ungiven() and store.used == 0, plant.where
