@@ -20,7 +20,7 @@ from baton.client import Client
 from ..cuda.small_model import SHAPE
 from ..processes import wait_until
 from .failing_cluster import generated
-from .test_lost_gpu import pids
+from .test_lost_gpu import PROMPTS, pids
 
 UUIDS = ["GPU-" + "-".join(digits * n for n in (4, 2, 2, 2, 6)) for digits in ("01", "02")]
 
@@ -343,16 +343,16 @@ def test_a_cluster_uses_both_gpus(
     # Paths of sockets are too long below tmp_path.
     with scratch_folder() as place, Served(place, folder, flags=flags) as served:
         assert devices(served.client) == own
-        first = generated(served.client)
+        first = generated(served.client, PROMPTS)
         before = pids(served.client)
         os.kill(before["decode-0"], signal.SIGKILL)
         wait_until(lambda: pids(served.client) != before and len(devices(served.client)) == 2)
         assert devices(served.client) == own
-        assert generated(served.client) == first
+        assert generated(served.client, PROMPTS) == first
         handoffs = served.client.status(handoffs=16)["handoffs"]["last"]
         log = served.log.read_text()
     assert {one["transport"] for one in handoffs} == {"cuda_ipc" if peers else "zmq"}
     assert (f"{UUIDS[1]} cannot read the memory of {UUIDS[0]}" in log) is not peers
     monkeypatch.setenv("BATON_FAKE_GPUS", "1")
     with scratch_folder() as place, Served(place, folder, flags=flags) as served:
-        assert generated(served.client) == first
+        assert generated(served.client, PROMPTS) == first
