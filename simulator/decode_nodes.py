@@ -109,7 +109,7 @@ class DecodeNode(EngineNode[DecodeCore]):
     def _to_peer(self, peer: bytes, message: Message) -> None:
         """Answer over the peer's connection, if that incarnation is still alive."""
         node = self.peers.get(peer)
-        if node is not None and node.alive and node.speaks_as(peer):
+        if node is not None and node.alive and node.has_connection(peer):
             endpoint = self.link
             self.cluster.stats["credits"] += isinstance(message, Credit)
             envelope = Envelope(message, self.cluster.network)

@@ -87,7 +87,7 @@ class SenderPeer(Peer, Protocol):
         """Handle a control message from a decode worker."""
         ...
 
-    def speaks_as(self, identity: bytes) -> bool:
+    def has_connection(self, identity: bytes) -> bool:
         """True if one of the connections of this process has the routing identity."""
         ...
 

@@ -129,7 +129,7 @@ class PrefillNode(EngineNode[PrefillCore]):
         identity = self.connected[endpoint]
         self.cluster.network.after(seconds, self.when_up(lambda: self.reach(endpoint, identity)))
 
-    def speaks_as(self, identity: bytes) -> bool:
+    def has_connection(self, identity: bytes) -> bool:
         """True if one of the connections of this worker has the routing identity."""
         return identity in self.connected.values()
 

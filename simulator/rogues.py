@@ -354,7 +354,7 @@ class Rogue(Node):
 
     # ------------------------------------------------------------------ what it receives
 
-    def speaks_as(self, identity: bytes) -> bool:
+    def has_connection(self, identity: bytes) -> bool:
         """True if the connection has the routing identity."""
         return identity == self.identity
 

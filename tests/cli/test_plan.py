@@ -35,6 +35,16 @@ def trace(tmp_path):
     return str(path)
 
 
+def plan_of(folder, load, workers):
+    """Return a plan for 60 equal requests; ``load``: milliseconds apart, prompt and output."""
+    apart, rest = load.split(",", 1)
+    path = folder / "load.csv"
+    rows = "".join(f"{int(apart) * number},{rest}\n" for number in range(60))
+    path.write_text("timestamp_ms,input_length,output_length\n" + rows)
+    limits = ["--workers", str(workers), "--step-times", "h100x2-70b"]
+    return ["plan", "m", "--trace", str(path), *limits]
+
+
 def planned(capsys, trace, *more):
     words = ["plan", "m", "--trace", trace, "--workers", "2", "--slo", LIMITS, *more]
     code = main(words)
@@ -56,12 +66,7 @@ def test_the_table_ends_with_the_command(capsys, trace):
 
 def test_the_command_gives_workers_the_steps_that_were_simulated(capsys, tmp_path):
     """Long prompts, so that a decode worker which computes them needs more than 512 tokens."""
-    path = tmp_path / "load.csv"
-    path.write_text(
-        "timestamp_ms,input_length,output_length\n"
-        + "".join(f"{400 * number},6000,40\n" for number in range(60))
-    )
-    words = ["plan", "m", "--trace", str(path), "--workers", "2", "--step-times", "h100x2-70b"]
+    words = plan_of(tmp_path, "400,6000,40", workers=2)
     assert main([*words, "--slo", "ttft=20s,itl=1s"]) == 0
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     settings = settings_of(build_parser(["serve"]).parse_args(command[1:]))
@@ -73,12 +78,7 @@ def test_the_command_gives_workers_the_steps_that_were_simulated(capsys, tmp_pat
 
 
 def test_a_running_cluster_gets_the_commands_that_change_its_roles(capsys, tmp_path):
-    path = tmp_path / "load.csv"
-    path.write_text(
-        "timestamp_ms,input_length,output_length\n"
-        + "".join(f"{500 * number},9000,2\n" for number in range(60))
-    )
-    words = ["plan", "m", "--trace", str(path), "--workers", "3", "--step-times", "h100x2-70b"]
+    words = plan_of(tmp_path, "500,9000,2", workers=3)
     words += ["--slo", "ttft=5s,itl=1s", "--now", "1:2"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
