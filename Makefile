@@ -32,6 +32,9 @@ export MKL_NUM_THREADS ?= 1
 export PYTHONSAFEPATH := 1
 # Tests start some 500 processes with the same modules, which would compile them each time.
 unexport PYTHONDONTWRITEBYTECODE
+# Where these are set, pytest prints the whole difference of two lists: minutes for some thousand
+# tokens, and another text than the rules of tests/suite/second_try.py were written for.
+unexport CI BUILD_NUMBER
 
 # Tests are dealt to this many workers, a whole file at a time; 0: one after the other. Two workers
 # leave a quarter of two processors idle, because tests of clusters wait.
