@@ -111,10 +111,12 @@ def find_moves(trials: Trials, slo: Slo, like: Cluster, now: Cluster | None = No
     workers = like.prefill + like.decode
     splits = [replace(like, prefill=p, decode=workers - p) for p in range(1, workers)]
     powers = {split: _power(trials.goodput(split, slo)) for split in splits}
-    fixed = max(splits, key=lambda split: (_floor(powers[split]), trials.kept(split, slo)))
-    start = now or fixed
-    best = Schedule(start, [(0.0, fixed)] if fixed != start else [])
-    power = powers[fixed]
+    steady = max(splits, key=lambda split: (_floor(powers[split]), trials.kept(split, slo)))
+    if now is not None and powers[now] == powers[steady]:
+        steady = now
+    start = now or steady
+    best = Schedule(start, [(0.0, steady)] if steady != start else [])
+    power = powers[steady]
     if power is not None:
         found = _scheduled(trials, slo, start, splits, power)
         if found is not None:
@@ -130,7 +132,7 @@ def find_moves(trials: Trials, slo: Slo, like: Cluster, now: Cluster | None = No
         kept=_kept(trials, slo, best, 0),
         goodput_now=_rate(powers[start]),
         kept_now=trials.kept(start, slo),
-        goodput_fixed=_rate(powers[fixed]),
+        goodput_fixed=_rate(powers[steady]),
     )
 
 

@@ -78,7 +78,9 @@ def test_no_change_is_named_that_wins_nothing():
     assert find_moves(trials, Slo(1.0, 0.1), best, best) is None
     two = Cluster("disaggregated", 1, 1, FCFS)
     assert find_moves(trials, Slo(1.0, 0.1), two, two) is None
-    assert find_moves(trials, Slo(1e-6, 1e-6), best, best) is None  # limits that nothing keeps
+    for now in splits:
+        assert find_moves(trials, Slo(1e9, 1e9), now, now) is None  # limits that any split keeps
+        assert find_moves(trials, Slo(1e-6, 1e-6), now, now) is None  # limits that no split keeps
 
 
 def test_the_schedule_is_played_with_drains():
