@@ -68,6 +68,7 @@ class LocalBackend:
 
     def stop(self, name: str, grace: float) -> None:
         """SIGTERM, and SIGKILL ``grace`` seconds later."""
+        self._keyless.pop(name, None)
         self._children.stop(name, grace)
 
     def turn(self, spec: MemberSpec) -> None:
@@ -83,7 +84,7 @@ class LocalBackend:
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
-        self._children.stop(name, 0.0)
+        self.stop(name, 0.0)
 
     def request(self, bundles: dict[str, int]) -> None:
         """Do nothing: one machine has no resources to request."""

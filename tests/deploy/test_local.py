@@ -7,6 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from baton.decode_worker.config import DecodeWorkerConfig
+from baton.deploy.controller.backend import MemberSpec
+from baton.deploy.local.cluster import LocalBackend
+from baton.deploy.supervise.process import ProcessSpec
+from baton.engine.loading.runner_config import RunnerConfig
+from baton.runtime.keys.keyring import add_key, make_folder
+
 REFUSED = """
 import sys
 from baton.deploy.local import cluster as local
@@ -111,3 +118,34 @@ def test_a_child_that_never_runs_ends_the_cluster_with_its_last_words_and_no_orp
     assert waits == ["0.0 s", "0.0 s", "0.0 s", "0.1 s", "0.2 s"]  # 0.01 s, doubled
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.split())
     assert list(tmp_path.iterdir()) == []
+
+
+class Children:
+    """Starts and stops nothing."""
+
+    def start(self, process):
+        pass
+
+    def stop(self, name, grace):
+        pass
+
+
+@pytest.mark.parametrize("end", [lambda b: b.stop("decode-1", 5.0), lambda b: b.kill("decode-1")])
+def test_the_own_key_of_a_worker_that_has_left_refuses_no_change_of_role(tmp_path, end):
+    keys = tmp_path / "keys"
+    make_folder(keys)
+    add_key(keys, "decode", ["decode-1"])
+    backend = LocalBackend(Children(), lambda _: "")
+    for name in ("decode-0", "decode-1"):
+        config = DecodeWorkerConfig(
+            worker_id=name,
+            endpoint="ipc:///w",
+            routers={"router": "ipc:///r"},
+            runner=RunnerConfig(model="m"),
+            keys=str(keys),
+        )
+        process = ProcessSpec(name=name, role="decode", module="baton.decode_worker", config=config)
+        backend.start(MemberSpec(name=name, role="decode", revision=0, process=process))
+    assert backend.turn_refusal().startswith("decode-1 cannot be a prefill worker")
+    end(backend)
+    assert backend.turn_refusal() == ""
