@@ -1,6 +1,9 @@
 """The report and the history of the dashboard: all routers as one."""
 
-from baton.gateway.dashboard import SHOWN_SAMPLES, joint_history, joint_report
+import msgspec
+
+from baton.deploy.report import RequestCounts
+from baton.gateway.dashboard import _PAGE, SHOWN_SAMPLES, joint_history, joint_report
 
 
 def report(name: str, *, finished: int, p50: float | None, heard: float, state: str) -> dict:
@@ -33,6 +36,12 @@ def test_several_routers_are_shown_as_one_cluster():
     assert (worker["state"], worker["handoff_bytes"]) == ("ready", 7)
     assert [one["request"] for one in joint["requests"]] == ["a", "b", "c"]
     assert first["workers"][0]["handoff_bytes"] == 3
+
+
+def test_the_page_shows_each_way_in_which_requests_end():
+    counts = {field.name for field in msgspec.structs.fields(RequestCounts)}
+    other = {"submitted", "refused_by_reason", "moved", "local"}
+    assert [name for name in sorted(counts - other) if b"r." + name.encode() not in _PAGE] == []
 
 
 def history(ages: list[float], rates: list[float], p99s: list[float | None]) -> dict:
