@@ -57,10 +57,9 @@ MAX_TEXTS = 2048
 EPILOG = """\
 Without --rates and --trace, a closed loop: --concurrency requests at a time. With --rates, an open
 loop: requests arrive at their times, however slow the answers are. docs/benchmarks.md defines the
-latencies. Example: baton bench --rates 1,2,4 --slo-ttft 0.5 --slo-itl 0.05 --plot load.svg
-
-With --compare, clusters with different modes and numbers of workers start on this machine, one
-after the other, and get the same requests. Their answers must have equal tokens. Example:
+latencies. With --compare, clusters with different modes and numbers of workers start on this
+machine, one after the other, and get the same requests. Their answers must have equal tokens.
+Examples: baton bench --rates 1,2,4 --slo-ttft 0.5 --slo-itl 0.05 --plot load.svg;
 baton bench --compare colocated:2,1:1,adaptive:1:1 --rates 2 --slo ttft=1s,itl=50ms MODEL
 """
 

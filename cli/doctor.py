@@ -75,10 +75,16 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="model folder or GGUF file to open as well"
     )
-    parser.add_argument("--prefill", type=count, default=1, help="prefill workers [1]")
-    parser.add_argument("--decode", type=count, default=1, help="decode workers [1]")
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}", type=count, default=1, metavar="N", help=f"number of {role} workers [1]"
+        )
     parser.add_argument(
-        "--max-model-len", type=count, default=0, help="longest context in tokens [the model's]"
+        "--max-model-len",
+        type=count,
+        default=0,
+        metavar="N",
+        help="maximum context length in tokens [the model's]",
     )
     parser.add_argument(
         "--kv-type", choices=KV_CHOICES, default="auto", help="type of keys and values [auto]"

@@ -66,7 +66,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )  # fmt: skip
     parser.add_argument(
         "--now", type=_running, metavar="[adaptive:]PREFILL:DECODE",
-        help="a running cluster: say also which of its workers should change their role, and when",
+        help="a running cluster: print also which of its workers should change their role, and when",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
