@@ -66,7 +66,7 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )  # fmt: skip
     parser.add_argument(
         "--now", type=_running, metavar="[adaptive:]PREFILL:DECODE",
-        help="a running cluster: print also which of its workers should change their role, and when",
+        help="a running cluster: print also which workers should change their role, and when",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
@@ -74,15 +74,15 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
+    now: Cluster | None = arguments.now
+    if now is not None and now.prefill + now.decode != arguments.workers:
+        raise ConfigError(f"--now has another number of workers than {arguments.workers}")
     whole = read_trace(Path(arguments.trace), arguments.requests)
     service, learned = _service(arguments)
     trace = shortened(whole, service.max_length)
     long = [one for one in whole if 0 < service.max_length < one.prompt + one.output]
     if long:
         warn(_shortened(long, len(whole), service.max_length))
-    now: Cluster | None = arguments.now
-    if now is not None and now.prefill + now.decode != arguments.workers:
-        raise ConfigError(f"--now has another number of workers than {arguments.workers}")
     plan = make_plan(trace, service, arguments.workers, Slo(*arguments.slo), now)
     if arguments.json:
         content = {

@@ -89,7 +89,11 @@ def test_a_running_cluster_gets_the_commands_that_change_its_roles(capsys, tmp_p
     found = json.loads(capsys.readouterr().out)["moves"]
     assert found["moves"] == [{"at": 0.0, "worker": "decode-1", "role": "prefill"}]
     assert found["goodput"] > 1.5 * found["goodput_now"]
-    assert main([*words[:-1], "2:2"]) == 2
+
+
+def test_a_running_cluster_of_another_size_is_refused_before_anything_is_measured(capsys, trace):
+    words = ["plan", "no-model", "--trace", trace, "--workers", "3", "--slo", LIMITS]
+    assert main([*words, "--now", "2:2"]) == 2
     assert "another number of workers" in capsys.readouterr().err
 
 
