@@ -28,7 +28,7 @@ from baton.deploy.plan.prepare import check_start
 from baton.deploy.report import DEAD, ClusterReport
 from baton.deploy.roles import DECODE, PREFILL
 from baton.engine.loading.runner_config import RunnerConfig
-from baton.forecast.beside import Forecast, forecast, lines
+from baton.forecast.beside import Latencies, forecast, lines
 from baton.forecast.calibration import Adapted, Calibration
 from baton.forecast.cluster import Setup, Slo
 from baton.forecast.learn import calibrated
@@ -148,7 +148,7 @@ class Comparison:
         self._card: ModelCard | None = None
         self._jobs: tuple[int, list[Job]] = 0, []
         self.runs: list[Run] = []
-        self._forecasts: dict[str, Forecast] = {}
+        self._forecasts: dict[str, Latencies] = {}
         self._seen: dict[RunnerConfig, Calibration] = {}
         self._learned: dict[RunnerConfig, Adapted] = {}
 
@@ -338,13 +338,13 @@ class Comparison:
         except BatonError as problem:
             warn(f"no forecast: {problem}")
 
-    def _beside(self) -> dict[str, tuple[Forecast, Forecast]]:
-        """Return each forecast with what was measured in all rounds."""
+    def _beside(self) -> dict[str, tuple[Latencies, Latencies]]:
+        """Return each forecast with the measured latencies of all rounds."""
         found = {}
         for name, predicted in self._forecasts.items():
             records = [one for run in self.runs if run.name == name for one in run.records]
             measured = summarize(records, self._load, *self._limits)
-            real = Forecast(ttft=measured.ttft, itl=measured.itl, tpot=measured.tpot)
+            real = Latencies(ttft=measured.ttft, itl=measured.itl, tpot=measured.tpot)
             found[name] = predicted, real
         return found
 

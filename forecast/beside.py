@@ -1,4 +1,4 @@
-"""What modelled workers take for the requests of a measurement, beside what real ones took."""
+"""Forecasts the latencies of a measurement with modelled workers, beside the measured ones."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .service import ServiceModel
 from .spread import Spreads
 
 SEEDS = 8
-"""Runs of a forecast, so that its tails are not those of one draw."""
+"""Runs of a forecast with spreads, because the tails of one run depend on its draws."""
 _LEVELS = ("mean", "p50", "p95", "p99")
 _ROWS = ("ttft", "itl", "tpot")
 
 
-class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies of all requests in one configuration; TPOT without answers of one token.
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+    """Latencies of all requests in one configuration, predicted or measured.
 
-    ITL has every gap between two tokens.
+    ``itl``: of all gaps between two tokens. ``tpot``: without answers of one token.
     """
 
     ttft: Distribution
@@ -33,16 +33,17 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     tpot: Distribution
 
 
-def forecast(jobs: Sequence[Job], service: ServiceModel, pools: Targets, setup: Setup) -> Forecast:
+def forecast(jobs: Sequence[Job], service: ServiceModel, pools: Targets, setup: Setup) -> Latencies:
     """Play the jobs of an open loop in a cluster of ``pools`` of modelled workers.
 
-    Without spreads in ``service`` one run is exact; with them several seeds are put together.
+    A service model without spreads needs one run. With spreads, the requests of several seeds are
+    joined.
     """
     trace = list(_arrivals(jobs))
     seeds = range(1 if service.spreads == Spreads() else SEEDS)
     runs = [fixed(trace, service, pools, replace(setup, seed=seed, gaps=True)) for seed in seeds]
     requests = [one for run in runs for one in run.requests]
-    return Forecast(
+    return Latencies(
         ttft=Distribution.of(one.ttft for one in requests),
         itl=Distribution.of(gap for run in runs for gap in run.gaps().tolist()),
         tpot=Distribution.of(one.itl for one in requests if one.arrival.output > 1),
@@ -62,10 +63,11 @@ def _arrivals(jobs: Sequence[Job]) -> Iterator[Arrival]:
         yield Arrival(job.at, len(tokens), job.output, blocks)
 
 
-def lines(found: Mapping[str, tuple[Forecast, Forecast]], error: float) -> list[str]:
-    """Return a table: what is predicted, and the measured time as a multiple of it.
+def lines(found: Mapping[str, tuple[Latencies, Latencies]], error: float) -> list[str]:
+    """Return a table of predicted times, and of measured times as multiples of them.
 
-    ``found``: by configuration, what was predicted and measured. ``error``: of the fit of steps.
+    ``found``: by configuration, the predicted and the measured latencies. ``error``: of the fit of
+    steps.
     """
     table = [["", *found]]
     for row in _ROWS:
@@ -76,7 +78,7 @@ def lines(found: Mapping[str, tuple[Forecast, Forecast]], error: float) -> list[
             table.append([f"{row.upper()} {level}, ms", *cells])
     widths = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
     shown = [f"simulated with steps measured on this machine (mean error of the fit {error:.0%}),"]
-    shown.append("and what was measured as a multiple of it")
+    shown.append("and the measured times as multiples of the simulated ones")
     for line in table:
         placed = (f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
         shown.append(f"{line[0]:{widths[0]}}  " + "  ".join(list(placed)[1:]).rstrip())

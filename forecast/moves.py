@@ -1,9 +1,9 @@
-"""Changes of role: which workers a running cluster should turn, and when. Pure.
+"""Plans changes of role: which workers of a cluster should change, and when. Pure.
 
-A change keeps hosts and weights, so it is the only part of a plan that a cluster can follow while
-it serves. The first split may differ from the present one, and workers may turn again during the
-trace, as its load shifts. When they should is guessed from fixed splits and then played with drains
-and restarts, so a schedule that is reported has shown its gain.
+A change of role keeps hosts and loaded weights, so a cluster can follow it while it serves. Workers
+may change at the start, and again during the trace if its load shifts. The times are guessed from
+what fixed splits keep of each part of the trace. Then the schedule is simulated with its drains,
+and it is reported only if the simulation shows a gain.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .cluster import Replay, Scaler, Slo, fixed
 from .goodput import KEEP, STEP, Cluster, Trials, Values
 
 WINDOWS = 24
-"""Parts of the trace, each with a split of its own, at most."""
-CALM_S = 2 * TURN_S
-"""Least seconds of a part: a change has to be worth its drain."""
+"""Maximum number of parts of the trace; each part has one split."""
+PART_S = 2 * TURN_S
+"""Minimum seconds of a part: in less time a change does not repay its drain."""
 PER_MOVE = 0.002
-"""Part of the requests that a change of role has to win."""
+"""Share of all requests that a change of role must win."""
 WORTH = 1.02
-"""Goodput of a schedule beside that of the best fixed split, from which it is reported."""
+"""Minimum goodput of a reported schedule, as a multiple of the best fixed split's."""
 TRIED = (2, 5, 10, 20, 30, 40)
-"""Steps of the rate above the fixed split's at which a schedule is looked for."""
+"""Steps above the rate of the best fixed split, for each of which a schedule is guessed."""
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker takes another role, ``at`` seconds after the begin of the trace; 0: now."""
+    """A worker's change of role, ``at`` seconds after the start of the trace; 0: now."""
 
     at: float
     worker: str
@@ -42,15 +42,15 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """The command for it."""
+        """The command that makes the change."""
         return f"baton role {self.worker} {self.role}"
 
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes of role and what they win.
+    """Changes of role and their gain.
 
-    ``goodput``, ``kept``: with the changes; ``goodput_now``, ``kept_now``: of the present split, or
-    the best fixed one without a present one. ``goodput_fixed``: of the best fixed split.
+    ``goodput``, ``kept``: with the changes. ``goodput_now``, ``kept_now``: of the present split, or
+    of the best fixed split if no cluster runs. ``goodput_fixed``: of the best fixed split.
     """
 
     mode: str
@@ -64,20 +64,20 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gain(self) -> float:
-        """Part by which the goodput rises; infinite from 0."""
+        """Relative rise of the goodput; infinite if it was 0."""
         if self.goodput_now:
             return self.goodput / self.goodput_now - 1
         return math.inf if self.goodput else 0.0
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """Splits by the time from which they are wanted; the first is that at the start."""
+    """Splits, each with the time from which it is wanted. ``start``: split before the first."""
 
     start: Cluster
     splits: Sequence[tuple[float, Cluster]]
 
     def scaler(self, speed: float) -> Scaler:
-        """Return the targets at each moment of a trace that is so many times as fast."""
+        """Return the targets at each moment of the trace at ``speed`` times its rate."""
 
         def targets(_metrics: object, now: float) -> dict[str, int]:
             wanted = self.start
@@ -89,7 +89,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return targets
 
     def moves(self) -> Iterator[Move]:
-        """Yield the changes; a worker that turned last turns back first."""
+        """Yield the changes. The worker that changed last changes back first."""
         pools = {
             "prefill": [f"prefill-{number}" for number in range(self.start.prefill)],
             "decode": [f"decode-{number}" for number in range(self.start.decode)],
@@ -105,8 +105,8 @@ class Schedule(msgspec.Struct, frozen=True):
 def find_moves(trials: Trials, slo: Slo, like: Cluster, now: Cluster | None = None) -> Moves | None:
     """Return the changes of role that raise the goodput of a cluster; None if none do.
 
-    ``like``: its mode, order and number of workers. ``now``: its present split, None if it is still
-    to be started with the best one.
+    ``like``: its mode, order and number of workers. ``now``: its present split; None: no cluster
+    runs, and it will start with the best fixed split.
     """
     workers = like.prefill + like.decode
     splits = [replace(like, prefill=p, decode=workers - p) for p in range(1, workers)]
@@ -139,7 +139,7 @@ def find_moves(trials: Trials, slo: Slo, like: Cluster, now: Cluster | None = No
 def _scheduled(
     trials: Trials, slo: Slo, start: Cluster, splits: Sequence[Cluster], power: int
 ) -> tuple[Schedule, int] | None:
-    """Return the best schedule found and its power, if it is worth more than a fixed split."""
+    """Return the best schedule and its power; None if it wins too little over a fixed split."""
     found: tuple[Schedule, int] | None = None
     least = power + math.ceil(math.log(WORTH, STEP))
     for more in TRIED:
@@ -157,10 +157,10 @@ def _scheduled(
 def _guess(
     trials: Trials, slo: Slo, start: Cluster, splits: Sequence[Cluster], power: int
 ) -> Schedule:
-    """Choose a split for each part of the trace, by what each one keeps of that part alone."""
+    """Choose a split for each part of the trace, by the requests that each split keeps of it."""
     trace, speed = trials.trace, STEP**power
     span = trace[-1].at
-    count = max(1, min(WINDOWS, int(span / speed / CALM_S)))
+    count = max(1, min(WINDOWS, int(span / speed / PART_S)))
     begins = [span * number / count for number in range(count)]
     wins: Values = np.zeros((count, len(splits)))
     for number, begin in enumerate(begins):
@@ -184,7 +184,7 @@ def _guess(
 
 
 def _cheapest(wins: Values, cost: Values, first: Values) -> list[int]:
-    """Return a column for each row with the highest sum of wins less the costs of changes."""
+    """Return the column of each row, with the highest sum of wins minus costs of changes."""
     best = wins[0] - first
     came: list[npt.NDArray[np.int64]] = []
     for row in wins[1:]:

@@ -1,8 +1,9 @@
-"""The spread of measured times beside their fitted costs, and how a simulation draws from it. Pure.
+"""The spread of measured times around their fitted costs, and a simulation's draws from it. Pure.
 
-A spread is a list of values that are equally frequent. That of steps has multiples of the fitted
-cost, with a mean of 1; that of waits has seconds around the fitted ones, with a mean of 0. Without
-values nothing is drawn. Every worker has generators of its own, so equal seeds give equal runs.
+A spread is a list of equally frequent values. The spread of steps has multiples of the fitted cost,
+with a mean of 1. The spread of waits has differences from the fitted seconds, with a mean of 0.
+From an empty spread nothing is drawn. Each worker has its own generators, so that equal seeds give
+equal runs.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ import numpy.typing as npt
 Spread = tuple[float, ...]
 Values = npt.NDArray[np.float64]
 SHARES = 100
-"""Values of a spread at most, each the mean of an equal share of the measured ones."""
+"""Maximum number of values of a spread; each is the mean of an equal share of the times."""
 LEAST = 0.05
-"""Least multiple: a step takes time, though two tokens may come in one message."""
+"""Minimum multiple: a step takes time, although two tokens may come in one message."""
 MOST = 1e6
+"""Maximum of a multiple or of seconds in a file."""
 PERIOD = 4096
-"""Steps after which the draws of a worker repeat."""
+"""Minimum number of steps before the draws of a worker repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spreads:
-    """The spreads of a service model; empty: everything takes exactly its cost.
+    """The spreads of a service model; empty: each step and wait takes exactly its cost.
 
-    ``hop_s``, ``handoff_s``: seconds around the model's. ``prefill``: multiples of a step with
-    prompt tokens, ``decode``: of one without, of a worker alone. ``prefill_beside``,
-    ``decode_beside``: the same while another worker of the host computes.
+    ``hop_s``, ``handoff_s``: differences from the model's seconds. ``prefill``, ``decode``:
+    multiples of steps with and without prompt tokens, while no other worker of the host computes.
+    ``prefill_beside``, ``decode_beside``: the same while another worker computes.
     """
 
     hop_s: Spread = ()
@@ -45,7 +47,7 @@ class Spreads:
     decode_beside: Spread = ()
 
     def scaled(self, factor: float) -> Spreads:
-        """Return the spreads of a machine on which everything takes ``factor`` times as long."""
+        """Return the spreads of a machine on which each step takes ``factor`` times as long."""
         return replace(
             self,
             hop_s=tuple(factor * one for one in self.hop_s),
@@ -53,7 +55,7 @@ class Spreads:
         )
 
     def wrong(self) -> str:
-        """Return the name of a field with values that cannot be, or an empty text."""
+        """Return the name of a field with an impossible value, or an empty text."""
         for field in fields(self):
             low = -MOST if field.name.endswith("_s") else LEAST / 2
             if not all(low <= one <= MOST for one in getattr(self, field.name)):
@@ -64,7 +66,7 @@ class Spreads:
 def multiples(found: Iterable[float], noise: float = 0.0) -> Spread:
     """Return the spread of times as multiples of their cost.
 
-    ``noise``: part of their standard deviation that has another cause, and is left out.
+    ``noise``: share of their standard deviation that has another cause; it is removed.
     """
     shares = _shares(found)
     mean = statistics.mean(shares) if shares else 0.0
@@ -77,7 +79,7 @@ def multiples(found: Iterable[float], noise: float = 0.0) -> Spread:
 
 
 def seconds(found: Iterable[float], noise: float = 0.0) -> Spread:
-    """Return the spread of seconds around their mean; ``noise``: see :func:`multiples`."""
+    """Return the differences of seconds from their mean; ``noise``: see :func:`multiples`."""
     shares = _shares(found)
     if not shares:
         return ()
@@ -97,24 +99,24 @@ def _shares(found: Iterable[float]) -> list[float]:
 
 
 class Draws:
-    """Single draws of one kind; ``name``: of the worker and of what is drawn."""
+    """Draws single values. ``name``: of the worker or of the wait; each name has a generator."""
 
     def __init__(self, seed: int, name: str) -> None:
         self._random = random.Random(f"{seed} {name}")  # noqa: S311 -- a simulation
 
     def multiple(self, spread: Spread) -> float:
-        """Return how many times its cost a step takes."""
+        """Return the multiple of its cost that a step takes."""
         return self._random.choice(spread) if spread else 1.0
 
     def seconds(self, mean: float, spread: Spread) -> float:
-        """Return the seconds of a wait that takes ``mean`` on average."""
+        """Return the seconds of a wait with this mean."""
         return max(0.0, mean + self._random.choice(spread)) if spread else mean
 
 
 class Steps:
     """The times of a worker's steps whose costs are an arithmetic series.
 
-    Step number ``first`` costs ``cost`` seconds, each later one ``growth`` more than the last.
+    Step number ``first`` costs ``cost`` seconds, and each later step ``growth`` seconds more.
     """
 
     def span(self, first: int, count: int, cost: float, growth: float) -> float:
@@ -122,7 +124,7 @@ class Steps:
         return count * cost + growth * count * (count - 1) / 2
 
     def until(self, first: int, left: float, cost: float, growth: float) -> int:
-        """Return the fewest steps that take ``left`` seconds or more."""
+        """Return the least number of steps that take ``left`` seconds or more."""
         half = growth / 2
         base = cost - half
         steps = 2 * left / (base + math.sqrt(base * base + 4 * half * left))
@@ -134,7 +136,7 @@ class Steps:
 
 
 class DrawnSteps(Steps):
-    """Steps that take drawn multiples of their costs; a span costs no loop over its steps."""
+    """Steps that take drawn multiples of their costs. Prefix sums replace loops over steps."""
 
     def __init__(self, seed: int, name: str, spread: Spread) -> None:
         table = np.tile(np.array(spread), math.ceil(PERIOD / len(spread)))

@@ -25,8 +25,8 @@ LOST_S = 10.0
 
 A router that restarts needs less. The client gives up a new request after 5 s.
 """
-TURN_S = 0.5
-"""Seconds between checks, in an open loop, whether the server is lost."""
+_CHECK_S = 0.5
+"""Seconds between two checks in an open loop that the server is not lost."""
 _LOST = "the server was lost"
 _ERROR_CHARS = 200
 Clock = Callable[[], float]
@@ -123,7 +123,7 @@ class Runner:
             for job in jobs:
                 at = start + (job.at or 0.0)
                 while (left := at - self._clock()) > 0 and not self.is_lost:
-                    await asyncio.sleep(min(left, TURN_S))
+                    await asyncio.sleep(min(left, _CHECK_S))
                 if self.is_lost:
                     break
                 tasks.append(asyncio.ensure_future(self._send(job, at)))

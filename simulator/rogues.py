@@ -1,8 +1,8 @@
 """Rogues of a simulated cluster: processes with a valid key that send every message of its role.
 
 A rogue has captured every message of the cluster except secrets. It replays them over its own
-connections, as they were or with other requests, attempts, incarnations, grants, proofs and
-tickets, makes messages of every kind of its union, and sends damaged envelopes and KV frames.
+connections, unchanged or with other requests, attempts, incarnations, grants, proofs and tickets,
+makes messages of every kind of its union, and sends damaged envelopes and KV frames.
 It must receive nothing that belongs to others (:meth:`Rogue.received`).
 """
 
@@ -62,9 +62,9 @@ from .records import FINISHED
 from .violation import Violation
 
 KEPT = 48
-"""Captured values of a field, and captured messages of a kind, that a rogue chooses from."""
+"""Maximum number of captured values of a field, and of captured messages of a kind."""
 BURST = 12
-"""Most messages of a rogue in one tick of 0.05 s; each is sent up to :data:`REPEATED` times."""
+"""Most messages of a rogue in a tick of 0.05 s; each is sent up to :data:`REPEATED` times."""
 REPEATED = 3
 UNIONS: dict[str, Any] = {
     CLIENT: ClientToRouter, "worker": WorkerToRouter, PREFILL: PrefillToDecode,
@@ -115,7 +115,7 @@ class Captured:
 
 
 class Forger:
-    """Draws messages of a role with ids of its own, captured ones and guesses."""
+    """Draws messages of a role, with its own, captured and guessed ids."""
 
     def __init__(self, random: Random, captured: Captured, key: bytes, card: Any) -> None:
         self._random = random
@@ -131,7 +131,7 @@ class Forger:
         self.incarnation = worker_incarnation(self._key, self.nonce)
 
     def message(self, union: str) -> Any:
-        """Return a message of a union: a captured one as it was, or with other fields."""
+        """Return a message of a union: a captured message, unchanged or with other fields."""
         random = self._random
         kind = random.choice(KINDS[union])
         seen = self._captured.messages[kind]
@@ -149,14 +149,14 @@ class Forger:
 
     @staticmethod
     def _about(message: Any, seen: Any) -> Any:
-        """Return the message with the request, attempt, grant and so on of another one."""
+        """Return the message with the request, attempt, grant and so on of another message."""
         common = SHARED.intersection(message.__struct_fields__, seen.__struct_fields__)
         taken = {name: getattr(seen, name) for name in sorted(common)}
         fits = {n: v for n, v in taken.items() if isinstance(v, type(getattr(message, n)))}
         return msgspec.structs.replace(message, **fits)
 
     def _mine(self, message: Any) -> Any:
-        """Return the message as its own in one of two cases, so that it passes the first check."""
+        """Return the message, often with its own incarnation, so that it passes the first check."""
         if isinstance(message, Submit | Resume):
             return message
         own = {"incarnation": self.incarnation, "nonce": self.nonce}
@@ -166,7 +166,7 @@ class Forger:
         return message
 
     def _value(self, name: str, old: Any) -> Any:
-        """Return another value of a field: captured, its own or guessed."""
+        """Return another value of a field: captured, guessed or its own."""
         random, values = self._random, self._captured.values
         if name == "grant" and random.random() < 0.3:
             known = [ref.incarnation for ref in values["grant"]] or [1]
@@ -187,7 +187,7 @@ class Forger:
         return old
 
     def _blank(self, kind: type[Message]) -> Any:
-        """Return a message of a kind that was not captured yet."""
+        """Return a message of a kind of which none was captured yet."""
         fields = msgspec.structs.fields(kind)
         return kind(**{field.name: self._plain(field.name) for field in fields if field.required})
 
@@ -231,7 +231,7 @@ _TEXTS = {
 
 
 LATEST = 4
-"""Reserves of attempts that a decode worker has probably not ended yet."""
+"""Number of the last captured Reserves, whose attempts have probably not ended yet."""
 
 
 class Rogue(Node):
@@ -258,17 +258,17 @@ class Rogue(Node):
         self.identity = f"{self.name}:{self.incarnation:x}:{self._connection}".encode()
 
     def boot(self) -> None:
-        """Draw with a generator of its own, so that one seed gives one sequence."""
+        """Seed its generator with its incarnation, so that equal seeds give equal messages."""
         self._name_connection()
         self._random = Random(self.incarnation)  # noqa: S311
         self.forger = Forger(self._random, self._captured, key_of(self.name), self._card)
 
     def leave(self) -> None:
-        """End for good; its connections close."""
+        """Close all connections and stop sending."""
         self._reconnect()
         self.alive = False
 
-    # ------------------------------------------------------------------ messages that it sends
+    # ------------------------------------------------------------------ messages sent
 
     def tick(self) -> None:
         """Send a burst."""
@@ -303,7 +303,7 @@ class Rogue(Node):
         self.transmit(router, lambda: arrive(router, identity, decoder, frames))
 
     def _tame(self, message: Message) -> Message | None:
-        """Leave out what no rogue can send, and what would give it requests if it takes none."""
+        """Return None for a message without a context; drain unless the rogue is greedy."""
         if isinstance(message, Hello) and not self.greedy:
             return msgspec.structs.replace(message, draining=True)
         if getattr(message, "context", True) is None:
@@ -318,7 +318,7 @@ class Rogue(Node):
         self.transmit(decode, lambda: at_peers(self, decode, identity, frames))
 
     def _ask_more(self, decode: DecodePeer) -> None:
-        """Send a Reserve again that asks for more, perhaps one of a worker with the same key."""
+        """Repeat a Reserve with more growth, perhaps the Reserve of a worker with the same key."""
         seen = self._captured.messages[Reserve]
         if seen:
             base, more = self._random.choice([*seen][-LATEST:]), self._random.choice((1, 16, 64))
@@ -352,10 +352,10 @@ class Rogue(Node):
         for decode in self.cluster.decodes:
             self.cluster.network.after(0.002, decode.when_up(partial(decode.peer_gone, old)))
 
-    # ------------------------------------------------------------------ what it receives
+    # ------------------------------------------------------------------ messages received
 
     def has_connection(self, identity: bytes) -> bool:
-        """True if the connection has the routing identity."""
+        """True if its present connection has the routing identity."""
         return identity == self.identity
 
     def from_peer(self, endpoint: str, envelope: Envelope) -> None:
@@ -364,7 +364,7 @@ class Rogue(Node):
             self.received(message)
 
     def received(self, message: Message) -> None:
-        """Check that a message has nothing that belongs to others."""
+        """Check that a message reveals nothing that belongs to others."""
         self.cluster.stats[f"rogue_received {type(message).__name__}"] += 1
         if isinstance(message, Assign):
             self.cluster.watcher.surrender(message.request)
@@ -404,7 +404,7 @@ def _decoded(
     frames: list[Any],
     rejected: Callable[[ProtocolError], ClientInputRejected | WorkerInputRejected],
 ) -> list[Any]:
-    """Decode an envelope. A malformed one is fed to the router as rejected and has no message."""
+    """Decode an envelope. A malformed envelope is fed to the router as rejected: no messages."""
     try:
         return list(decoder.decode(frames))
     except ProtocolError as error:

@@ -1,4 +1,4 @@
-"""The identity with which a worker registers, made of its settings and its loaded model."""
+"""The identity with which a worker registers, from its settings and its loaded model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WorkerSettings(Protocol):
 
     @property
     def labels(self) -> str:
-        """As :mod:`.labels` parses them."""
+        """Labels in the form that :mod:`.labels` parses."""
         ...
 
     @property
@@ -63,8 +63,8 @@ def new_member(
 ) -> Membership:
     """Return the membership of a new incarnation.
 
-    ``endpoint``: of its control socket. ``most``: requests that it runs at a time. ``doors``: of
-    its keys.
+    ``endpoint``: address of its control socket. ``most``: maximum number of running requests.
+    ``doors``: checks the keys of its peers; None without keys.
     """
     nonce = new_nonce()
     identity = WorkerIdentity(

@@ -31,18 +31,18 @@ from .serving import first_error
 from .stage import Stage, Timing, readable
 
 HANDOFF_BAR_S, CPU_BAR_S = 2e-3, 5e-3
-"""For 8,192 tokens, 1 GiB: seconds after the prompt; on processors, of both sides together."""
+"""Bars for 8,192 tokens (1 GiB): seconds after the prompt, and CPU seconds of both workers."""
 STREAMS = 64
-_HEARD_S = 0.5
-"""Longer than workers take to report their load and their handoffs."""
+_REPORT_S = 0.5
+"""Seconds after which workers have reported their load and their handoffs."""
 _FREE_S = 10.0
 _READY_S = 75.0
-"""Less than the part may take, so that its log says why a cluster does not become ready."""
+"""Below the time limit of this part, so that its log shows why a cluster is not ready."""
 _LOADED = re.compile(r"(\S+) loaded ")
 
 
 def cluster(stage: Stage) -> Iterator[Line]:
-    """Times to the first token, handoffs, one stream and many, what is left behind."""
+    """Measure first tokens, handoffs, one stream and many; check that all blocks are freed."""
     folder = checkpoint(stage)
     log = stage.scratch / "serve.log"
     say = _Progress(log)
@@ -59,7 +59,7 @@ def _served(stage: Stage, folder: Path, say: _Progress) -> Iterator[Line]:
     size = "--kv-blocks=64" if stage.tiny else "--kv-memory=8GiB"
     flags = (
         *stage.flags, size, f"--max-num-seqs={STREAMS}", f"--prefill-max-num-seqs={STREAMS}",
-        # A prompt is one chunk, whatever a step with it takes.
+        # A prompt is one chunk, however long its step takes.
         f"--max-num-batched-tokens={longest}", "--step-time=0",
         "--log-level=debug", "--log-format=json",
     )  # fmt: skip
@@ -84,7 +84,7 @@ def _served(stage: Stage, folder: Path, say: _Progress) -> Iterator[Line]:
 
 
 def _steps(log: Path, began: float) -> dict[str, float]:
-    """Seconds after ``began`` at which each worker had loaded, and was ready."""
+    """Return the seconds from ``began`` until each worker had loaded, and until it was ready."""
     found = {}
     for line in log.read_text(errors="replace").splitlines():
         try:
@@ -100,9 +100,9 @@ def _steps(log: Path, began: float) -> dict[str, float]:
 
 
 class _Progress:
-    """Prints what happens, with the seconds since the start, after the cluster's new log lines.
+    """Prints each step with the seconds since the start, after the new lines of the cluster's log.
 
-    Lines of finished requests and of frames are left out.
+    Log lines of finished requests and of frames are left out.
     """
 
     def __init__(self, log: Path) -> None:
@@ -119,21 +119,21 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Spent:
-    """Seconds of the workers on processors: of the threads with the sockets, and of all."""
+    """CPU seconds of each worker's thread with the sockets, and of all threads together."""
 
     prefill: float
     decode: float
     total: float
 
     def since(self, before: _Spent) -> _Spent:
-        """The difference."""
+        """Return the CPU seconds spent since ``before``."""
         return _Spent(
             self.prefill - before.prefill, self.decode - before.decode, self.total - before.total
         )
 
 
 class _Load:
-    """Sends requests to a cluster. Each measurement is a call, so its lines are known at once."""
+    """Sends requests to a cluster. Each measurement is a call, so its lines are shown at once."""
 
     def __init__(self, stage: Stage, served: Served, say: _Progress) -> None:
         self._stage, self._say, self._log = stage, say, served.log
@@ -153,7 +153,7 @@ class _Load:
         self._runner.close()
 
     def prompts(self, length: int, *, last: bool) -> Iterator[Line]:
-        """Prompts one at a time; ``last``: the longest, which has bars."""
+        """Measure prompts one at a time. ``last``: the longest prompts, which have bars."""
         firsts, seconds, spent = [], [], []
         for turn in range(self._stage.size(7, 2)):
             before = self._spent()
@@ -164,7 +164,7 @@ class _Load:
                 firsts.append(times[0])
                 seconds.append(times[1] - times[0])
                 spent.append(self._spent().since(before))
-        self._rest(_HEARD_S)
+        self._rest(_REPORT_S)
         stories = self._status(requests=len(firsts))["requests"]
         attempts = [attempt for story in stories for attempt in story["attempts"][-1:]]
         attempts = [each for each in attempts if each["handoff"] and each["decode_times"]]
@@ -188,7 +188,7 @@ class _Load:
         yield _processors(length, spent, last=last)
 
     def one_stream(self) -> Line:
-        """Time between the tokens of a lone request."""
+        """Measure the time between the tokens of a request alone."""
         tokens, gaps, span = self._stage.size(128, 6), [], 0.0
         computed = self._computed()
         for _ in range(self._stage.size(3, 1)):
@@ -206,7 +206,7 @@ class _Load:
         )
 
     def many_streams(self) -> Line:
-        """Requests that all begin at once; the first round, which captures graphs, not counted."""
+        """Measure requests that begin together, after a first round, which captures graphs."""
         streams, tokens = self._stage.size(STREAMS, 3), self._stage.size(128, 6)
         rates, firsts, per_token, span, computed = [], [], [], 0.0, 0.0
         for turn in range(self._stage.size(4, 2)):
@@ -235,7 +235,7 @@ class _Load:
         )  # fmt: skip
 
     def ended(self) -> Iterator[Line]:
-        """Whether all requests were served, over which transport, and gave all blocks back."""
+        """Check that all requests were served over one transport, and that all blocks are free."""
         status = self._status(handoffs=255)
         counts, handoffs = status["router"]["requests"], status["handoffs"]["last"]
         other = ("failed", "cancelled", "disconnected", "refused", "moved")
@@ -262,7 +262,7 @@ class _Load:
         return found
 
     async def _one(self, prompt: list[int], count: int) -> list[float]:
-        """Seconds from the call to each of ``count`` tokens."""
+        """Return the seconds from the call to each of ``count`` tokens."""
         params = SamplingParams(
             temperature=0.8, top_p=0.95, seed=1, max_new_tokens=count, ignore_eos=True
         )
@@ -276,7 +276,7 @@ class _Load:
     async def _all(self, prompts: Sequence[list[int]], count: int) -> list[list[float]]:
         return await asyncio.gather(*(self._one(prompt, count) for prompt in prompts))
 
-    # ------------------------------------------------------------------ the cluster's books
+    # ------------------------------------------------------------------ the cluster's reports
 
     def _run(self, work: Awaitable[Any]) -> Any:
         async def waited() -> Any:
@@ -291,12 +291,12 @@ class _Load:
         return self._run(self._client.status(requests=requests, handoffs=handoffs))
 
     def _used(self) -> int:
-        """Blocks that requests hold, at both workers."""
+        """Return the number of blocks that requests hold at both workers."""
         return sum(worker["kv_blocks_used"] for worker in self._status()["workers"])
 
     def _computed(self) -> float:
-        """Seconds that the decode worker has spent in steps."""
-        self._rest(_HEARD_S)
+        """Return the seconds that the decode worker has spent in steps."""
+        self._rest(_REPORT_S)
         workers = self._status()["workers"]
         return float(sum(w["compute_seconds"] for w in workers if w["role"] == "decode"))
 
@@ -310,7 +310,7 @@ class _Load:
 
 
 def _between(attempt: dict[str, Any], start: str, end: str) -> float:
-    """Seconds between two steps of an attempt at its prefill worker."""
+    """Return the seconds between two steps of an attempt at its prefill worker."""
     times = attempt["prefill_times"]
     return float(times[end] - times[start])
 
@@ -320,9 +320,9 @@ def _median(values: Iterator[float]) -> float:
 
 
 def _handoff(length: int, attempts: Sequence[dict[str, Any]], first: float, *, last: bool) -> Line:
-    """From the first token, at the prefill worker, until the decode worker has the request.
+    """Return the time from the first token until the decode worker has the request.
 
-    The rate is that of all bytes in this time, although the first frames are sent before.
+    The rate is all bytes divided by this time, although the first frames are sent before it begins.
     """
     seconds = _median(
         each["decode_times"]["taken_over_s"] - each["prefill_times"]["computed_s"]
@@ -348,9 +348,10 @@ def _handoff(length: int, attempts: Sequence[dict[str, Any]], first: float, *, l
 
 
 def frames_of_the_last(length: int, log: Sequence[str]) -> Line:
-    """When each frame of the last handoff was packed and stored, before the last was stored.
+    """Return the times from packing and storing each frame until the last frame was stored.
 
-    The two workers log both: what takes long after the last layer is seen here.
+    Both workers log these events of the last handoff. They show which step after the last layer is
+    slow.
     """
     entries = list[dict[str, Any]]()
     for text in log:
@@ -385,7 +386,7 @@ def _signed(seconds: float) -> str:
 
 
 def _processors(length: int, spent: Sequence[_Spent], *, last: bool) -> Line:
-    """Of the threads with the sockets, which also start the copies: all that a request costs them.
+    """Return the CPU time of a request in the threads with the sockets, which start the copies.
 
     The other threads launch the model's kernels and wait for the GPU.
     """

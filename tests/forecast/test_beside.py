@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from baton.forecast.beside import Forecast, forecast, lines
+from baton.forecast.beside import Latencies, forecast, lines
 from baton.forecast.cluster import Setup
 from baton.forecast.service import ServiceModel
 from baton.loadgen.plan import Job
@@ -44,7 +44,7 @@ def test_equal_beginnings_are_cached():
 
 def test_the_table_has_what_was_measured_as_a_multiple():
     simulated = forecast([Job(0.0, prompt(1, 100), 11)], SERVICE, ONE_EACH, Setup())
-    measured = Forecast(
+    measured = Latencies(
         ttft=Distribution.of([0.11]), itl=Distribution.of([0.015]), tpot=Distribution.of([])
     )
     shown = lines({"1:1": (simulated, measured)}, 0.04)
