@@ -15,8 +15,8 @@ if __name__ == "__main__":
 
 from baton.runtime.process.helper import limit_process
 
-from .model_files import PICTURE_FILES
-from .picture_prompts import PicturePrompts, read_picture_files
+from .model_files import PICTURE_FILES, read_files
+from .picture_prompts import PicturePrompts
 from .tokenizer import Tokenizer
 
 MEMORY_BYTES = 4 << 30
@@ -37,7 +37,7 @@ def main() -> int:
 def load(folder: str) -> None:
     """Load the tokenizer of a text model or both of a picture model. Raises CheckpointError."""
     if (Path(folder) / PICTURE_FILES[0]).is_file():
-        PicturePrompts.from_files(read_picture_files(folder), trusted=True, origin=folder)
+        PicturePrompts.from_files(read_files(folder, PICTURE_FILES), trusted=True, origin=folder)
     else:
         Tokenizer.from_folder(folder)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from baton.proto.errors import CheckpointError
+from baton.runtime.small_files import check_file
 
 from .stated_tokens import special_tokens, stated_tokens
 
@@ -160,6 +162,25 @@ def _named_templates(value: object) -> dict[str, str]:
     }
 
 
+def read_files(folder: str | os.PathLike[str], names: Iterable[str]) -> dict[str, bytes]:
+    """Return the contents of those files that a folder has. Raises CheckpointError."""
+    files = {}
+    for name in names:
+        path = Path(folder) / name
+        try:
+            files[name] = _content(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from None
+    return files
+
+
+def _content(path: Path) -> bytes:
+    check_file(path)
+    return path.read_bytes()
+
+
 def has_tokenizer_files(
     folder: str, files: Mapping[str, bytes], known: Iterable[str] = TOKENIZER_FILES
 ) -> bool:
@@ -167,6 +188,6 @@ def has_tokenizer_files(
     root = Path(folder)
     names = [name for name in known if name in files]
     try:
-        return all((root / name).read_bytes() == files[name] for name in names)
+        return all(_content(root / name) == files[name] for name in names)
     except OSError:
         return False

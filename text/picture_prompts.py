@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeGuard
 
-from baton.proto.errors import CheckpointError
 from baton.proto.limits import MAX_PICTURE_SIDE
 from baton.proto.picture_requests import PICTURE_MULTIPLE, Z_IMAGE
 
 from .flux_prompts import FluxTokenizer, flux_defaults
-from .model_files import PICTURE_FILES, json_object
+from .model_files import json_object
 from .prompt_tokens import PictureDefaults, PromptTokenizer
 from .zimage_prompts import ZImageTokenizer, zimage_defaults
 
@@ -61,16 +59,3 @@ class PicturePrompts:
 
 def _is_side(side: object) -> TypeGuard[int]:
     return isinstance(side, int) and 0 < side <= MAX_PICTURE_SIDE and side % PICTURE_MULTIPLE == 0
-
-
-def read_picture_files(folder: str | Path) -> dict[str, bytes]:
-    """Return the existing ``PICTURE_FILES`` of a folder. Raises CheckpointError."""
-    files: dict[str, bytes] = {}
-    for name in PICTURE_FILES:
-        try:
-            files[name] = (Path(folder) / name).read_bytes()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise CheckpointError(f"{Path(folder) / name}: {error.strerror}") from None
-    return files

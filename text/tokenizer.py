@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from baton.proto.errors import CheckpointError, InputError
 
 from .guarded import GuardedRenderer, GuardedTokenizer
 from .lfs_pointers import IS_LFS_POINTER, LFS_POINTER
-from .model_files import TOKENIZER_FILES, TokenizerSettings
+from .model_files import TOKENIZER_FILES, TokenizerSettings, read_files
 from .plain_tokenizers import is_plain
 from .render_errors import RenderError
 from .stated_tokens import StatedToken
@@ -199,16 +198,8 @@ class Tokenizer:
             CheckpointError: ``tokenizer.json`` is missing, or a file cannot be read.
 
         """
-        root = Path(folder)
-        files = {}
-        for name in TOKENIZER_FILES:
-            try:
-                files[name] = (root / name).read_bytes()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise CheckpointError(f"{root / name}: {error.strerror}") from None
-        return cls.from_files(files, trusted=True, origin=str(root))
+        files = read_files(folder, TOKENIZER_FILES)
+        return cls.from_files(files, trusted=True, origin=os.fspath(folder))
 
     @classmethod
     def from_files(

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.proto.errors import CheckpointError
+from baton.runtime.small_files import check_file
 from baton.text.model_files import SPEECH_FILE
 from baton.text.speech_format import SpeechFormat, parse_speech_format
 
@@ -263,6 +264,7 @@ def codec_fingerprint(folder: Path, *, full: bool = False) -> str:
 def _read_speech(folder: Path) -> SpeechFormat:
     path = folder / SPEECH_FILE
     try:
+        check_file(path)
         return parse_speech_format(path.read_bytes(), str(folder))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

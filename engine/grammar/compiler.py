@@ -15,6 +15,7 @@ import msgspec
 
 from baton.proto.errors import InputError, SchemaTooComplex
 from baton.proto.json_schema import check_json_schema, grammar_of
+from baton.runtime.small_files import check_file
 
 from .enforceable import enforceable, enforceable_parts
 
@@ -35,6 +36,7 @@ def load_tokenizer(folder: Path, vocab_size: int, eos: Iterable[int]) -> LLToken
     if not ids:
         raise InputError("json_schema needs a model with an end-of-sequence id")
     try:
+        check_file(folder / "tokenizer.json")
         content = (folder / "tokenizer.json").read_bytes()
         return LLTokenizer(
             _with_texts_as_tokens(content).decode(),

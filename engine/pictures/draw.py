@@ -11,7 +11,8 @@ import numpy.typing as npt
 from baton.proto.contexts.pixels import PixelContext
 from baton.proto.contexts.tokens import TokenBuffer
 from baton.proto.limits import MAX_PICTURE_PROMPT_TOKENS
-from baton.text.picture_prompts import PicturePrompts, read_picture_files
+from baton.text.model_files import PICTURE_FILES, read_files
+from baton.text.picture_prompts import PicturePrompts
 
 from ..kernels.load import load_backend
 from .folder import open_folder
@@ -35,7 +36,7 @@ class PictureEngine:
             raise ValueError(f"prompt_tokens must be in 1..{MAX_PICTURE_PROMPT_TOKENS}")
         opened, kernels = open_folder(folder), load_backend(backend)
         prompts = PicturePrompts.from_files(
-            read_picture_files(folder), trusted=True, origin=str(folder), most=prompt_tokens
+            read_files(folder, PICTURE_FILES), trusted=True, origin=str(folder), most=prompt_tokens
         )
         self.tokenizer, self._defaults = prompts.tokenizer, prompts.defaults
         self.encoder = PromptEncoder(opened, kernels)

@@ -12,6 +12,8 @@ from baton.cli.speak import audio_tokens
 from baton.deploy.local.daemon import _open_log as open_log
 from baton.deploy.ray.cluster_file import read_cluster_file
 from baton.deploy.ray.release import read_wheel
+from baton.engine.audio.chunks import load_audio
+from baton.engine.grammar.compiler import load_tokenizer
 from baton.engine.loading.json_files import read_json
 from baton.engine.loading.safetensors import map_file
 from baton.forecast.service import read_service
@@ -22,6 +24,8 @@ from baton.loadgen.traces import read_trace
 from baton.offline.cluster import _open_log as open_offline_log
 from baton.proto.errors import BatonError
 from baton.runtime.keys.api_keys import api_key_digests
+from baton.text.model_files import PICTURE_FILES, has_tokenizer_files, read_files
+from baton.text.tokenizer import Tokenizer
 
 
 def certificate(file: Path) -> None:
@@ -50,6 +54,10 @@ READERS = {
     "--ssl-certfile": ("c.pem", certificate),
     "MODEL.gguf": ("m.gguf", map_file),
     "config.json": ("config.json", read_json),
+    "tokenizer_config.json": ("tokenizer_config.json", lambda f: Tokenizer.from_folder(f.parent)),
+    "model_index.json": ("model_index.json", lambda f: read_files(f.parent, PICTURE_FILES)),
+    "tokenizer.json, grammar": ("tokenizer.json", lambda f: load_tokenizer(f.parent, 9, [1])),
+    "speech.json": ("speech.json", lambda f: load_audio(f.parent)),
 }
 
 
@@ -83,3 +91,9 @@ def test_a_log_that_is_a_pipe_is_refused(opened, tmp_path):
     with pytest.raises(BatonError, match=r"cannot write the log .*log: it is a pipe"):
         opened(tmp_path / "log")
     opened(Path(os.devnull)).close()
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_with_a_pipe_is_not_that_of_the_served_model(tmp_path):
+    os.mkfifo(tmp_path / "tokenizer.json")
+    assert not has_tokenizer_files(str(tmp_path), {"tokenizer.json": b"{}"})

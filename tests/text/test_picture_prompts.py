@@ -14,8 +14,7 @@ from baton.deploy.plan.prepare import check_tokenizer
 from baton.proto.errors import CheckpointError, InputError
 from baton.router.describe import read_text_files
 from baton.text.flux_prompts import FluxTokenizer, flux_defaults
-from baton.text.model_files import PICTURE_FILES
-from baton.text.picture_prompts import read_picture_files
+from baton.text.model_files import PICTURE_FILES, read_files
 from baton.text.plain_tokenizers import is_plain
 from baton.text.prompt_tokens import MAX_PROMPT_CHARS
 
@@ -47,7 +46,7 @@ def older(files):
 
 
 def test_the_router_sends_what_a_prompt_needs(files):
-    assert files == read_picture_files(FOLDER)
+    assert files == read_files(FOLDER, PICTURE_FILES)
     assert "tokenizer_2/tokenizer.json" in files
 
 
