@@ -137,8 +137,8 @@ def suggestion(speed: Speed, cores: int, *, fits: int) -> str:
     decode = cores - prefill
     return (
         f"--prefill 1 --decode 1 --prefill-threads {prefill} --decode-threads {decode}: "
-        f"a prompt of {PROMPT} tokens takes {prompt:.1f} s, an answer of {ANSWER} in a batch of "
-        f"eight {answer:.1f} s of a worker"
+        f"a prompt of {PROMPT} tokens takes {1e3 * prompt:.0f} ms of a worker, an answer of "
+        f"{ANSWER} tokens in a batch of eight {1e3 * answer:.0f} ms"
     )
 
 

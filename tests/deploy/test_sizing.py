@@ -75,6 +75,14 @@ def test_cores_are_divided_as_a_usual_request_needs_them(cores, fits, options):
     assert suggestion(SPEED, cores, fits=fits).startswith(options)
 
 
+def test_times_of_a_small_model_are_not_rounded_to_nothing():
+    small = Speed(threads=1, read=17e9, stream=2e4, eight_streams=4e4, prompt=3.2e4)
+    assert suggestion(small, 2, fits=8).endswith(
+        "a prompt of 512 tokens takes 16 ms of a worker, an answer of 128 tokens in a batch of "
+        "eight 3 ms"
+    )
+
+
 def test_shared_weights_leave_memory_for_more_workers(model, monkeypatch):
     memory = model_memory(load_checkpoint(model), 1024)
     settings = ServeSettings(model=str(model), prefill=1, decode=9, share_weights="off")
