@@ -110,7 +110,7 @@ class Adapted(msgspec.Struct, frozen=True, kw_only=True):
 def adapted(alone: ServiceModel, seen: Calibration, cores: int, chunk: int = 0) -> Adapted:
     """Return the model of a cluster from that of its engine alone.
 
-    ``cores``: workers of the host that can compute at once; 0: each has a host of its own.
+    ``cores``: workers of the host that can compute at once; 0: each has its own host.
     ``chunk``: prompt tokens of a step of the calibrated prefill worker (0: the whole prompt). Times
     of equal requests are averaged first: a stall is a part of what a cluster takes. Raises
     ValueError without prompts and streams alone.

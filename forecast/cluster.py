@@ -51,8 +51,8 @@ class Setup:
     order that keeps this time; 0: by arrival. ``step_s``, ``token_budget``: of decode workers'
     steps with prompt tokens. ``flipped``: number of the request that mode adaptive sends the other
     way, -1: none. ``turn_s``: seconds of a change of role after the drain; 0: workers keep theirs.
-    ``chunk``: prompt tokens of a prefill worker's step; 0: the whole prompt. ``seed``: of what is
-    drawn. ``gaps``: whether the outcome has the time between any two tokens.
+    ``chunk``: prompt tokens of a prefill worker's step; 0: the whole prompt. ``seed``: of the
+    random draws. ``gaps``: whether the outcome has the times between all tokens.
     """
 
     mode: str = "disaggregated"

@@ -36,9 +36,9 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan says; ``choices`` from the best one, ``rate``: requests per second.
+    """The result of a plan. ``choices``: best first. ``rate``: requests per second.
 
-    ``moves``: changes of role that make a running cluster, or the best one, better; None: none do.
+    ``moves``: changes of role that improve the running cluster, or the best one; None: none do.
     """
 
     requests: int

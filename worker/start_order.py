@@ -157,8 +157,8 @@ class RankedOrder(Generic[K]):
     starts before all keys that arrived later. Every :data:`LATE_TURN`-th start goes to the key that
     arrived first, so that no key waits for ever.
 
-    Invariant: the keys by arrival are those that are contained. An error can leave a key in another
-    heap, but no key that is counted and never next, and none that is next and not counted.
+    Invariant: ``_arrived`` has exactly the contained keys. After an error another heap can have a
+    key too many or too few, but every contained key starts at some time, and no other key does.
     """
 
     def __init__(self, rank: Callable[[K, float], float | None]) -> None:

@@ -76,7 +76,7 @@ class LocalBackend:
         self._children.turn(spec.process)
 
     def turn_refusal(self) -> str:
-        """Return an empty text unless a worker has a key of its own, of one role alone."""
+        """Return which worker has its own key, which is valid for one role, or an empty text."""
         for name, role in self._keyless.items():
             if role:
                 return f"{name} cannot be a {role} worker: its key is of the other role"

@@ -258,7 +258,7 @@ class MemberWatch:
         self._turn(remote, now)
 
     def _turn(self, remote: _Remote, now: float) -> None:
-        """Order a change of role, until the actor reports it; a restarted actor has to be told."""
+        """Order a change of role until the actor reports it, again after the actor's restart."""
         report, spec = remote.report, remote.spec
         if report is None or spec.role not in POOLS or report.role == spec.role:
             return
@@ -347,8 +347,8 @@ def by_node(
 ) -> dict[str, int]:
     """Return sizes of pools by the pools of their nodes, which are those where workers began.
 
-    ``roles``: the present roles by member. ``may_turn``: spare workers of a pool will take the role
-    that the other one lacks, as the controller decides it (``Pools.turns``).
+    ``roles``: the present roles by member. ``may_turn``: spare workers of one pool will change to
+    the other pool if that lacks workers, as the controller decides (``Pools.turns``).
     """
     found = dict(sizes)
     if not set(POOLS) <= found.keys():
