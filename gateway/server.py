@@ -238,7 +238,7 @@ def _connections(config: GatewayConfig) -> Connections:
     """Return the connections that the limit on open files allows. Raises ConfigError."""
     _log.prepare()
     needed = (
-        sum(1 for _ in Path("/dev/fd").iterdir())
+        sum(1 for _ in Path("/proc/self/fd").iterdir())
         + _SPARE_FILES
         + _ROUTER_FILES * len(config.routers)
     )

@@ -8,6 +8,7 @@ started it ends, so this thread must outlive the children.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -52,7 +53,7 @@ from .core import (
     Tick,
 )
 from .oom import LOOK_EVERY_S, OomWatch
-from .process import Child, ProcessSpec, describe_log, not_started
+from .process import Child, ProcessSpec, describe_log, not_started, with_remedy
 from .weights import WeightsMemories
 
 TICK = 0.1
@@ -332,7 +333,9 @@ class ChildLog:
         self._refused.discard(name)
         self._gave_in.discard(name)
         words = self._last_words.pop(name, "")
-        return self._last_error.pop(name, "") or (words if code > 0 else ""), refused
+        # libzmq writes why it aborts, as at a limit on threads
+        said = words if code > 0 or code == -signal.SIGABRT else ""
+        return with_remedy(self._last_error.pop(name, "") or said), refused
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ import msgspec
 from baton.proto.errors import BatonError
 from baton.proto.wire.proofs import seal_of
 from baton.runtime.keys.api_keys import KEY_VARIABLE
+from baton.runtime.process.compute import MORE_THREADS
 from baton.runtime.process.supervision import TURN_SIGNAL
 
 from ..roles import POOLS
@@ -33,6 +34,11 @@ from .oom import let_die_first
 
 _READ = 1 << 16
 _MAX_LINE = 1 << 20
+_REMEDIES = {
+    os.strerror(errno.EAGAIN): MORE_THREADS,
+    "can't start new thread": MORE_THREADS,
+    os.strerror(errno.EMFILE): "raise the limit on open files (ulimit -n)",
+}
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -75,7 +81,15 @@ def not_started(problem: Exception, folder: Path) -> str:
         )
     if not isinstance(problem, OSError | BatonError):
         return f"cannot be started: {type(problem).__name__}: {problem}"
-    return f"cannot be started: {problem}"
+    return with_remedy(f"cannot be started: {problem}")
+
+
+def with_remedy(reason: str) -> str:
+    """Add which limit to raise, if ``reason`` is the system's text for a limit that was reached."""
+    for text, remedy in _REMEDIES.items():
+        if text in reason:
+            return f"{reason}; {remedy}"
+    return reason
 
 
 class Child:

@@ -61,7 +61,7 @@ class _Verdict(msgspec.Struct, array_like=True):
     cost: SchemaCost | None = None
     message: str = ""
     too_complex: bool = False
-    too_slow: bool = False  # the machine was: the schema is not judged
+    unjudged: bool = False  # the machine was too busy, or at a limit
 
 
 class SchemaTrial:
@@ -98,7 +98,7 @@ class SchemaTrial:
                 self._stop()
                 text = f"json_schema cannot be checked now: {error!r}"
                 raise CapacityError(text, retry_after=1.0) from None
-        if verdict.too_slow:
+        if verdict.unjudged:
             raise CapacityError(verdict.message, retry_after=1.0)
         if verdict.cost is None:
             raise (SchemaTooComplex if verdict.too_complex else InputError)(verdict.message)
@@ -164,7 +164,7 @@ def _fork(tokenizer: LLTokenizer, schema: str, limit_s: float) -> _Verdict:
         verdict = msgspec.msgpack.decode(read_message(answers, wait_s), type=_Verdict)
     except TimeoutError:
         text = f"json_schema was not compiled within {wait_s:g} s, because the machine is too busy"
-        verdict = _Verdict(message=text, too_slow=True)
+        verdict = _Verdict(message=text, unjudged=True)
     except (EOFError, msgspec.MsgspecError):
         pass  # the fork ended without a verdict: its exit status has the cause
     finally:
@@ -194,7 +194,10 @@ def _on_small_stack(tokenizer: LLTokenizer, schema: str) -> _Verdict:
     verdicts: list[_Verdict] = []
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=lambda: verdicts.append(_try(tokenizer, schema)))
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as problem:  # a limit on threads, as of a container
+        return _Verdict(message=f"json_schema cannot be checked now: {problem}", unjudged=True)
     thread.join()
     return verdicts[0]
 

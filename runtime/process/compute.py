@@ -110,6 +110,7 @@ class ComputeThread(Generic[Item, Result]):
         self._loop.post(lambda: self._on_done(item, result))
 
 
+MORE_THREADS = "raise the limit on processes (ulimit -u, pids.max of the container)"
 MAX_OVERRUN = 2
 """Maximum overrunning threads; at this number new items are refused."""
 
@@ -125,7 +126,8 @@ class TimeLimited(Generic[Item, Result]):
     """Runs ``function(item)`` on a thread and waits at most ``limit()`` seconds for its result.
 
     ``on_done(item, result)`` receives the result, the exception that the function raised,
-    TimeoutError, or CapacityError if too many threads overrun. The first item starts the thread.
+    TimeoutError, or CapacityError if too many threads overrun or no thread can be started. The
+    first item starts the thread.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class TimeLimited(Generic[Item, Result]):
         self._limit = limit
         self._name = name
         self._queue: deque[Item] = deque()
-        self._refused: deque[Item] = deque()  # to be answered with CapacityError
+        self._refused: deque[tuple[Item, CapacityError]] = deque()
         self._running: _Run[Item] | None = None
         self._thread: ComputeThread[_Run[Item], Result] | None = None
         self._overrun: list[ComputeThread[_Run[Item], Result]] = []
@@ -156,7 +158,7 @@ class TimeLimited(Generic[Item, Result]):
     def drop(self, unwanted: Callable[[Item], bool]) -> None:
         """Drop these items: queued ones do not run, and a running one's result is ignored."""
         self._queue = deque(item for item in self._queue if not unwanted(item))
-        self._refused = deque(item for item in self._refused if not unwanted(item))
+        self._refused = deque(each for each in self._refused if not unwanted(each[0]))
         if self._running is not None and unwanted(self._running.item):
             self._running.wanted = False
 
@@ -179,12 +181,15 @@ class TimeLimited(Generic[Item, Result]):
         if self._thread is None:
             self._overrun = [thread for thread in self._overrun if not thread.stop(0)]
             if len(self._overrun) >= MAX_OVERRUN:
-                self._refused.append(item)
-                self._loop.post(self._refuse)
+                self._refuse(item, "earlier items are over their time limit")
                 return
-            self._thread = ComputeThread(
-                self._loop, lambda run: self._function(run.item), self._done, name=self._name
-            )
+            try:
+                self._thread = ComputeThread(
+                    self._loop, lambda run: self._function(run.item), self._done, name=self._name
+                )
+            except RuntimeError as problem:  # a limit on threads, as of a container
+                self._refuse(item, f"{problem}; {MORE_THREADS}")
+                return
         self._running = _Run(item, self._loop.call_later(self._limit(), self._expire))
         self._thread.submit(self._running)
 
@@ -193,11 +198,9 @@ class TimeLimited(Generic[Item, Result]):
             return  # timed out before
         run.timer.cancel()
         self._running = None
-        try:
-            self._next()
-        finally:  # also if no thread can be started
-            if run.wanted:
-                self._on_done(run.item, result)
+        self._next()
+        if run.wanted:
+            self._on_done(run.item, result)
 
     def _expire(self) -> None:
         run, thread = self._running, self._thread
@@ -206,18 +209,18 @@ class TimeLimited(Generic[Item, Result]):
         thread.stop(0)  # the thread ends after its item
         self._overrun.append(thread)
         self._running = self._thread = None
-        try:
-            self._next()
-        finally:
-            if run.wanted:
-                self._on_done(run.item, TimeoutError(f"{self._name}: time limit exceeded"))
-
-    def _refuse(self) -> None:
-        """Answer one refused item, unless it was dropped, and continue with the queue."""
-        error = CapacityError(
-            f"{self._name}: earlier items are over their time limit", retry_after=1.0
-        )
-        item = self._refused.popleft() if self._refused else None
         self._next()
-        if item is not None:
-            self._on_done(item, error)
+        if run.wanted:
+            self._on_done(run.item, TimeoutError(f"{self._name}: time limit exceeded"))
+
+    def _refuse(self, item: Item, reason: str) -> None:
+        error = CapacityError(f"{self._name}: {reason}", retry_after=1.0)
+        self._refused.append((item, error))
+        self._loop.post(self._answer_refused)
+
+    def _answer_refused(self) -> None:
+        """Answer one refused item, unless it was dropped, and continue with the queue."""
+        refused = self._refused.popleft() if self._refused else None
+        self._next()
+        if refused is not None:
+            self._on_done(*refused)

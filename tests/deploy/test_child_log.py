@@ -34,6 +34,21 @@ def test_an_interpreter_s_last_words_count_unless_a_signal_ended_it():
     assert ended(raw, code=-9)[:2] == ("", False)
 
 
+def test_an_abort_at_a_limit_names_the_limit():
+    """It was "killed by signal 6", and the cause was a line of a log."""
+    raw = {"event": "Resource temporarily unavailable (src/thread.cpp:241)", "raw": True}
+    reason, refused, _ = ended(raw, code=-6)
+    assert reason.startswith("Resource temporarily unavailable (src/thread.cpp:241); raise the")
+    assert ("ulimit -u" in reason, refused) == (True, False)
+    raw = {"event": "RuntimeError: can't start new thread", "raw": True}
+    assert "ulimit -u" in ended(raw)[0]
+    failed = {"event": "process.failed", "level": "error", "error": "Too many open files"}
+    assert ended(failed)[:2] == (
+        "Too many open files; raise the limit on open files (ulimit -n)",
+        True,
+    )
+
+
 def test_lines_below_the_level_are_not_shown_and_nothing_is_kept_for_the_next():
     lines = []
     log = ChildLog(Output(lines.append, "error"))

@@ -326,6 +326,22 @@ def test_a_machine_without_a_free_processor_makes_no_schema_too_complex(monkeypa
     one.close()
 
 
+def test_a_machine_without_a_free_thread_makes_no_schema_too_complex(monkeypatch, tmp_path):
+    """The fork ended without a verdict, which counted as too complex for good."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, threading\n"
+        "def full(thread):\n"
+        '    raise RuntimeError("can\'t start new thread")\n'
+        "os.register_at_fork(after_in_child=lambda: setattr(threading.Thread, 'start', full))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    one = trial()
+    with pytest.raises(CapacityError, match="cannot be checked now: can't start new thread"):
+        one.cost(INTEGER)
+    one.close()
+
+
 def test_a_helper_that_cannot_start_judges_no_schema(monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os; os._exit(5)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -108,6 +108,27 @@ def test_with_too_many_overruns_new_items_are_refused_until_one_ends(loop, drive
     bench.work.stop()
 
 
+def test_without_a_thread_every_item_is_refused_until_one_starts(loop, drive, monkeypatch):
+    """The exception left the item without an answer, and its request waited for its deadline."""
+    bench = Bench(loop, 30.0)
+
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", full)
+        bench.work.submit(lambda: "first")
+        bench.work.submit(lambda: "second")
+        drive.until(lambda: len(bench.answers) == 2)
+    assert [type(answer) for answer in bench.answers] == [CapacityError, CapacityError]
+    assert "can't start new thread" in str(bench.answers[0])
+    assert "ulimit -u" in str(bench.answers[0])
+    bench.work.submit(lambda: "third")
+    drive.until(lambda: len(bench.answers) == 3)
+    assert bench.answers[2] == "third"
+    bench.work.stop()
+
+
 def test_after_stop_nobody_is_answered(loop, drive):
     bench = Bench(loop, 30.0)
     bench.work.submit(bench.hang)
