@@ -75,7 +75,7 @@ class ImageTour:
             for index, image in enumerate(self._images):
                 self._file(index).write_bytes(encode_png(image))
         except OSError as problem:
-            raise ConfigError(f"cannot write the pictures: {problem}") from None
+            raise ConfigError(f"cannot write the pictures: {problem.strerror}") from None
         print(f"pictures are in {self._folder}", flush=True)
 
     def __call__(self, client: Client, url: str) -> None:

@@ -163,7 +163,7 @@ def _check_certificate(config: GatewayConfig) -> None:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     except OSError as error:  # ssl.SSLError is one
         files = f"{config.ssl_certfile} and {config.ssl_keyfile}"
-        raise ConfigError(f"the certificate {files} cannot be used: {error}") from None
+        raise ConfigError(f"the certificate {files} cannot be used: {error.strerror}") from None
 
 
 def _listen(config: GatewayConfig) -> socket.socket:
@@ -174,7 +174,7 @@ def _listen(config: GatewayConfig) -> socket.socket:
             (host, config.port), family=family, backlog=_BACKLOG, reuse_port=config.share_port
         )
     except OSError as error:
-        raise ConfigError(f"cannot listen at {config.host}:{config.port}: {error}") from None
+        raise ConfigError(f"cannot listen at {config.host}:{config.port}: {error.strerror}") from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     return listener
 

@@ -79,7 +79,9 @@ def _next_settings() -> Any:
     path = settings_path()
     try:
         role = msgspec.json.decode(Path(path).read_bytes(), type=_Named).role
-    except (OSError, msgspec.DecodeError) as problem:
+    except OSError as problem:
+        raise ConfigError(f"cannot read settings {path}: {problem.strerror}") from None
+    except msgspec.DecodeError as problem:
         raise ConfigError(f"cannot read settings {path}: {problem}") from None
     config: Any = load_settings(path, _module(role).CONFIG)
     return msgspec.structs.replace(config, runner=with_folder(config.runner))

@@ -81,7 +81,8 @@ def not_started(problem: Exception, folder: Path) -> str:
         )
     if not isinstance(problem, OSError | BatonError):
         return f"cannot be started: {type(problem).__name__}: {problem}"
-    return with_remedy(f"cannot be started: {problem}")
+    why = problem.strerror if isinstance(problem, OSError) else problem
+    return with_remedy(f"cannot be started: {why}")
 
 
 def with_remedy(reason: str) -> str:

@@ -37,8 +37,10 @@ def api_key_digests(file: str, keys: Iterable[str | None]) -> tuple[str, ...]:
     if file:
         try:
             found += (_COMMENT.sub("", line) for line in read_small(file).decode().splitlines())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file {file}: {error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"--api-key-file {file}: it is not UTF-8 text") from None
+        except OSError as error:
+            raise ConfigError(f"--api-key-file {file}: {error.strerror}") from None
     stripped = [key.strip() for key in found if key and key.strip()]
     for key in stripped:
         if not key.isascii() or not key.isprintable() or " " in key:

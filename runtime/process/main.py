@@ -280,8 +280,10 @@ def load_settings(path: str | Path, kind: type[Config]) -> Config:
     path = Path(path)
     try:
         text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read settings {path}: {error}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read settings {path}: it is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read settings {path}: {error.strerror}") from error
     parse = parse_toml if path.suffix == ".toml" else parse_json
     return parse(text, kind, str(path))
 

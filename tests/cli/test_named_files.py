@@ -81,6 +81,7 @@ def test_what_is_no_regular_file_is_refused(option, kind, tmp_path, monkeypatch)
     with pytest.raises(BatonError, match=words) as caught:
         read(file)
     assert str(file) in str(caught.value)
+    assert "Errno" not in str(caught.value)
 
 
 @pytest.mark.timeout(60)
