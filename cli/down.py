@@ -12,7 +12,7 @@ from pathlib import Path
 from baton.deploy.controller.admin import GoDown, Overview, Result
 from baton.deploy.controller.admin_client import AdminClient, listens
 from baton.deploy.local.address_lock import AddressLock
-from baton.deploy.local.run_folder import remove_dead_socket, sweep
+from baton.deploy.local.run_folder import remove_dead_socket, sweep, sweep_one
 from baton.deploy.plan.addresses import ipc_path
 from baton.proto.errors import ConnectionLost, RequestFailed
 
@@ -47,9 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         return end_on_ray(arguments.ray_address)
     if not has_controller(arguments):
         refuse_while_served(addresses_of(arguments)[0], admin_of(arguments))
+        folder = AddressLock.sweep(admin_of(arguments))
+        swept = [folder] if folder is not None and sweep_one(folder) else []
         run_dir = os.environ.get(variable("run_dir"))
-        swept = [*sweep(), *(sweep(Path(run_dir)) if run_dir else ())]
-        AddressLock.sweep(admin_of(arguments))
+        swept += [*sweep(), *(sweep(Path(run_dir)) if run_dir else ())]
         remove_sockets([*addresses_of(arguments), admin_of(arguments)])
         print(f"no cluster runs at {addresses_of(arguments)[0]}")
         for path in swept:

@@ -174,7 +174,9 @@ def _listen(config: GatewayConfig) -> socket.socket:
             (host, config.port), family=family, backlog=_BACKLOG, reuse_port=config.share_port
         )
     except OSError as error:
-        raise ConfigError(f"cannot listen at {config.host}:{config.port}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot listen at {config.host}:{config.port}: {error.strerror}"
+        ) from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     return listener
 

@@ -2,6 +2,7 @@
 
 ZeroMQ silently takes an ipc path over from another listening process. The lock (flock) lets the
 second controller detect the first. The kernel releases the lock when the process ends in any way.
+The file names the holder's run folder, so that a killed cluster's folder is found wherever it is.
 """
 
 from __future__ import annotations
@@ -16,13 +17,26 @@ from baton.proto.errors import ConfigError
 
 from ..plan.addresses import ipc_path
 
+_MAX_PATH = 4096
+
 
 class AddressLock:
-    """A held lock. :meth:`release` removes its file."""
+    """A held lock. :meth:`release` removes its file.
+
+    ``left``: the run folder of a killed holder; None without one.
+    """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
+        noted = os.fsdecode(os.pread(descriptor, _MAX_PATH, 0))
+        self.left = Path(noted) if noted.startswith("/") and "\0" not in noted else None
+
+    def note(self, run_folder: Path) -> None:
+        """Write the holder's run folder into the file. A full disk is no error."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, os.fsencode(run_folder), 0)
 
     @classmethod
     def take(cls, address: str) -> Self | None:
@@ -52,14 +66,16 @@ class AddressLock:
             os.close(descriptor)  # the previous holder removed the file meanwhile: try again
 
     @classmethod
-    def sweep(cls, address: str) -> None:
-        """Remove the lock file of a killed controller."""
+    def sweep(cls, address: str) -> Path | None:
+        """Remove the lock file of a killed controller and return its run folder, if noted."""
         socket = ipc_path(address)
         if socket is not None and socket.with_name(f"{socket.name}.lock").exists():
             with contextlib.suppress(ConfigError):
                 lock = cls.take(address)
                 if lock is not None:
                     lock.release()
+                    return lock.left
+        return None
 
     def release(self) -> None:
         """Remove the file, then release the lock. The reverse order could remove a new holder's."""

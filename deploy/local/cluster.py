@@ -39,7 +39,7 @@ from ..supervise.core import Log, Phase, SupervisorCore
 from ..supervise.hangs import HangLimits
 from . import banner
 from .address_lock import AddressLock
-from .run_folder import RunFolder, sweep
+from .run_folder import RunFolder, sweep, sweep_one
 
 __all__ = ["LocalBackend", "LocalCluster", "check_model", "make_plan"]
 
@@ -160,6 +160,10 @@ class LocalCluster:
             self.admin = settings.admin or admin_address(self.plan.address)
             claim_admin(self.admin)
             self._lock = AddressLock.take(self.admin)
+            if self._lock is not None:
+                if self._lock.left is not None:
+                    sweep_one(self._lock.left)
+                self._lock.note(self._folder.path)
         except BaseException:
             self._release()
             raise

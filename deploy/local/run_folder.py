@@ -101,10 +101,13 @@ def _not_written(path: Path, problem: OSError) -> ConfigError:
 def sweep(parent: Path | None = None) -> list[Path]:
     """Remove this user's run folders of dead supervisors. Returns the removed folders."""
     base = parent or Path(tempfile.gettempdir())
-    return [path for path in sorted(base.glob(f"{PREFIX}*")) if _sweep_one(path)]
+    return [path for path in sorted(base.glob(f"{PREFIX}*")) if sweep_one(path)]
 
 
-def _sweep_one(path: Path) -> bool:
+def sweep_one(path: Path) -> bool:
+    """Remove a run folder of this user if its supervisor is dead. Returns whether it did."""
+    if not path.name.startswith(PREFIX):
+        return False
     try:
         if path.stat().st_uid != os.getuid():
             return False

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -294,6 +295,23 @@ def test_down_removes_what_a_killed_cluster_left(address, tmp_path, monkeypatch,
     assert main(["down", "--address", f"ipc://{plain}"]) == 0
     assert plain.exists()
     assert f"no cluster runs at {address}" in capsys.readouterr().out
+
+
+def test_down_finds_the_run_folder_of_a_killed_cluster(address, tmp_path, monkeypatch, capsys):
+    """Below its ``--run-dir``, which only the killed cluster knew."""
+    monkeypatch.delenv("BATON_RUN_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    folder, other = tmp_path / "baton-run-x", tmp_path / "other"
+    for each in (folder, other):
+        each.mkdir()
+        (each / "owner.lock").touch()
+    lock = Path(f"{address.removeprefix('ipc://')}.admin.lock")
+    lock.write_text(str(folder))
+    assert main(["down"]) == 0
+    assert f"removed {folder}, left by a killed cluster" in capsys.readouterr().out
+    lock.write_text(str(other))  # not the name of a run folder
+    assert main(["down"]) == 0
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_a_relative_address_is_made_absolute(tmp_path, monkeypatch, capsys):

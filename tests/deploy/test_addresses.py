@@ -1,6 +1,7 @@
 """Addresses of several routers and of the controller, and the controller's address lock."""
 
 import contextlib
+import os
 import socket
 from pathlib import Path
 
@@ -93,6 +94,28 @@ def test_what_a_killed_holder_left_is_swept(tmp_path):
     (tmp_path / "s.admin.lock").touch()
     AddressLock.sweep(f"ipc://{tmp_path}/s.admin")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_run_folder_of_a_killed_holder_is_found(tmp_path):
+    """With --run-dir the folder was not found, and stayed."""
+    address, folder = f"ipc://{tmp_path}/s.admin", tmp_path / "r\udcff" / "baton-run-x"
+    held = AddressLock.take(address)
+    assert held.left is None
+    held.note(folder)
+    os.close(held._descriptor)  # killed
+    again = AddressLock.take(address)
+    assert again.left == folder
+    again.note(tmp_path)
+    os.close(again._descriptor)
+    assert AddressLock.sweep(address) == tmp_path
+    assert list(tmp_path.iterdir()) == []
+    assert AddressLock.sweep(address) is None
+
+
+@pytest.mark.parametrize("content", [b"relative", b"/a\0b", b"\xff" * 9000])
+def test_a_lock_file_of_other_content_names_no_folder(tmp_path, content):
+    (tmp_path / "s.admin.lock").write_bytes(content)
+    assert AddressLock.sweep(f"ipc://{tmp_path}/s.admin") is None
 
 
 def test_a_reserved_port_is_for_gateways_alone():

@@ -43,6 +43,29 @@ def test_children_that_cannot_be_started_end_the_cluster_and_leave_nothing(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+KILLED = """
+import os, signal, sys
+from baton.deploy.local.cluster import LocalCluster
+from baton.deploy.config import ServeSettings
+
+cluster = LocalCluster(ServeSettings(run_dir=sys.argv[1], address=sys.argv[2]), print)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_start_removes_the_run_folder_of_a_killed_cluster_with_another_run_dir(tmp_path):
+    parents = [tmp_path / "a", tmp_path / "b"]
+    for parent in parents:
+        parent.mkdir()
+        subprocess.run(
+            [sys.executable, "-c", KILLED, str(parent), f"ipc://{tmp_path}/s"],
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    (folder,) = tmp_path.glob("*/baton-run-*")
+    assert folder.parent == parents[1]
+
+
 INTERRUPTED = """
 import os, signal, sys
 from baton.deploy.local import cluster as local
