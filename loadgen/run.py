@@ -21,7 +21,7 @@ from .statistics import CANCELLED, FAILED, OK, REFUSED, Record
 LIMIT_S = 600.0
 """Default of the seconds for one request, after which it counts as failed."""
 LOST_S = 10.0
-"""Seconds without an answer or a connection after which the server counts as lost.
+"""Seconds of failed connections without an answer or a token, before the server counts as lost.
 
 A router that restarts needs less. The client gives up a new request after 5 s.
 """
@@ -112,8 +112,7 @@ class Runner:
         self.finished = 0
         self.is_lost = False
         self._running: dict[asyncio.Timeout, Record] = {}
-        self._answered_at = -math.inf
-        self._away_since = math.inf  # when the first request of a series of failures was sent
+        self._away_since = math.inf  # when the first request of a series of failures failed
 
     async def open_loop(self, jobs: Sequence[Job]) -> list[Record]:
         """Send each job at its time, whatever has become of the others."""
@@ -167,18 +166,19 @@ class Runner:
                     del self._running[timeout]
             record.outcome = OK
             self._answered()
-        except TimeoutError:
-            cancelled = job.cancel_after is not None and limit == job.cancel_after
-            record.outcome = CANCELLED if cancelled else FAILED
-            record.error = "" if cancelled else f"no end within {limit:g} s"
-            if self.is_lost:
-                record.outcome, record.error = FAILED, _LOST
         except CapacityError as error:
             record.outcome, record.error = REFUSED, _shown(error)
             self._answered()
         except (ConnectionLost, OSError, EOFError) as error:
             record.outcome, record.error = FAILED, _shown(error)
-            self._unreachable(record)
+            if not timeout.expired():  # the time limit too raises a TimeoutError, an OSError
+                self._unreachable()
+            elif self.is_lost:
+                record.error = _LOST
+            elif limit == job.cancel_after:
+                record.outcome, record.error = CANCELLED, ""
+            else:
+                record.error = f"no end within {limit:g} s"
         except BatonError as error:
             record.outcome, record.error = FAILED, _shown(error)
             self._answered()
@@ -187,13 +187,15 @@ class Runner:
         return record
 
     def _answered(self) -> None:
-        self._answered_at, self._away_since = self._clock(), math.inf
+        self._away_since = math.inf
 
-    def _unreachable(self, record: Record) -> None:
-        """Note a request that had no connection. If the server is lost, end what runs."""
-        stamps = (one.stamps[-1][0] for one in (record, *self._running.values()) if one.stamps)
-        since = min(self._away_since, record.sent)
-        self._away_since = max(self._answered_at, since, *stamps)
+    def _unreachable(self) -> None:
+        """Note a request that had no connection. If the server is lost, end all requests.
+
+        The time before the first failure does not count: that request may have waited for long.
+        """
+        stamps = (one.stamps[-1][0] for one in self._running.values() if one.stamps)
+        self._away_since = max([min(self._away_since, self._clock()), *stamps])
         if self._clock() - self._away_since < LOST_S:
             return
         self.is_lost = True

@@ -162,7 +162,7 @@ class Dying:
 
 def test_a_lost_server_ends_the_run():
     server = Dying(3.0)
-    assert server.outcomes(4000) == [OK] * 3 + [FAILED] * 3
+    assert server.outcomes(4000) == [OK] * 3 + [FAILED] * 4
     assert server.runner.is_lost
 
 
@@ -213,12 +213,42 @@ def test_a_lost_server_ends_what_runs_and_an_open_loop():
 
         fake = Fake(answer)
         runner = Runner(fake, clock=lambda: now[0])
-        return runner, await runner.open_loop(jobs(0.0, 0.0, 1e6))
+        return runner, await runner.open_loop(jobs(0.0, 0.0, 0.0, 1e6))
 
-    runner, (first, second) = asyncio.run(main())
+    runner, (first, second, third) = asyncio.run(main())
     assert runner.is_lost
     assert (first.outcome, first.tokens, first.error) == (FAILED, 1, "the server was lost")
-    assert (second.outcome, second.error) == (FAILED, "refused")
+    assert [(one.outcome, one.error) for one in (second, third)] == [(FAILED, "refused")] * 2
+
+
+def test_a_server_is_not_lost_because_a_long_request_failed():
+    """A gateway that restarts ends requests which may have waited for their first token."""
+    now = [0.0]
+
+    async def answer(job, record):
+        now[0] += 2 * LOST_S if fake.sent == 1 else 0.5
+        if fake.sent < 3:
+            raise OSError("refused")
+
+    fake = Fake(answer)
+    runner = Runner(fake, clock=lambda: now[0])
+    records = asyncio.run(runner.closed_loop(jobs(*[None] * 4), 1))
+    assert [one.outcome for one in records] == [FAILED] * 2 + [OK] * 2
+    assert not runner.is_lost
+
+
+def test_a_connection_that_times_out_is_not_the_time_limit():
+    """Both are a TimeoutError."""
+    now = [0.0]
+
+    async def answer(job, record):
+        now[0] += LOST_S
+        raise TimeoutError(110, "Connection timed out")
+
+    runner = Runner(Fake(answer), clock=lambda: now[0])
+    records = asyncio.run(runner.closed_loop(jobs(*[None] * 9, cancel_after=5.0), 1))
+    assert [one.outcome for one in records] == [FAILED] * 2
+    assert "Connection timed out" in records[0].error and runner.is_lost
 
 
 # --------------------------------------------------------------------------- HTTP
