@@ -68,6 +68,7 @@ class RequestLine(Ended, frozen=True, omit_defaults=True, gc=False):
 def request_line(story: Story) -> RequestLine:
     """Return a request's log line; it has neither prompt nor tokens."""
     attempts = story.attempts
+    placed = len([one for one in attempts if one.prefill or one.decode])
     prefill = decode = transport = cause = way = ""
     if attempts:
         last = attempts[-1]
@@ -83,7 +84,7 @@ def request_line(story: Story) -> RequestLine:
         story.prompt_tokens, story.cached_tokens, story.new_tokens,
         _rounded(story.ended - story.began), _rounded(queued), _rounded(ttft), _rounded(itl),
         story.slo_ttft or None, story.slo_itl or None,
-        prefill, decode, transport, len(attempts) or 1,
+        prefill, decode, transport, placed,
         story.key.hex(), _client(story.identity), story.gateway, story.message or cause,
     )  # fmt: skip
 

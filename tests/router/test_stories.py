@@ -437,6 +437,7 @@ def test_the_line_of_a_request_that_reached_no_worker_has_no_way(make_bench):
     (story,) = bench.core.stories.take_fresh()
     line = request_line(story)
     assert (line.outcome, line.way, line.prefill, line.decode) == ("cancelled", "", "", "")
+    assert line.attempts == 0
 
 
 def test_queries_of_one_envelope_are_merged():
