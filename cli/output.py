@@ -112,6 +112,9 @@ def _has_descriptor(stream: TextIO) -> bool:
 
 def silence_output() -> None:
     """Discard buffered output, so that the interpreter's flush at exit cannot fail."""
+    descriptor = sys.stdout.fileno()
+    os.close(descriptor)  # first, for a process that can open no more files
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)

@@ -54,6 +54,8 @@ from .requests import TEXT
 from .routers import router_addresses
 from .window import Sink, Window, overdue_end, size_for
 
+FILES = 20
+"""Files that a client may open: 14 at its start, the rest for looks at other routers."""
 _SIZE_S = 5.0
 """Seconds to wait for the cluster's size, while a call's requests already run."""
 _LOOK_S = 2.0
@@ -128,7 +130,7 @@ class Connection:
         self.connections = 0
         try:
             self._channel = self._connect(self._core.router)
-        except BatonError:
+        except BaseException:
             self._context.destroy(linger=0)
             raise
         loop.on_turn_end(self._flush)

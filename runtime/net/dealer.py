@@ -84,7 +84,11 @@ class DealerChannel(Channel):
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
-        self._monitor = Monitor(self._socket)
+        try:
+            self._monitor = Monitor(self._socket)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
         try:
             if endpoint.startswith("tcp://["):
                 self._socket.setsockopt(zmq.IPV6, 1)

@@ -15,7 +15,6 @@ from baton.deploy.config import demo_flux_folder, demo_model_folder
 from baton.engine.loading.checkpoint import load_checkpoint
 from baton.proto.errors import CheckpointError
 
-
 ROOT = Path(__file__).parents[2]
 
 
