@@ -378,7 +378,7 @@ def _decoder_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
     _refuse(filled, fields)
     kv_heads = fields.num_key_value_heads or fields.num_attention_heads
     head_dim = fields.head_dim or fields.hidden_size // fields.num_attention_heads
-    if fields.num_attention_heads % kv_heads or head_dim % 2:
+    if fields.num_attention_heads % kv_heads or head_dim < 2 or head_dim % 2:
         raise CheckpointError(
             f"config.json: num_attention_heads {fields.num_attention_heads}, head_dim {head_dim} "
             f"and num_key_value_heads {kv_heads} do not fit each other and rotary pairs"

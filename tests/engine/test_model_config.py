@@ -137,6 +137,7 @@ def test_unsupported_architecture_is_named_with_the_supported_ones(tmp_path):
         ({"num_hidden_layers": 0}, "num_hidden_layers must be positive"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 do not fit"),
         ({"head_dim": 7}, "head_dim 7"),
+        ({"num_attention_heads": 64}, "num_attention_heads 64, head_dim 0"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "unsupported quant_method"),
         ({"rope_scaling": {"type": "spiral"}}, "rope type 'spiral'"),

@@ -117,8 +117,9 @@ def test_sharded_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("backend", backends())
 def test_bf16_checkpoint(tmp_path, backend):
-    """Weights rounded to bfloat16. Matrix tiles round what they multiply as well, and stay nearer
-    to transformers in float32 than transformers itself does in bfloat16.
+    """Weights rounded to bfloat16. Keys and values are rounded too, by default, and matrix tiles
+    round what they multiply; either stays nearer to transformers in float32 than transformers
+    itself does in bfloat16.
     """
     print(f"seed {SEED}")
     maker.make_model("Llama", {}, SEED).bfloat16().save_pretrained(tmp_path)
@@ -129,15 +130,16 @@ def test_bf16_checkpoint(tmp_path, backend):
     )
     tokens = np.random.default_rng(SEED).integers(4, 256, 120).astype(np.int32)
     expected, theirs = (maker.logits_of(model, tokens) for model in (exact, rounded))
-    runner, rows = open_runner(tmp_path, backend), [29, *range(30, 120)]
-    starts = [0, *rows[1:]]
-    ours = [run(runner, tokens[s : r + 1], s)[1][0] for s, r in zip(starts, rows, strict=True)]
-    distance = np.asarray(ours) - expected[rows]
-    if runner.backend.numerics.endswith(("amx", "bf16")):
-        assert np.abs(distance).max() > 1e-4, "no tiles"
-        assert rms(distance) <= rms(theirs[rows] - expected[rows])
-    else:
-        assert np.abs(distance).max() <= 1e-4
+    rows = [29, *range(30, 120)]
+    for kv_type in ("auto", "float32"):
+        runner, starts = open_runner(tmp_path, backend, kv_type=kv_type), [0, *rows[1:]]
+        ours = [run(runner, tokens[s : r + 1], s)[1][0] for s, r in zip(starts, rows, strict=True)]
+        distance = np.asarray(ours) - expected[rows]
+        if kv_type == "auto" or runner.backend.numerics.endswith(("amx", "bf16")):
+            assert np.abs(distance).max() > 1e-4, "nothing is rounded"
+            assert rms(distance) <= rms(theirs[rows] - expected[rows])
+        else:
+            assert np.abs(distance).max() <= 1e-4
 
 
 def rms(x):
