@@ -21,12 +21,12 @@ from baton.proto.errors import BatonError, ConnectionLost, InputError
 from baton.proto.sampling import SamplingParams
 from baton.proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from baton.runtime.keys.keyring import GivenKeys, client_keys
-from baton.runtime.net.descriptors import require_files
 from baton.runtime.net.loop import Loop
+from baton.runtime.net.room import require_room
 
 from .async_generation import AsyncGeneration
 from .calls import Answer, Calls, Draft, Each, OnError, Whole, answer_of_kind, at_prompt
-from .connection import FILES, Batch, Connection
+from .connection import FILES, THREADS, Batch, Connection
 from .description import DESCRIBED_FILES, Description, described
 from .embedding import Embedding, embed_specs
 from .environment import find_cluster
@@ -351,7 +351,7 @@ class AsyncClient(Calls["AsyncGeneration"]):
             raise ConnectionLost("the client is closed")
         running = asyncio.get_running_loop()
         if self._connection is None:
-            require_files(FILES)
+            require_room(FILES, THREADS)
             self._loop = Loop(running)
             self._connection = Connection(
                 self._loop,

@@ -20,11 +20,11 @@ import numpy.typing as npt
 from baton.proto.errors import BatonError, ConnectionLost
 from baton.proto.wire.messages import Describe, Described, Drained, Message, StatusReport
 from baton.runtime.keys.keyring import GivenKeys, Keys, client_keys
-from baton.runtime.net.descriptors import require_files
 from baton.runtime.net.loop import Loop
+from baton.runtime.net.room import require_room
 
 from .calls import Answer, Calls, Draft, Each, OnError, Whole, answer_of_kind, at_prompt
-from .connection import FILES, Connection
+from .connection import FILES, THREADS, Connection
 from .description import DESCRIBED_FILES, Description, described
 from .embedding import Embedding, embed_specs
 from .environment import find_cluster
@@ -68,7 +68,7 @@ class _Background:
         keys: Keys | None,
         timeouts: tuple[float, float],
     ) -> None:
-        require_files(FILES)
+        require_room(FILES, THREADS + 1)
         self._loop = Loop()
         try:
             self.connection = Connection(

@@ -56,6 +56,8 @@ from .window import Sink, Window, overdue_end, size_for
 
 FILES = 20
 """Files that a client may open: 14 at its start, the rest for looks at other routers."""
+THREADS = 2
+"""Threads of a ZeroMQ context."""
 _SIZE_S = 5.0
 """Seconds to wait for the cluster's size, while a call's requests already run."""
 _LOOK_S = 2.0

@@ -25,7 +25,7 @@ import msgspec
 from baton.proto.errors import BatonError
 from baton.proto.wire.proofs import seal_of
 from baton.runtime.keys.api_keys import KEY_VARIABLE
-from baton.runtime.process.compute import MORE_THREADS
+from baton.runtime.net.room import MORE_FILES, MORE_THREADS
 from baton.runtime.process.supervision import TURN_SIGNAL
 
 from ..roles import POOLS
@@ -37,7 +37,7 @@ _MAX_LINE = 1 << 20
 _REMEDIES = {
     os.strerror(errno.EAGAIN): MORE_THREADS,
     "can't start new thread": MORE_THREADS,
-    os.strerror(errno.EMFILE): "raise the limit on open files (ulimit -n)",
+    os.strerror(errno.EMFILE): MORE_FILES,
 }
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-
-from baton.proto.errors import CapacityError
 
 from .admissions import Stage
 
@@ -31,26 +28,6 @@ def raise_open_files() -> None:
 def open_files() -> int:
     """Return the limit on open files of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def require_files(count: int) -> None:
-    """Raise CapacityError unless this process can open ``count`` more files.
-
-    At the limit libzmq aborts the whole process.
-    """
-    opened: list[int] = []
-    try:
-        while len(opened) < count:
-            opened.append(os.eventfd(0, os.EFD_CLOEXEC))
-    except OSError as problem:
-        raise CapacityError(
-            f"cannot connect: {problem.strerror}; close some, or raise the limit on open files "
-            f"({open_files()}, ulimit -n)",
-            retry_after=1.0,
-        ) from None
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
 
 
 def remote_address(fd: int) -> str:

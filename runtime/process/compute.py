@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from baton.proto.errors import CapacityError
 
 from ..net.loop import Loop, Timer
+from ..net.room import MORE_THREADS
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -110,7 +111,6 @@ class ComputeThread(Generic[Item, Result]):
         self._loop.post(lambda: self._on_done(item, result))
 
 
-MORE_THREADS = "raise the limit on processes (ulimit -u, pids.max of the container)"
 MAX_OVERRUN = 2
 """Maximum overrunning threads; at this number new items are refused."""
 

@@ -1,9 +1,14 @@
-"""A client of a process that has almost reached its limit on open files."""
+"""A client of a process that has almost reached its limit on open files or threads."""
 
+import asyncio
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from baton.client import AsyncClient, Client
+from baton.proto import CapacityError
 
 AT_THE_LIMIT = """
 import asyncio, os, resource, sys
@@ -66,10 +71,33 @@ def test_too_few_free_files_are_a_typed_error_and_end_no_process(kind, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     *lines, leaked = ended.stdout.splitlines()
     assert lines[0] == (
-        "capacity cannot connect: Too many open files; close some, or raise the limit on open "
-        "files (64, ulimit -n)"
+        "capacity cannot connect: Too many open files (64); close some, or raise the limit on "
+        "open files (ulimit -n)"
     )
     refused = lines.count(lines[0])
     assert lines[refused:] == ["connects"] * (len(lines) - refused)
     assert len(lines) > refused
     assert leaked == "0"
+
+
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
+def test_too_few_threads_are_a_typed_error(kind, tmp_path, monkeypatch):
+    """libzmq aborted the user's program, and a gateway at its first request."""
+    started, real = [], threading.Thread.start
+
+    def start(thread):
+        if len(started) == 1:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    address = f"ipc://{tmp_path}/s"
+
+    async def call():
+        async with AsyncClient(address) as client:
+            await client.status()
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(CapacityError, match=r"can't start new thread; raise .*ulimit -u"):
+        Client(address) if kind == "Client" else asyncio.run(call())
+    assert [thread.is_alive() for thread in started] == [False]
