@@ -12,6 +12,7 @@ from baton.proto.errors import AccessDenied, ConfigError
 from ..keys.curve import CurveKeys, apply_client_keys, check_address, is_tcp
 from ..keys.identity_owners import tagged
 from ..process.log import get_logger
+from ..process.log_limit import INTERVAL_S
 from .channel import (
     NO_WAIT,
     Buffers,
@@ -69,6 +70,7 @@ class DealerChannel(Channel):
         self._fd = -1  # of the connection
         self._source, self._keys = source, first
         self._warns = warns
+        self._complain_at = 0.0  # time of the next warning
         self._server = 0  # index of the server key in use
         self._failed = 0  # consecutive failed handshakes
         self._asked = True  # libzmq connects or is connected; False between disconnect and connect
@@ -222,16 +224,21 @@ class DealerChannel(Channel):
         reason = describe_refusal(event, value)
         # The listener of an ipc file that ends during a handshake stopped early: no warning.
         ended = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not is_tcp(self.endpoint)
-        say = _log.warning if self._warns and not ended else _log.debug
-        say("socket.handshake_failed", endpoint=self.endpoint, reason=reason)
         denied = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        error = refusal(self.endpoint, denied, keyed=self._keys is not None)
+        keys = {"endpoint": self.endpoint, "reason": reason, "refused": self.stats.refused}
+        if ended or not self._warns:
+            _log.debug("socket.handshake_failed", **keys)
+        elif Loop.now() >= self._complain_at:  # libzmq tries again 20 times per second
+            self._complain_at = Loop.now() + INTERVAL_S
+            _log.warning("socket.handshake_failed", **keys, error=str(error))
         if self._loop is not None:
             if denied:
                 self._loop.call_later(REFUSED_PAUSE_S, self._knock_again)
             elif self._keys is not None:
                 self._try_another_key()
         if self._on_refused is not None:
-            self._on_refused(refusal(self.endpoint, denied, keyed=self._keys is not None), denied)
+            self._on_refused(error, denied)
 
     def _try_another_key(self) -> None:
         """Try the server's next key from the current list; pause after all of them failed."""

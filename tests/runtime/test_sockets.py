@@ -447,6 +447,20 @@ def test_a_listener_that_ends_in_the_handshake_is_a_warning_on_tcp_alone(
     assert ("socket.handshake_failed" in capsys.readouterr().err) is tcp
 
 
+def test_handshakes_that_fail_without_end_are_one_line_with_the_likely_cause(
+    loop, drive, context, capsys
+):
+    """A worker without keys logged 20 lines per second, none of which mentioned keys."""
+    with posix.create_server(("127.0.0.1", 0)) as listener:
+        peer = Peer(loop, context, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        while peer.channel.stats.refused < 3:
+            listener.accept()[0].close()
+            seen = peer.channel.stats.refused
+            drive.until(lambda seen=seen: peer.channel.stats.refused > seen)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "socket.handshake_failed" in line and "if it requires keys, give --keys FOLDER" in line
+
+
 def test_noise_on_the_port_leaves_the_socket_working(loop, drive, context):
     server = Server(loop, context, "tcp://127.0.0.1:0")
     port = int(server.channel.endpoint.rsplit(":", 1)[1])
