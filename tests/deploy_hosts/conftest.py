@@ -70,11 +70,13 @@ def able():
 
 @pytest.fixture(scope="session")
 def wheel(able, tmp_path_factory):
-    """Baton's wheel, built once."""
+    """Baton's wheel, built once. On a busy machine its kernels take minutes to compile, so the
+    time limits of tests (``func_only``) begin after their fixtures.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     build = ["build", f"--build-base={folder}/build", "bdist_wheel", f"--dist-dir={folder}/dist"]
     command = [sys.executable, "setup.py", "-q", "egg_info", f"--egg-base={folder}", *build]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     (built,) = (folder / "dist").glob("*.whl")
     return built

@@ -6,7 +6,7 @@ from baton.deploy.ray.remote import CHECK_SECONDS
 
 from .cluster import RayCluster
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(120, func_only=True)]
 
 
 @pytest.fixture(scope="module")

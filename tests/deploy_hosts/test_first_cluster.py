@@ -20,7 +20,7 @@ from baton.deploy.supervise.oom import WORKER_MARGIN, score_adjustment
 
 from .cluster import RayCluster, wait_until
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(240, func_only=True)]
 
 HEAD, PREFILL, DECODE, SPARE, ADDED = "h1", "h2", "h3", "h4", "h5"
 IN_FLIGHT = 24

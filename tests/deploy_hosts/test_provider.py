@@ -12,7 +12,7 @@ from .cluster import wait_until
 from .conftest import make_environment
 from .hosts import Lab, missing
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(120, func_only=True)]
 
 PYTHON = f"{sys.base_prefix}/bin/python3.11"
 SCRIPT = """

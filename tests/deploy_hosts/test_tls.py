@@ -12,7 +12,7 @@ import pytest
 from .cluster import RayCluster, wait_until
 from .test_first_cluster import answers, ask
 
-pytestmark = [pytest.mark.deploy, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(240, func_only=True)]
 
 START_SYNC = (Path(__file__).parent / "start_sync.py").read_text()
 

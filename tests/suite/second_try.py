@@ -9,6 +9,7 @@ that a rare fault is seen.
 from __future__ import annotations
 
 import pytest
+from pytest_rerunfailures import suspended_finalizers
 
 FOLDERS = ("clients", "cluster", "deploy", "deploy_hosts", "deploy_ray")
 """Folders below `tests/` whose tests start processes."""
@@ -39,3 +40,15 @@ class SecondTry:
             terminalreporter.section("failed at the first try")
             for report in again:
                 terminalreporter.write_line(f"{report.nodeid}\n{report.longreprtext}\n")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        """Keep the ends of fixtures that the second try made, for a module or the session.
+
+        pytest-rerunfailures (16.7) puts those that the first try had made in their place, so a
+        fixture that failed at first would never end, and would serve the next module too.
+        """
+        stack = item.session._setupstate.stack
+        for node, (ends, error) in suspended_finalizers.items():
+            made = stack[node][0] if node in stack else []
+            suspended_finalizers[node] = ([*ends, *(end for end in made if end not in ends)], error)

@@ -83,3 +83,29 @@ def test_the_last_test_of_a_module_finds_its_cluster_at_the_second_try(pytester)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-s", "cluster")
     assert result.parseoutcomes() == {"rerun": 1, "passed": 1}
     result.stdout.fnmatch_lines("*ended 1*")
+
+
+FIXTURES = """
+tries = []
+@pytest.fixture(scope="session")
+def wheel():
+    tries.append(1)
+    assert len(tries) > 1, "late"
+@pytest.fixture(scope="module")
+def lab(wheel):
+    print("lab begins")
+    yield
+    print("lab ends")
+"""
+
+
+def test_a_fixture_that_the_second_try_made_ends_with_its_module(pytester):
+    second_try = CONFTEST.format(path=str(Path(__file__).with_name("second_try.py")))
+    pytester.makeconftest("import pytest\n" + second_try + FIXTURES)
+    folder = pytester.mkdir("cluster")
+    for name in ("test_one.py", "test_other.py"):
+        (folder / name).write_text("def test_first(lab): pass\ndef test_second(lab): pass\n")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-s", "cluster")
+    assert result.parseoutcomes() == {"rerun": 1, "passed": 4}
+    said = [line for line in result.outlines if "lab" in line]
+    assert [line.split("lab ")[1] for line in said] == ["begins", "ends"] * 2
