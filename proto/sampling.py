@@ -432,10 +432,12 @@ def _find_known(values: tuple[Any, ...]) -> dict[str, Any] | None:
 
     Returns None if these values have not passed the checks before.
     """
-    # Those with stops or biases are never noted, and lists and maps cannot be looked up.
-    if values[_STOP] is values[_STOP_IDS] is values[_BIAS] is None:
-        return _good.get(values[:_SEED]) if 0 <= values[_SEED] <= MAX_SEED else None
-    return None
+    if values[_BIAS] is not None or not 0 <= values[_SEED] <= MAX_SEED:
+        return None
+    try:
+        return _good.get(values[:_SEED])
+    except TypeError:  # it has stops: lists, which are never noted
+        return None
 
 
 def _remember(values: tuple[Any, ...], params: SamplingParams) -> None:

@@ -55,12 +55,14 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 def work_of(context: WireContext) -> Work:
     """Return the work of a checked context. Raises InputError for wrong arrays of a picture."""
-    room = context.end_length - len(context.tokens.array)
+    text = type(context) is WireContext
+    end = context.max_length if text else context.end_length  # a property takes as long as the rest
+    room = end - len(context.tokens.array)
     most = context.sampling.max_new_tokens
     if most is not None and most < room:
         room = most
     tokens = room if room > 0 else 0
-    if type(context) is WireContext:
+    if text:
         if context.task == "embed":
             return Work(tokens, vector=True, result_bytes=4 * MAX_EMBEDDING_SIZE)
         return Work(tokens)

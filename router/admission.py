@@ -306,10 +306,10 @@ def context_bytes(context: WireContext, work: Work | None = None) -> int:
     ``work``: the context's work, if it is known.
     """
     work = work or work_of(context)
-    likely = context.log_probabilities
-    per_token = 4 + (128 + 12 * likely if likely > 0 else 0)
-    total = RECORD_BYTES + context.tokens.array.nbytes + per_token * work.tokens
-    total += work.result_bytes
+    likely, sampling = context.log_probabilities, context.sampling
+    total = RECORD_BYTES + context.tokens.array.nbytes + 4 * work.tokens + work.result_bytes
+    if likely > 0:
+        total += (128 + 12 * likely) * work.tokens
     if context.log_probabilities_echo:
         total += records_bytes(len(context.tokens.array), max(0, likely))
     total += 40 * len(context.eos_token_ids)
@@ -320,6 +320,8 @@ def context_bytes(context: WireContext, work: Work | None = None) -> int:
         total += 96 + 40 * len(sequence)
     if context.json_schema is not None:
         total += 4 * len(context.json_schema)
-    for text in context.sampling.stop or ():
-        total += 49 + 4 * len(text)
-    return total + _BIAS_BYTES * len(context.sampling.logit_bias or ())
+    if sampling.stop:
+        total += sum(49 + 4 * len(text) for text in sampling.stop)
+    if sampling.logit_bias:
+        total += _BIAS_BYTES * len(sampling.logit_bias)
+    return total

@@ -47,6 +47,7 @@ are sent from the first missing position on once the client reads again.
 from __future__ import annotations
 
 from collections import deque
+from math import floor
 
 from baton.proto.errors import (
     BatonError,
@@ -172,10 +173,10 @@ class Lifecycle:
         there = decode.holder if decode else None
         handoff = None if prefill is None else there
         left = request.deadline - now
-        seconds = (int(left) if left > 0 else 0) + 2  # rounded up
+        seconds = (floor(left) if left > 0 else 0) + 2  # rounded up
         proof, decode_proof, ticket = assignment(
             self._key, request.key, attempt.number, receiver.holder, handoff, self._incarnation,
-            Terms(request.positions_on(receiver), int(now), seconds),
+            Terms(request.positions_on(receiver), floor(now), seconds),  # floor is faster than int
         )  # fmt: skip
         waited = now - request.submitted_at
         message = Assign(
@@ -501,7 +502,8 @@ class Lifecycle:
             tokens_s=now - request.first_at if request.whole and request.started else 0.0,
         )
         attempt.leave(request.key)
-        self._place_next_apart(now)
+        if self._apart:
+            self._place_next_apart(now)
         if request.deadline < now + ENDED_KEEP_S:
             request.deadline = now + ENDED_KEEP_S
         request.limit = request.deadline

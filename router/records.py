@@ -360,7 +360,8 @@ class Attempt:
 
     def leave(self, key: bytes) -> None:
         """Remove the attempt from the load of its workers, none of which runs it any more."""
-        self.leave_prompt()
+        if self.uncached >= 0:  # else two calls for every request
+            self.leave_prompt()
         prefill, decode = self.prefill, self.decode
         if prefill is not None:
             prefill.requests.pop(key, None)
@@ -373,10 +374,12 @@ class Attempt:
 
     def leave_prefill(self, key: bytes) -> None:
         """Remove the attempt from the load of its prefill worker."""
-        if self.prefill is not None:
-            self.leave_prompt()
-            self.prefill.requests.pop(key, None)
-            self.prefill.outstanding -= self.prefill_cost
+        prefill = self.prefill
+        if prefill is not None:
+            if self.uncached >= 0:
+                self.leave_prompt()
+            prefill.requests.pop(key, None)
+            prefill.outstanding -= self.prefill_cost
             self.prefill_cost = 0
 
     def leave_decode(self, key: bytes) -> None:
@@ -478,9 +481,7 @@ class Request:
     def step(self, step: Step) -> None:
         """Take a step; raises InternalError for a step that is not in the table."""
         try:
-            self.state = states.TRANSITIONS[
-                self.state, step
-            ]  # looked up there: the simulator notes it
+            self.state = states.NEXT[self.state][step]  # looked up there: the simulator notes it
         except KeyError:
             raise InternalError(f"request cannot {step.value} when {self.state.value}") from None
 

@@ -72,7 +72,7 @@ class Registry:
         self._named: dict[str, dict[int, Worker]] = {}  # the live ones by id, and by endpoint
         self._gone: OrderedDict[Owner, Worker] = OrderedDict()  # dead or refused
         self._dead_incarnations: dict[bytes, OrderedDict[int, bool]] = {}  # True: for SILENCES
-        self._ready: dict[tuple[str, str | None], list[Worker]] = {}
+        self._ready: dict[str, dict[str | None, list[Worker]]] = {}  # by role and pool
         self.totals = WorkerTotals()
         self.card: ModelCard | None = None
         """Card of the served model, as the keys of the live workers vote (:mod:`.majority`).
@@ -134,7 +134,10 @@ class Registry:
 
     def ready(self, role: str, pool: str | None = None) -> list[Worker]:
         """Return the workers of ``role`` (and pool) that take new requests."""
-        found = self._ready.get((role, pool))
+        pools = self._ready.get(role)
+        if pools is None:
+            pools = self._ready[role] = {}
+        found = pools.get(pool)
         if found is None:
             found = [
                 worker
@@ -144,7 +147,7 @@ class Registry:
                 and pool in (None, worker.pool)
             ]
             if found or pool is None:  # unbounded otherwise: clients choose pool names
-                self._ready[role, pool] = found
+                pools[pool] = found
         return found
 
     def prompt_workers(self, pool: str | None = None) -> list[Worker]:

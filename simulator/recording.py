@@ -120,8 +120,8 @@ class Coverage:
         self._tables: dict[str, _Noting[Any, Any]] = {
             "receiver": _Noting(grants.TRANSITIONS),
             "sender": _Noting(sender_handoff.TRANSITIONS),
-            "request": _Noting(states.TRANSITIONS),
         }
+        self._requests = {state: _Noting(steps) for state, steps in states.NEXT.items()}
         self._workers: dict[states.WorkerState, _NotingSet] = {}
         for state, targets in states.WORKER_TRANSITIONS.items():
             self._workers[state] = _NotingSet(targets)
@@ -131,7 +131,7 @@ class Coverage:
         """Replace the tables of the state machines by the recording tables."""
         grants.TRANSITIONS = self._tables["receiver"]
         sender_handoff.TRANSITIONS = self._tables["sender"]
-        states.TRANSITIONS = self._tables["request"]
+        states.NEXT = dict(self._requests)
         states.WORKER_TRANSITIONS = dict(self._workers)
 
     def report(self) -> tuple[set[str], set[str]]:
@@ -142,6 +142,9 @@ class Coverage:
             used, known = table.report(name)
             taken |= used
             declared |= known
+        for begin, steps in self._requests.items():
+            taken |= {_label("request", (begin, step)) for step in steps.used}
+            declared |= {_label("request", (begin, step)) for step in steps}
         for state, targets in self._workers.items():
             taken |= {f"worker: {state.value} to {target.value}" for target in targets.used}
             declared |= {f"worker: {state.value} to {target.value}" for target in targets}
@@ -154,7 +157,7 @@ def observed() -> Iterator[Coverage]:
     before = (
         grants.TRANSITIONS,
         sender_handoff.TRANSITIONS,
-        states.TRANSITIONS,
+        states.NEXT,
         states.WORKER_TRANSITIONS,
     )
     coverage = Coverage()
@@ -163,7 +166,7 @@ def observed() -> Iterator[Coverage]:
         yield coverage
     finally:
         grants.TRANSITIONS, sender_handoff.TRANSITIONS = before[0], before[1]
-        states.TRANSITIONS, states.WORKER_TRANSITIONS = before[2], before[3]
+        states.NEXT, states.WORKER_TRANSITIONS = before[2], before[3]
 
 
 def _label(name: str, key: object) -> str:

@@ -112,8 +112,14 @@ class EnvelopeEncoder:
         until the message is sent. Raises LimitExceeded if a receiver would reject the size.
         """
         frames: list[Frame] = [b""]
+        carried = _CARRIERS.get
         body = self._encoder.encode(
-            [self._packed(one, frames) if type(one) in _CARRIERS else one for one in messages]
+            [
+                one
+                if (name := carried(type(one))) is None or getattr(one, name) is None
+                else self._packed(one, name, frames)
+                for one in messages
+            ]
         )
         prefix = _PREFIX
         if self._digest is not None:
@@ -128,16 +134,13 @@ class EnvelopeEncoder:
         frames[0] = prefix + body
         return frames
 
-    def _packed(self, message: Any, frames: list[Frame]) -> Any:
-        """Return the message with its context or embedding encoded.
+    def _packed(self, message: Any, name: str, frames: list[Frame]) -> Any:
+        """Return the message with its context or embedding encoded; ``name``: of that field.
 
         Large arrays are appended to ``frames``. A text context that this process made is left to
         msgspec, which encodes it with its message.
         """
-        name = _CARRIERS[type(message)]
         value = getattr(message, name)
-        if value is None:
-            return message
         room = MAX_ARRAY_FRAMES + 1 - len(frames)
         if type(value) is WireContext and room:
             known = value.packed
@@ -195,8 +198,9 @@ class EnvelopeDecoder(Generic[T]):
             messages = self._decode(body)
             used = 0
             if self._carriers:
+                attach_of = _ATTACH.get
                 for message in messages:
-                    attach = _ATTACH.get(type(message))
+                    attach = attach_of(type(message))
                     if attach is not None:
                         used += attach(message, frames, used)
             if used != len(frames) - 1:  # each frame belongs to one array

@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Literal, TextIO, get_args
 
 import msgspec
@@ -76,14 +77,20 @@ def _send(fd: int, data: bytes) -> bytes:
     """Write without blocking; return the unwritten rest."""
     if not data:
         return data
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    if not poll.poll(0):
+    if not _poller(fd).poll(0):
         return data
     try:
         return data[os.write(fd, data) :]
     except BlockingIOError:
         return data
+
+
+@lru_cache(maxsize=8)
+def _poller(fd: int) -> select.poll:
+    """Return what asks whether this number's file takes bytes, whichever file it is by then."""
+    found = select.poll()
+    found.register(fd, select.POLLOUT)
+    return found
 
 
 def _dropped_line(count: int) -> bytes:
