@@ -12,11 +12,14 @@ import sys
 if __name__ == "__main__":
     gc.disable()  # never enabled again: the process ends soon
 
+from baton.runtime.process.os_settings import end_with_parent
+
 from .resolve import POINTS, ExtensionError, resolve
 
 
 def main() -> int:
     """Entry point."""
+    end_with_parent()
     folder, *named = sys.argv[1:]
     shown = sys.stdout
     sys.stdout = sys.stderr  # standard output is for the error alone

@@ -14,6 +14,7 @@ if __name__ == "__main__":
     gc.disable()  # for good: the process ends soon
 
 from baton.runtime.process.helper import limit_process
+from baton.runtime.process.os_settings import end_with_parent
 
 from .model_files import PICTURE_FILES, read_files
 from .picture_prompts import PicturePrompts
@@ -25,6 +26,7 @@ MEMORY_BYTES = 4 << 30
 
 def main() -> int:
     """Entry point."""
+    end_with_parent()
     limit_process(MEMORY_BYTES)
     try:
         load(sys.argv[1])

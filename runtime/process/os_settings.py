@@ -63,6 +63,14 @@ def die_with_parent(parent: int, sig: int = signal.SIGTERM) -> None:
         os.kill(os.getpid(), sig)
 
 
+def end_with_parent() -> None:
+    """Receive SIGKILL when the parent process ends, for one that only looks at something.
+
+    A child whose parent ended before this call goes on.
+    """
+    die_with_parent(os.getppid(), signal.SIGKILL)
+
+
 def outlive_parent() -> None:
     """Undo :func:`die_with_parent`."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)

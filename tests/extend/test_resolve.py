@@ -8,6 +8,8 @@ import pytest
 from baton.extend import DECIDER, FAMILY, METRIC, ORDER, POLICY, ExtensionError, resolve
 from baton.proto.errors import ConfigError
 
+from ..processes import alive, wait_until
+
 GOOD = """
 class Good:
     def choose(self, request, workers):
@@ -126,3 +128,20 @@ def test_the_check_prints_one_line(tmp_path):
     failed = check(tmp_path, "policy=own_loud:Good", "metric=own_loud:Good")
     assert failed.returncode == 1
     assert failed.stdout == "--metric own_loud:Good: Good has no method ended\n"
+
+
+def test_the_check_of_a_killed_process_ends(tmp_path):
+    (tmp_path / "own_slow.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path('pid').write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    check = [sys.executable, "-P", "-m", "baton.extend.check", str(tmp_path), "policy=own_slow:One"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess; subprocess.run({check!r})"], cwd=tmp_path
+    )
+    noted = tmp_path / "pid"
+    wait_until(lambda: noted.exists() and noted.read_text(), what="the check")
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not alive(int(noted.read_text())), what="the check's end")

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from baton.proto.errors import ConfigError
+from baton.runtime.process.os_settings import end_with_parent
 
 from ..backend import Gpu
 from .driver import UUID_BYTES, driver_uuid
@@ -102,6 +103,7 @@ def checked_gpu(ordinal: int, gpus: Sequence[Gpu]) -> Gpu:
 
 def main() -> int:
     """Print the visible GPUs as JSON, or the reason why no GPU is visible on standard error."""
+    end_with_parent()
     try:
         found = visible_gpus()
     except ConfigError as problem:
