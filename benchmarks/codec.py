@@ -6,6 +6,7 @@ that a busy machine slows all columns equally. msgpack-numpy is measured only if
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import os
@@ -402,6 +403,7 @@ def _hostile_row() -> None:
 
 def main() -> None:
     """Print the tables."""
+    argparse.ArgumentParser(prog="codec", description=__doc__).parse_args()
     encoder = EnvelopeEncoder()
     print("microseconds per call")
     _context_rows(encoder)

@@ -9,8 +9,8 @@ machine slows all columns alike; only ratios carry over to other machines.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -190,9 +190,12 @@ def row_kernels(backend: Backend, rows: int) -> None:
 
 
 def main() -> None:
-    """Print all rows; an argument forces an instruction set."""
+    """Print all rows."""
+    parser = argparse.ArgumentParser(prog="kernels", description=__doc__)
+    parser.add_argument("isa", nargs="?", metavar="ISA", help="an instruction set [the best here]")
+    arguments = parser.parse_args()
     limit_blas_threads(1)
-    backend = load_backend("cpu", isa=sys.argv[1] if len(sys.argv) > 1 else None)
+    backend = load_backend("cpu", isa=arguments.isa)
     peak = sgemm_rate()
     print(f"{backend.numerics}  sgemm {peak / 1e9:.1f} GFLOP/s")
     for name, shapes in SHAPES.items():

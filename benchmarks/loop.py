@@ -5,6 +5,7 @@ Prints medians of one run; only their ratios carry over to other machines.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -139,6 +140,7 @@ def measure(kind: str, folder: str) -> tuple[float, float]:
 
 def main() -> None:
     """Print the table."""
+    argparse.ArgumentParser(prog="loop", description=__doc__).parse_args()
     with scratch_folder() as folder:
         rows = {kind: measure(kind, str(folder)) for kind in SERVERS}
     print("lone round trip over ipc, 64 bytes, both sides of one kind")
