@@ -79,8 +79,9 @@ class Served:
         gaps = np.zeros(len(tokens))
         gaps[several] = decoding / (tokens[several] - 1)
         limited = timed & np.isfinite(first) & (ttft >= 0)
-        missed = (first - submitted > ttft) + 2 * (gaps > itl) + len(MISSED) * own
-        counts = np.bincount(missed[limited].astype(np.intp), minlength=2 * len(MISSED))
+        waited = first[limited] - submitted[limited]  # of others it may be the infinite less itself
+        missed = (waited > ttft[limited]) + 2 * (gaps > itl)[limited] + len(MISSED) * own[limited]
+        counts = np.bincount(missed.astype(np.intp), minlength=2 * len(MISSED))
         for key, count in zip(product(OWNERS, MISSED), counts.tolist(), strict=True):
             self.kept[key] += count
 

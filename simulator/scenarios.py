@@ -27,6 +27,8 @@ ADAPTIVE = Shape(prefill=2, decode=2, mode="adaptive", local=True, sizes=Sizes(s
 
 PATIENT_S = 6.0
 """Longer than the loss of a router may delay a token, shorter than a client's own timeout."""
+TRIED_S = PATIENT_S + 3.0
+"""The same if several faults may hit the attempts of one request in turn, each for up to 3 s."""
 TWO = Shape(routers=2, clients=4)
 """Clients use both routers and start with different ones."""
 
@@ -159,7 +161,7 @@ SCENARIOS: dict[str, Scenario] = {
     "stop": Scenario(stops=3, cancels=0.1, allowed=UNLUCKY),
     # A short pause must restart no process.
     "pauses": Scenario(
-        load_s=4.0, pauses=8, slow_steps=4, harmless=True, answer=200, wait_s=PATIENT_S,
+        load_s=4.0, pauses=8, slow_steps=4, harmless=True, answer=200, wait_s=TRIED_S,
         requests=40, cancels=0.1, shape=Shape(sizes=Sizes(decode_blocks=200)),
     ),
     "pauses-all": replace(_ALL, load_s=4.0, pauses=6, slow_steps=3, flaps=4, answer=100),
@@ -290,7 +292,7 @@ SCENARIOS: dict[str, Scenario] = {
         shape=Shape(sizes=Sizes(decode_blocks=200)),
     ),
     "isolated": Scenario(
-        harmless=True, requests=40, load_s=4.0, wait_s=PATIENT_S,
+        harmless=True, requests=40, load_s=4.0, wait_s=TRIED_S,
         shape=replace(TWO, sizes=Sizes(decode_blocks=200)), isolations=3, cancels=0.1,
         deadlines=0.1, answer=200, allowed=UNLUCKY,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -18,7 +19,8 @@ from baton.proto.wire.messages import (
     WorkerTimes,
 )
 from baton.router import worker_totals
-from baton.router.records import Worker
+from baton.router.metrics import Served
+from baton.router.records import NEVER, Worker
 from baton.runtime.metrics import families
 from baton.runtime.metrics.exposition import exposition
 from baton.runtime.metrics.families import (
@@ -286,6 +288,14 @@ def test_goodput_counts_requests_by_their_own_limits_or_the_cluster_s(make_bench
     found = numbers(bench, "baton_requests_limits_total")
     assert {key: count for key, count in found.items() if count} == {counted: 1}
     assert len(found) == 8
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_resumed_request_that_streamed_nothing_here_has_no_latency_and_no_warning():
+    served = Served()
+    row = [0, 0, 10, 14, NEVER, NEVER, NEVER, 5.0, False, 1.0, 1.0]
+    served.count_requests(tuple(np.array([value]) for value in row))
+    assert served.finished[0] == 1 and not served.kept.total()
 
 
 def test_a_worker_that_registers_in_the_other_pool_is_a_change_of_role():
