@@ -105,7 +105,7 @@ class CpuBackend(HostArrays, HostAudio, HostPictures):
     """Kernels in C; see :class:`~baton.engine.kernels.backend.Backend`.
 
     ``isa`` selects an instruction set by name (``amx``, ``avx512bf16``, ``avx512``, ``avx2``,
-    ``plain``); None selects the best one of this machine. ``amx`` uses matrix tiles for bfloat16
+    ``plain``); None selects the fastest one of this machine. ``amx`` uses matrix tiles for bfloat16
     weights and for the parts of attention that may be rounded. There it rounds the other factor to
     bfloat16, sums in float32, and computes a gated MLP in one kernel. ``avx512bf16`` rounds the
     same factors, and adds in another order. Elsewhere both equal ``avx512``. Wrong arguments raise

@@ -181,7 +181,7 @@ def test_copies_between_pools_of_other_shapes_are_refused(backend, rng, shape):
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2])
-@pytest.mark.parametrize("kinds", permutations((np.float32, np.uint16, np.int8), 2))
+@pytest.mark.parametrize("kinds", list(permutations((np.float32, np.uint16, np.int8), 2)))
 def test_copies_between_pools_of_other_types_are_refused(backend, kinds, blocks):
     source, target = (np.full((2, 8, 2, 4, 4, 16), fill, kinds[fill]) for fill in (0, 1))
     with pytest.raises(ValueError, match="different types"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -110,7 +112,11 @@ def test_x_is_rounded_to_the_nearest_bfloat16(rng, isa):
     assert y[:2, 0].tolist() == [1, 1 + 2.0**-6]
 
 
-@pytest.mark.skipif(not {"amx", "avx512bf16"} & {*ISAS}, reason="no kernels for bfloat16 here")
+@pytest.mark.skipif("avx512bf16" not in ISAS, reason="no kernels for pairs of bfloat16 here")
 def test_the_fastest_instructions_come_first():
-    best = next(name for name in ("amx", "avx512bf16") if name in ISAS)
+    """Pairs of bfloat16 take half the time of float32 on AMD's processors, twice on Intel's."""
+    fast = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    best = next(
+        name for name in ("amx", *(["avx512bf16"] if fast else []), "avx512") if name in ISAS
+    )
     assert load_backend("cpu").numerics == load_backend("cpu", isa=best).numerics
