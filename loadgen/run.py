@@ -157,8 +157,9 @@ class Runner:
     async def _send(self, job: Job, arrived: float) -> Record:
         record = Record(arrived, sent=self._clock(), prompt_tokens=len(job.prompt), texts=job.texts)
         limit = self._limit if job.cancel_after is None else min(job.cancel_after, self._limit)
+        timeout = asyncio.timeout(limit)
         try:
-            async with asyncio.timeout(limit) as timeout:
+            async with timeout:
                 self._running[timeout] = record
                 try:
                     await self._target.send(job, record)
