@@ -35,20 +35,20 @@ def load_tokenizer(folder: Path, vocab_size: int, eos: Iterable[int]) -> LLToken
     ids = sorted(token for token in eos if 0 <= token < vocab_size)
     if not ids:
         raise InputError("json_schema needs a model with an end-of-sequence id")
+    path = folder / "tokenizer.json"
     try:
-        check_file(folder / "tokenizer.json")
-        content = (folder / "tokenizer.json").read_bytes()
+        check_file(path)
         return LLTokenizer(
-            _with_texts_as_tokens(content).decode(),
+            _with_texts_as_tokens(path.read_bytes()).decode(),
             n_vocab=vocab_size,
             eos_token=ids,
             slices=LLTokenizer.json_slices(),
         )
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except OSError as error:
+        reason = f"{path}: {error.strerror or error}"
+    except (ValueError, msgspec.MsgspecError) as error:
         reason = one_line(str(error))
-        raise InputError(
-            f"json_schema needs a tokenizer.json that fits the model: {reason}"
-        ) from None
+    raise InputError(f"json_schema needs a tokenizer.json that fits the model: {reason}")
 
 
 def _with_texts_as_tokens(content: bytes) -> bytes:
